@@ -137,7 +137,7 @@ def test_agreeing_schedules_of_random_groups_never_raise():
 
 def test_exactly_the_ranks_that_would_wait_forever_raise():
     rng = random.Random(1)
-    found = 0
+    actual = 0
     for _ in range(60):
         schedules = random_schedules(rng, size=rng.randint(2, 4), length=12)
         one = rng.choice([schedule for schedule in schedules if len(schedule) > 1])
@@ -146,8 +146,8 @@ def test_exactly_the_ranks_that_would_wait_forever_raise():
         expected = stuck(schedules)
         raised = errors_of_ranks(schedules)
         assert [error is not None for error in raised] == expected, schedules
-        found += any(expected)
-    assert found > 20
+        actual += any(expected)
+    assert actual > 20
 
 
 def test_threads_of_a_rank_may_wait_in_groups_of_their_own():

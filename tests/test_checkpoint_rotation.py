@@ -311,17 +311,17 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(strategy: str, tmp_pat
     assert "00000004-step-4 is passed over" in first["warnings"][0]
     assert "checksum" in first["warnings"][0]
     assert (len(first["warnings"]), len(second["warnings"])) == (1, 0)
-    for found in (first, second):
-        assert found["pending"]
-        assert (found["before"], found["step"], found["after"]) == ((4, 4), 3, (3, 2))
-        assert found["value"] == [3]
-        assert found["file"] == "00000003-step-3\n"
-        assert found["misfit"].startswith("CheckpointError: load a checkpoint into")
-        assert found["unchanged"]
-        assert found["kept"] == [2, 3, 5], (
+    for actual in (first, second):
+        assert actual["pending"]
+        assert (actual["before"], actual["step"], actual["after"]) == ((4, 4), 3, (3, 2))
+        assert actual["value"] == [3]
+        assert actual["file"] == "00000003-step-3\n"
+        assert actual["misfit"].startswith("CheckpointError: load a checkpoint into")
+        assert actual["unchanged"]
+        assert actual["kept"] == [2, 3, 5], (
             "the best one, the one that was restored, and the new one"
         )
-        assert found["none"].count("is passed over") == 3
+        assert actual["none"].count("is passed over") == 3
 
 
 def refuse(fabric: Fabric, folder: Path) -> dict[str, str]:

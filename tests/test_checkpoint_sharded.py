@@ -175,9 +175,9 @@ def test_attributes_of_a_collection_are_kept(path):
     collection = OrderedDict(weight=torch.ones(2))
     vars(collection).update(_metadata=OrderedDict({"": {"version": 2}}), extra=torch.ones(2))
     io.save({"model": collection}, path)
-    found = vars(io.load(path)["model"])
-    assert found["_metadata"] == OrderedDict({"": {"version": 2}})
-    assert torch.equal(found["extra"], torch.ones(2))
+    actual = vars(io.load(path)["model"])
+    assert actual["_metadata"] == OrderedDict({"": {"version": 2}})
+    assert torch.equal(actual["extra"], torch.ones(2))
 
 
 def test_names_that_read_alike_are_told_apart(path):
@@ -296,7 +296,7 @@ if __name__ == "__main__":
 """
 
 
-def test_d18_two_ranks_save_and_load_without_numpy(path, tmp_path):
+def test_two_ranks_save_and_load_without_numpy(path, tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('not installed here')")
     (tmp_path / "script.py").write_text(WITHOUT_NUMPY)
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -94,8 +94,8 @@ def test_several_modules_and_optimizers_go_on_from_one_folder_under_any_strategy
     expected = in_shards(save_in_the_middle, path)[0]
     jobs = [in_shards(go_on, path), in_shards(go_on, path, ranks=3), run_in_ranks(go_on, path)]
     for job in jobs:
-        for found in job:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        for actual in job:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert same(jobs[0][0], expected)
     with single() as fabric:
         torch.testing.assert_close(go_on(fabric, path), expected, rtol=1e-5, atol=1e-6)

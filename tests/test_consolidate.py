@@ -143,8 +143,8 @@ def test_memory_is_that_of_a_few_tensors_and_not_of_the_checkpoint(path):
 def test_safetensors_hold_the_weights_of_the_model(path, state):
     save(state, path)
     output = consolidate(path, path.parent / "weights.safetensors")
-    found = load_file(output)
-    assert_same({name: found[name] for name in state["model"]}, state["model"])
+    actual = load_file(output)
+    assert_same({name: actual[name] for name in state["model"]}, state["model"])
     assert sorted(os.listdir(path.parent)) == ["step-100", "weights.safetensors"]
 
 

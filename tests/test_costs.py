@@ -148,9 +148,9 @@ def rounds(raw: list[float], ours: list[float]) -> list[dict[str, dict[str, floa
 
 def test_numbers_are_compared_within_their_round() -> None:
     # The machine is ten times slower in the last round; the ratio of that round is like the others'.
-    found = compare(rounds([1, 2, 10], [1.1, 2.2, 11]), "time", OURS, RAW, "ratio")
-    assert found is not None
-    assert found.low == pytest.approx(found.high) == pytest.approx(1.1)
+    actual = compare(rounds([1, 2, 10], [1.1, 2.2, 11]), "time", OURS, RAW, "ratio")
+    assert actual is not None
+    assert actual.low == pytest.approx(actual.high) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(

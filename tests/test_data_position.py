@@ -554,9 +554,9 @@ def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(
         resumed = prepare(DataLoader(ResumableStream(10), 1), rank, resuming)
         resumed.load_state_dict(stored(loader.state_dict()))
         parts.append([batch.item() for batch in resumed])
-    found = [sample for round_ in zip(*parts, strict=True) for sample in round_]
+    actual = [sample for round_ in zip(*parts, strict=True) for sample in round_]
     left = 10 - saving
-    assert found == list(range(saving, 10 - left % resuming))
+    assert actual == list(range(saving, 10 - left % resuming))
 
 
 REFUSED: dict[str, tuple[Callable[[], FabricDataLoader], str]] = {

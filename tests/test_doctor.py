@@ -123,9 +123,9 @@ def test_planted_faults_are_all_found_in_one_report_with_a_remedy_each(tmp_path,
     command = [*way, "sh", "-c", SMALL, "sh", *COMMAND]
     code, report = finish(start(tmp_path, environment, *command))
     assert code == 1
-    found = failures(report, ignored=())
+    actual = failures(report, ignored=())
     for text, remedy in expected.items():
-        assert [line for line in found if text in line and remedy in found[line]], (
+        assert [line for line in actual if text in line and remedy in actual[line]], (
             f"{text}\n{report}"
         )
 

@@ -362,16 +362,16 @@ def test_a_rank_takes_what_was_planned_and_issues_these_collectives(name, strate
 
 def test_what_fits_is_found_and_said():
     needs = [planned("wide", strategy, 4).peak_bytes for strategy in ("ddp", "fsdp")]
-    found = planned("wide", "ddp", 4, memory=needs[1])
-    assert needs[1] < needs[0] == found.peak_bytes
-    assert not found.fits
-    assert [*found.alternatives] == [
+    actual = planned("wide", "ddp", 4, memory=needs[1])
+    assert needs[1] < needs[0] == actual.peak_bytes
+    assert not actual.fits
+    assert [*actual.alternatives] == [
         'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")',
         "FSDPStrategy()",
     ]
-    assert [other.fits for other in found.alternatives.values()] == [False, True]
-    assert "ddp, 32-true, 4 rank(s) on 1 node(s): 4.5 MiB a rank, more than" in str(found)
-    assert "FSDPStrategy(): " in str(found).splitlines()[-1]
+    assert [other.fits for other in actual.alternatives.values()] == [False, True]
+    assert "ddp, 32-true, 4 rank(s) on 1 node(s): 4.5 MiB a rank, more than" in str(actual)
+    assert "FSDPStrategy(): " in str(actual).splitlines()[-1]
 
 
 def test_all_is_tried_where_nothing_fits():
@@ -383,21 +383,21 @@ def test_all_is_tried_where_nothing_fits():
 
 def test_a_mesh_stays_where_other_options_are_tried():
     mesh = ModelParallelStrategy(tp_plan=PLANS["wide"], tensor_parallel_size=2)
-    found = planned("wide", mesh, 4, memory="1KiB")
-    first, last = found.alternatives.items()
+    actual = planned("wide", mesh, 4, memory="1KiB")
+    first, last = actual.alternatives.items()
     assert first[0] == "ModelParallelStrategy(..., activation_checkpointing=[Residual])"
     assert last[0] == f'{first[0]}, Fabric(precision="bf16-mixed")'
-    assert found.peak_bytes > first[1].peak_bytes > last[1].peak_bytes
+    assert actual.peak_bytes > first[1].peak_bytes > last[1].peak_bytes
     assert {each.axis for each in first[1].traffic} == {"data_parallel", "tensor_parallel", "world"}
 
 
 def test_memory_is_told_by_kind_and_traffic_by_axis():
-    found = planned(strategy=FSDPStrategy(sharding_strategy="HYBRID_SHARD"), ranks=64, num_nodes=8)
-    assert {each.axis: each.ranks for each in found.traffic} == {"shards": 8, "replicas": 8}
+    actual = planned(strategy=FSDPStrategy(sharding_strategy="HYBRID_SHARD"), ranks=64, num_nodes=8)
+    assert {each.axis: each.ranks for each in actual.traffic} == {"shards": 8, "replicas": 8}
     parameters = sum(parameter.numel() for parameter in GPT().parameters()) * 4
-    assert found.peak["parameters"] == pytest.approx(parameters / 8, rel=0.05)
-    assert found.peak["optimizer state"] == pytest.approx(2 * found.peak["parameters"], rel=0.01)
-    assert sum(found.peak.values()) == found.peak_bytes
+    assert actual.peak["parameters"] == pytest.approx(parameters / 8, rel=0.05)
+    assert actual.peak["optimizer state"] == pytest.approx(2 * actual.peak["parameters"], rel=0.01)
+    assert sum(actual.peak.values()) == actual.peak_bytes
 
 
 SCRIPT = """
@@ -474,10 +474,10 @@ def sum_over_ranks(fabric: Fabric) -> float:
 
 
 def test_a_model_without_an_optimizer_is_planned_too():
-    found = fabric.plan(
+    actual = fabric.plan(
         lambda fabric: stacked(32, 2), lambda fabric, model: model(torch.randn(4, 32)), world=2
     )
-    assert found.peak.keys() == {"parameters", "activations and others"}
+    assert actual.peak.keys() == {"parameters", "activations and others"}
 
 
 def test_optimizers_of_gpus_take_more_memory():

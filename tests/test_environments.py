@@ -204,7 +204,7 @@ def without(env: Variables, *names: str) -> Variables:
     return {name: value for name, value in env.items() if name not in names}
 
 
-def found(env: Variables) -> tuple[type, World]:
+def detected(env: Variables) -> tuple[type, World]:
     answer = detect(env)
     assert answer is not None
     return type(answer[0]), answer[1]
@@ -213,7 +213,7 @@ def found(env: Variables) -> tuple[type, World]:
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_one_node_meets_on_loopback(launcher, environment, rank) -> None:
-    kind, world = found(launcher(rank, per_node=3) | PORT)
+    kind, world = detected(launcher(rank, per_node=3) | PORT)
     assert kind is environment
     assert world == World(rank=rank, local_rank=rank, world_size=3, local_world_size=3, port=29511)
 
@@ -221,7 +221,7 @@ def test_one_node_meets_on_loopback(launcher, environment, rank) -> None:
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_two_nodes_meet_at_the_given_address(launcher, environment, rank) -> None:
-    kind, world = found(launcher(rank, nodes=2) | PORT | ADDRESS)
+    kind, world = detected(launcher(rank, nodes=2) | PORT | ADDRESS)
     assert kind is environment
     assert world == World(
         rank=rank,
@@ -241,14 +241,14 @@ def test_a_single_process_needs_no_place_to_meet(launcher, environment) -> None:
         for name, value in launcher(0, per_node=1).items()
         if not name.startswith("MASTER")
     }
-    kind, world = found(env)
+    kind, world = detected(env)
     assert kind is environment
     assert world == World()
 
 
 @pytest.mark.parametrize("launcher", [srun, mpirun_5, mpirun_1, mpiexec_intel, mpiexec_pals])
 def test_all_ranks_of_a_job_derive_one_port(launcher) -> None:
-    ports = {found(launcher(rank, nodes=2) | ADDRESS)[1].port for rank in range(4)}
+    ports = {detected(launcher(rank, nodes=2) | ADDRESS)[1].port for rank in range(4)}
     assert len(ports) == 1
     assert ports <= set(range(10_000, 30_000))
 
@@ -265,11 +265,13 @@ def test_all_ranks_of_a_job_derive_one_port(launcher) -> None:
     ],
 )
 def test_another_job_derives_another_port(launcher, identity) -> None:
-    assert found(launcher(0))[1].port != found(launcher(0) | identity)[1].port
+    assert detected(launcher(0))[1].port != detected(launcher(0) | identity)[1].port
 
 
 def test_the_ports_of_consecutive_jobs_hardly_ever_collide() -> None:
-    ports = [found(srun(0) | {"SLURM_JOB_ID": f"{job}"})[1].port for job in range(200_000, 200_100)]
+    ports = [
+        detected(srun(0) | {"SLURM_JOB_ID": f"{job}"})[1].port for job in range(200_000, 200_100)
+    ]
     assert len(set(ports)) >= 98
 
 
@@ -362,14 +364,14 @@ def test_only_the_mapping_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("launcher", "_environment"), LAUNCHERS, ids=NAMES)
 def test_torchrun_wins_over_the_launcher_around_it(launcher, _environment) -> None:
-    kind, world = found(launcher(0) | torchrun(3, nodes=2))
+    kind, world = detected(launcher(0) | torchrun(3, nodes=2))
     assert kind is TorchrunEnvironment
     assert (world.rank, world.address, world.port) == (3, "gpu-a", 29500)
 
 
 def test_what_fabric_starts_meets_in_its_store() -> None:
     mine = World(rank=1, local_rank=1, world_size=2, local_world_size=2, store="file:///tmp/meet")
-    assert found(srun(0) | mine.to_env()) == (TorchrunEnvironment, mine)
+    assert detected(srun(0) | mine.to_env()) == (TorchrunEnvironment, mine)
 
 
 def test_several_nodes_by_hand_without_an_address_ask_for_it() -> None:
@@ -378,7 +380,7 @@ def test_several_nodes_by_hand_without_an_address_ask_for_it() -> None:
 
 
 def test_a_size_that_a_batch_script_exports_does_not_hide_srun() -> None:
-    kind, world = found(srun(1, nodes=2) | {"WORLD_SIZE": "4"} | PORT | ADDRESS)
+    kind, world = detected(srun(1, nodes=2) | {"WORLD_SIZE": "4"} | PORT | ADDRESS)
     assert kind is SlurmEnvironment
     assert (world.rank, world.world_size) == (1, 4)
 
@@ -387,18 +389,18 @@ def test_a_size_that_a_batch_script_exports_does_not_hide_srun() -> None:
 
 
 def test_rank_0_of_a_step_is_on_its_first_host() -> None:
-    assert {found(srun(rank, nodes=2))[1].address for rank in range(4)} == {"gnode10"}
+    assert {detected(srun(rank, nodes=2))[1].address for rank in range(4)} == {"gnode10"}
 
 
 def test_a_step_on_part_of_the_job_begins_at_its_own_first_host() -> None:
     env = srun(1, nodes=2) | {"SLURM_JOB_NODELIST": "gnode[01-08]"}
-    assert found(env)[1].address == "gnode10"
+    assert detected(env)[1].address == "gnode10"
 
 
 def test_nodes_may_hold_different_numbers_of_tasks() -> None:
     env = srun(0, nodes=2) | {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
-    first = found(env | {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"})[1]
-    last = found(env | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})[1]
+    first = detected(env | {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"})[1]
+    last = detected(env | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})[1]
     assert (first.local_world_size, last.local_world_size) == (3, 2)
     assert (first.address, first.port) == (last.address, last.port) == ("gnode10", last.port)
 
@@ -423,7 +425,7 @@ def test_a_shell_behind_srun_pty_is_not_a_task() -> None:
 
 
 def test_an_srun_inside_that_shell_is() -> None:
-    assert found(srun(1, step=1) | {"SLURM_PTY_PORT": "34889"})[1].rank == 1
+    assert detected(srun(1, step=1) | {"SLURM_PTY_PORT": "34889"})[1].rank == 1
 
 
 def test_an_old_slurm_that_sets_no_sizes_of_the_step_is_understood() -> None:
@@ -434,7 +436,7 @@ def test_an_old_slurm_that_sets_no_sizes_of_the_step_is_understood() -> None:
         "SLURM_STEP_NUM_NODES",
         "SLURM_STEP_TASKS_PER_NODE",
     )
-    assert found(env)[1] == found(srun(1))[1]
+    assert detected(env)[1] == detected(srun(1))[1]
 
 
 def test_a_step_that_does_not_tell_its_tasks_per_node_is_refused() -> None:
@@ -461,7 +463,7 @@ def test_a_step_that_does_not_tell_its_tasks_per_node_is_refused() -> None:
     ],
 )
 def test_a_node_list_begins_with_this_host(nodes, first) -> None:
-    assert found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})[1].address == first
+    assert detected(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})[1].address == first
 
 
 @pytest.mark.parametrize(
@@ -474,7 +476,8 @@ def test_a_node_list_without_a_first_host_is_refused(nodes) -> None:
 
 def test_a_node_list_is_not_read_when_the_address_is_given() -> None:
     assert (
-        found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["} | ADDRESS)[1].address == "10.0.0.7"
+        detected(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["} | ADDRESS)[1].address
+        == "10.0.0.7"
     )
 
 
@@ -489,7 +492,9 @@ def task(node: int, tasks: str) -> Variables:
     [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("3,2, 1", [3, 2, 1])],
 )
 def test_tasks_per_node_are_written_in_runs(tasks, counts) -> None:
-    assert [found(task(node, tasks))[1].local_world_size for node in range(len(counts))] == counts
+    assert [
+        detected(task(node, tasks))[1].local_world_size for node in range(len(counts))
+    ] == counts
     with pytest.raises(ConfigurationError, match=f"node {len(counts)}"):
         detect(task(len(counts), tasks))
 
@@ -506,20 +511,20 @@ def test_tasks_per_node_that_cannot_be_read_are_refused(tasks) -> None:
 @pytest.mark.parametrize("launcher", [mpirun_5, mpiexec_hydra, mpiexec_intel])
 def test_mpi_wins_over_the_slurm_step_that_carries_its_daemons(launcher) -> None:
     daemon = srun(1, nodes=2, per_node=1)
-    kind, world = found(daemon | launcher(3, nodes=2) | PORT | ADDRESS)
+    kind, world = detected(daemon | launcher(3, nodes=2) | PORT | ADDRESS)
     assert kind is not SlurmEnvironment
     assert (world.rank, world.local_rank, world.world_size) == (3, 1, 4)
 
 
 def test_srun_that_sets_variables_of_pmi_is_still_srun() -> None:
     pmi2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "12", "PMI_JOBID": "200505.0"}
-    kind, world = found(srun(3, nodes=2) | pmi2)
+    kind, world = detected(srun(3, nodes=2) | pmi2)
     assert kind is SlurmEnvironment
     assert (world.rank, world.address) == (3, "gnode10")
 
 
 def test_the_rank_on_a_node_across_jobs_is_not_taken_for_the_number_of_the_node() -> None:
-    assert found(mpirun_5(1) | PORT)[1].node_rank == 0
+    assert detected(mpirun_5(1) | PORT)[1].node_rank == 0
 
 
 @pytest.mark.parametrize(
@@ -530,7 +535,7 @@ def test_ranks_that_go_round_two_nodes_are_placed_by_their_local_rank(
     rank, local_rank, node
 ) -> None:
     env = mpirun_5(rank, nodes=2, per_node=3) | {"OMPI_COMM_WORLD_LOCAL_RANK": f"{local_rank}"}
-    assert found(env | ADDRESS)[1].node_rank == node
+    assert detected(env | ADDRESS)[1].node_rank == node
 
 
 # detection

@@ -44,10 +44,10 @@ def trained(fabric: Fabric, exact: Any) -> Tensor:
 def test_the_loop_ends_with_the_parameters_of_the_plain_one(ranks: int, strategy: str) -> None:
     page = loops()
     expected = whole(page.plain())
-    for found in run_in_ranks(
+    for actual in run_in_ranks(
         trained, page.exact, ranks=ranks, strategy=strategy, precision="64-true"
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_wrong_loops_are_off_by_what_the_page_says() -> None:
@@ -56,8 +56,8 @@ def test_the_wrong_loops_are_off_by_what_the_page_says() -> None:
     start = whole(page.make()[0])
     assert len(WRONG) == 3
     for line, share in WRONG:
-        found = run_in_ranks(trained, loops(line).exact, precision="64-true")[0]
-        assert (found - expected).norm() / (expected - start).norm() == pytest.approx(
+        actual = run_in_ranks(trained, loops(line).exact, precision="64-true")[0]
+        assert (actual - expected).norm() / (expected - start).norm() == pytest.approx(
             int(share) / 100, abs=0.005
         ), line
 

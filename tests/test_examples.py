@@ -149,11 +149,11 @@ def test_two_processes_give_the_same_losses_however_they_are_launched(
 def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
     tmp_path: Path, plain: list[dict[str, float]], strategy: str
 ) -> None:
-    found = losses(
+    actual = losses(
         tmp_path, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2, "--strategy", strategy
     )
 
-    assert found[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-4)
+    assert actual[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])

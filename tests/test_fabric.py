@@ -705,7 +705,7 @@ def test_seeding_gives_the_same_numbers_again() -> None:
     assert 0 <= fabric.seed_everything() < 2**32
 
 
-def test_d21_setup_of_no_loaders_and_launch_of_none_are_errors() -> None:
+def test_setup_of_no_loaders_and_launch_of_none_are_errors() -> None:
     with single() as fabric:
         with pytest.raises(TypeError, match="loader"):
             fabric.setup_dataloaders()  # type: ignore[call-overload]
@@ -714,7 +714,7 @@ def test_d21_setup_of_no_loaders_and_launch_of_none_are_errors() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp"])
-def test_d21_a_method_of_the_model_is_marked_and_a_norm_is_named(strategy: str) -> None:
+def test_a_method_of_the_model_is_marked_and_a_norm_is_named(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
         net = Net()
         model, optimizer = fabric.setup(net, sgd(net))
@@ -725,7 +725,7 @@ def test_d21_a_method_of_the_model_is_marked_and_a_norm_is_named(strategy: str) 
         assert fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf") == largest
 
 
-def test_d22_the_package_seeds_and_the_class_says_what_to_seed() -> None:
+def test_the_package_seeds_and_the_class_says_what_to_seed() -> None:
     assert package.seed_everything(3) == 3
     drawn = torch.rand(2)
     single().seed_everything(3)

@@ -373,8 +373,8 @@ def test_models_of_one_context_are_set_up_in_any_order() -> None:
     torch.manual_seed(7)
     first = values_of(Transformer())
     second = values_of(Wide())
-    for found in in_ranks(two_models):
-        torch.testing.assert_close(found, [second, first], rtol=0, atol=0)
+    for actual in in_ranks(two_models):
+        torch.testing.assert_close(actual, [second, first], rtol=0, atol=0)
 
 
 def failing_on_rank_0(fabric: Fabric) -> list[str]:

@@ -51,7 +51,7 @@ def test_every_sample_counts_once_and_in_order(uneven: str) -> None:
         (1, 2, 3, 4), (1, 2, 5, 12, 13), (1, 3, 4), (0, 1)
     ):
         loader = DataLoader(range(n), batch_size, drop_last=bool(drop_last))
-        found = seen(replicas, lambda _, loader=loader: loader, uneven)
+        actual = seen(replicas, lambda _, loader=loader: loader, uneven)
         dropped = uneven == "drop" or drop_last
         share = n // replicas if dropped else n
         expected = (
@@ -61,7 +61,7 @@ def test_every_sample_counts_once_and_in_order(uneven: str) -> None:
             if dropped
             else n
         )
-        assert found == list(range(expected)), (replicas, n, batch_size, drop_last)
+        assert actual == list(range(expected)), (replicas, n, batch_size, drop_last)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -282,16 +282,16 @@ def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
         model = fabric.setup(nn.Linear(8, 8))
         x = torch.ones(4, 8, device="cuda")
         throughput = Throughput(fabric, warmup=2, every=3, peak_flops=1e15)
-        found = []
+        actual = []
         for step in range(1, 9):
             torch.cuda.set_sync_debug_mode("default" if step in (1, 2, 5, 8) else "error")
             try:
                 with throughput.count_flops():
                     fabric.backward(model(x).sum())
-                found.append(throughput.update(len(x), tokens=(x > 0).sum()))
+                actual.append(throughput.update(len(x), tokens=(x > 0).sum()))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    assert [step for step, rates in enumerate(found, 1) if rates] == [5, 8]
-    rates = found[-1] or {}
+    assert [step for step, rates in enumerate(actual, 1) if rates] == [5, 8]
+    rates = actual[-1] or {}
     assert rates["tokens_per_second"] == pytest.approx(8 * rates["samples_per_second"])
     assert rates["flops_per_second"] == pytest.approx(2 * 2 * 8 * 8 * rates["samples_per_second"])

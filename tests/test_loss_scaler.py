@@ -110,8 +110,8 @@ def test_unscaling_and_clipping_before_the_step_equals_torchs():
         reference.zero_grad()
         scaler.scale_loss(loss_of(ours, batch)).backward()
         torchs.scale(loss_of(theirs, batch)).backward()
-        found = scaler.unscale(optimizer)
-        assert scaler.unscale(optimizer) == found == (not batch.isfinite().all())
+        actual = scaler.unscale(optimizer)
+        assert scaler.unscale(optimizer) == actual == (not batch.isfinite().all())
         torchs.unscale_(reference)
         for model in (ours, theirs):
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)

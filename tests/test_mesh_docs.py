@@ -45,16 +45,16 @@ def trained(fabric: Fabric, loop: str = "on_mesh") -> Tensor:
 def test_the_loop_ends_with_the_parameters_of_the_plain_one(way: str, ranks: int) -> None:
     here = page()
     expected = whole(here.plain())
-    for found in run_in_ranks(trained, ranks=ranks, strategy=getattr(here, way)()):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for actual in run_in_ranks(trained, ranks=ranks, strategy=getattr(here, way)()):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_loop_over_sequences_in_parts_is_that_of_one_process() -> None:
     [expected] = run_in_ranks(trained, "in_parts", ranks=1, strategy="auto")
-    for found in run_in_ranks(
+    for actual in run_in_ranks(
         trained, "in_parts", strategy=ModelParallelStrategy(sequence_parallel_size=2)
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ def test_a_second_launch_in_the_same_kernel_returns_the_results_of_both_processe
     lines = outputs["launch-two"].splitlines()
     shown = [re.fullmatch(r"process (\d) of 2: loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
 
-    assert [found and found[1] for found in shown] == ["0", "1"]
-    assert all(found and float(found[3]) < float(found[2]) / 10 for found in shown)
+    assert [actual and actual[1] for actual in shown] == ["0", "1"]
+    assert all(actual and float(actual[3]) < float(actual[2]) / 10 for actual in shown)
 
 
 def test_cells_that_only_define_show_nothing(outputs: dict[str, str]) -> None:

@@ -160,14 +160,14 @@ def test_options_of_fabric_run_fill_what_is_left_open() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "single_device", "dp", "ddp_spawn", "fsdp"])
-def test_d22_a_strategy_that_is_named_has_the_precision_that_is_named(strategy: str) -> None:
+def test_a_strategy_that_is_named_has_the_precision_that_is_named(strategy: str) -> None:
     for precision, name in ((None, "32-true"), ("bf16-mixed", "bf16-mixed")):
-        found = plan(strategy=strategy, precision=precision).strategy.precision
-        assert found is not None
-        assert found.name == name
+        actual = plan(strategy=strategy, precision=precision).strategy.precision
+        assert actual is not None
+        assert actual.name == name
 
 
-def test_d22_a_strategy_object_has_the_precision_of_the_fabric_that_uses_it() -> None:
+def test_a_strategy_object_has_the_precision_of_the_fabric_that_uses_it() -> None:
     strategy = SingleDeviceStrategy()
     for precision in ("64-true", "bf16-mixed"):
         with Fabric(accelerator="cpu", strategy=strategy, precision=precision) as fabric:
@@ -176,7 +176,7 @@ def test_d22_a_strategy_object_has_the_precision_of_the_fabric_that_uses_it() ->
         assert strategy.precision is None
 
 
-def test_d22_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
+def test_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
     made = plan(OWN_RANKS, strategy=SingleDeviceStrategy(device="cpu"), environment="none")
     assert (made.world_size, made.global_rank) == (1, 0)
 

@@ -87,7 +87,7 @@ def test_the_others_leave_parameters_as_they_were_built(name):
 
 
 @pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
-def test_c16_complex_tensors_do_not_lose_their_imaginary_part(name):
+def test_complex_tensors_do_not_lose_their_imaginary_part(name):
     module = nn.Sequential(nn.Linear(1, 1))
     module[0].register_buffer("phase", torch.full((1,), 1j, dtype=torch.complex64))
     module[0].register_parameter(

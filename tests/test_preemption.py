@@ -204,14 +204,14 @@ def test_the_controller_is_asked_where_the_environment_does_not_say_the_end(
     controller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 1000))
-    found = []
+    actual = []
     for shown in (end, "Unknown"):
         monkeypatch.setenv(
             "ANSWER", f"JobId=17 StartTime=2026-01-01T00:00:00 EndTime={shown} Deadline=N/A"
         )
-        found.append(slurm_deadline(os.environ) - time.monotonic())
-    assert found[0] == pytest.approx(940, abs=3)
-    assert found[1] == math.inf
+        actual.append(slurm_deadline(os.environ) - time.monotonic())
+    assert actual[0] == pytest.approx(940, abs=3)
+    assert actual[1] == math.inf
     assert controller.read_text() == "show job -o 17\n" * 2
     monkeypatch.delenv("ANSWER")
     with pytest.warns(

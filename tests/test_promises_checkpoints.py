@@ -41,7 +41,7 @@ def values(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
     return fabric.strategy.full_state(copy.copy(dict(model.state_dict())))
 
 
-# -- C14: models with compiled blocks ---------------------------------------------------------------------------------
+# -- models with compiled blocks ------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -102,15 +102,13 @@ def compiled_or_not(fabric: Fabric, folder: Path) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_c14_compiled_blocks_and_modules_around_set_up_ones_load(
-    strategy: str, tmp_path: Path
-) -> None:
-    for found in run_in_ranks(compiled_or_not, tmp_path, strategy=STRATEGIES[strategy]):
-        assert len(found) > 50
-        assert [name for name, is_right in found.items() if not is_right] == []
+def test_compiled_blocks_and_modules_around_set_up_ones_load(strategy: str, tmp_path: Path) -> None:
+    for actual in run_in_ranks(compiled_or_not, tmp_path, strategy=STRATEGIES[strategy]):
+        assert len(actual) > 50
+        assert [name for name, is_right in actual.items() if not is_right] == []
 
 
-# -- C14: a load that fails late --------------------------------------------------------------------------------------
+# -- a load that fails late -----------------------------------------------------------------------
 
 
 class Picky(nn.Module):
@@ -200,14 +198,14 @@ def fail_late(fabric: Fabric, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_c14_a_load_that_fails_late_changes_nothing(strategy: str, tmp_path: Path) -> None:
+def test_a_load_that_fails_late_changes_nothing(strategy: str, tmp_path: Path) -> None:
     results = run_in_ranks(fail_late, tmp_path, strategy=STRATEGIES[strategy])
-    for found in results:
-        assert all("not mine" in text for text, _ in found[:-1])
-        assert [is_same for _, is_same in found] == [True] * 5
+    for actual in results:
+        assert all("not mine" in text for text, _ in actual[:-1])
+        assert [is_same for _, is_same in actual] == [True] * 5
 
 
-# -- C14: collections that hold themselves ----------------------------------------------------------------------------
+# -- collections that hold themselves -------------------------------------------------------------
 
 
 class Holder(Refuses):
@@ -233,16 +231,16 @@ def rings(fabric: Fabric, path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
-def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(
+def test_a_collection_that_holds_itself_is_refused_on_every_rank(
     strategy: str, tmp_path: Path
 ) -> None:
-    for found in run_in_ranks(rings, tmp_path / "run", strategy=STRATEGIES[strategy]):
-        assert all("contains itself" in text for _, text in found)
-        assert all(text.startswith("ArgumentTypeError") for kind, text in found if kind == "list")
+    for actual in run_in_ranks(rings, tmp_path / "run", strategy=STRATEGIES[strategy]):
+        assert all("contains itself" in text for _, text in actual)
+        assert all(text.startswith("ArgumentTypeError") for kind, text in actual if kind == "list")
     assert os.listdir(tmp_path) == []
 
 
-# -- C14: odd paths --------------------------------------------------------------------------------------------------
+# -- odd paths ------------------------------------------------------------------------------------
 
 
 KNOWN = (
@@ -283,7 +281,7 @@ def odd_paths(fabric: Fabric, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
-def test_c14_odd_paths_are_refused_once_and_clearly(strategy: str, tmp_path: Path) -> None:
+def test_odd_paths_are_refused_once_and_clearly(strategy: str, tmp_path: Path) -> None:
     first, second = run_in_ranks(odd_paths, tmp_path, strategy=STRATEGIES[strategy])
     said = {
         "empty": "it names no file", "null": "it names no file", "long": "longer than 255 bytes",
@@ -306,11 +304,11 @@ def test_c14_odd_paths_are_refused_once_and_clearly(strategy: str, tmp_path: Pat
         )
 
 
-# -- C13: paths with a scheme -----------------------------------------------------------------------------------------
+# -- paths with a scheme --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_c13_a_checkpoint_in_memory_is_replaced_as_a_whole(
+def test_a_checkpoint_in_memory_is_replaced_as_a_whole(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -389,17 +387,17 @@ def schemes(fabric: Fabric, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_c13_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
-    for found in run_in_ranks(schemes, tmp_path, strategy=STRATEGIES[strategy]):
-        assert [found[scheme] for scheme in ("file", "local", "objects")] == [True] * 3
-        assert "builtins.object" in found["own"]
-        assert "ZeroDivisionError" in found["filter"]
-        assert found["kept"] == 1
-        assert found["s3://bucket/run"].startswith("MissingDependencyError")
-        assert "s3fs" in found["s3://bucket/run"]
-        assert "nonsense" in found["nonsense://bucket/run"]
-        is_refused = "a file system that all ranks share" in found["memory://shared"]
-        assert is_refused if strategy == "fsdp" else found["memory://shared"] == "fine"
+def test_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    for actual in run_in_ranks(schemes, tmp_path, strategy=STRATEGIES[strategy]):
+        assert [actual[scheme] for scheme in ("file", "local", "objects")] == [True] * 3
+        assert "builtins.object" in actual["own"]
+        assert "ZeroDivisionError" in actual["filter"]
+        assert actual["kept"] == 1
+        assert actual["s3://bucket/run"].startswith("MissingDependencyError")
+        assert "s3fs" in actual["s3://bucket/run"]
+        assert "nonsense" in actual["nonsense://bucket/run"]
+        is_refused = "a file system that all ranks share" in actual["memory://shared"]
+        assert is_refused if strategy == "fsdp" else actual["memory://shared"] == "fine"
     assert sorted(os.listdir(tmp_path)) == ["file", "local", "objects"]
     if strategy == "fsdp":
         kinds = sorted(name.rpartition(".")[2] for name in os.listdir(tmp_path / "objects"))
@@ -408,7 +406,7 @@ def test_c13_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
         )
 
 
-# -- C17: whole weights -----------------------------------------------------------------------------------------------
+# -- whole weights --------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -444,12 +442,12 @@ def whole(fabric: Fabric, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_c17_get_state_dict_is_whole_on_rank_0_and_a_copy(strategy: str, tmp_path: Path) -> None:
+def test_get_state_dict_is_whole_on_rank_0_and_a_copy(strategy: str, tmp_path: Path) -> None:
     assert run_in_ranks(whole, tmp_path, strategy=STRATEGIES[strategy]) == [True, True]
 
 
 @pytest.mark.parametrize(("limit", "files"), [("0.000001", 2), ("0.0000003", 5), ("5", 1)])
-def test_c17_consolidate_writes_a_folder_for_hugging_face(
+def test_consolidate_writes_a_folder_for_hugging_face(
     limit: str, files: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = {f"layer.{number}": torch.randn(10, 10) for number in range(4)}
@@ -458,15 +456,15 @@ def test_c17_consolidate_writes_a_folder_for_hugging_face(
     output = tmp_path / "run-weights"
     assert main(["consolidate", str(tmp_path / "run"), "--max-shard-gb", limit]) == 0
     names = sorted(os.listdir(output))
-    found = {}
+    actual = {}
     for name in (name for name in names if name.endswith(".safetensors")):
         part = load_file(output / name)
         assert sum(each.nbytes for each in part.values()) <= float(limit) * 1e9 or len(part) == 1
-        found |= dict.fromkeys(part, name)
+        actual |= dict.fromkeys(part, name)
         assert all(torch.equal(value, weights[key]) for key, value in part.items())
-    assert found.keys() == weights.keys()
+    assert actual.keys() == weights.keys()
     index = json.loads((output / "model.safetensors.index.json").read_text())
-    assert index == {"metadata": {}, "weight_map": found}
+    assert index == {"metadata": {}, "weight_map": actual}
     assert len(names) == files + 1
     assert f"model-00001-of-{files:05}.safetensors" in names
     assert main(["consolidate", str(tmp_path / "run"), "--max-shard-gb", "5"]) == 2

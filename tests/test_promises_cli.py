@@ -52,7 +52,7 @@ OPEN = """
 """
 
 
-def test_d21_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(
+def test_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(
     run: Run,
 ) -> None:
     job = run(OPEN, "run", "train.py", "--devices=2", "--strategy", "ddp", "--accelerator", "cpu")
@@ -74,7 +74,7 @@ READS = """
 """
 
 
-def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_processes_that_are_there(
+def test_a_script_that_reads_them_itself_and_never_launches_runs_in_the_processes_that_are_there(
     run: Run,
 ) -> None:
     job = run(READS, "run", "--devices", "2", "train.py", "--devices", "2", "--precision", "mine")
@@ -90,7 +90,7 @@ ALONE = """
 
 
 @pytest.mark.slow
-def test_d21_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> None:
+def test_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> None:
     job = run(ALONE, "run", "--devices", "2", "train.py")
     assert job.returncode == 1
     assert job.stderr.startswith(
@@ -99,7 +99,7 @@ def test_d21_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> Non
 
 
 @pytest.mark.slow
-def test_d21_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
+def test_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
     words = ("--standalone", "--nproc-per-node", "2", "train.py", "--devices", "2")
     job = run(READS, *words, module="torch.distributed.run")
     assert (job.returncode, job.stdout) == (0, "32-true None 2\n"), job.stderr
@@ -130,7 +130,7 @@ UNDER_HYDRA = """
 @pytest.mark.parametrize(
     "sweep", [[], pytest.param(["--multirun"], marks=pytest.mark.slow)], ids=["run", "sweep"]
 )
-def test_d22_under_hydra_all_ranks_get_the_folder_of_the_launching_process(
+def test_under_hydra_all_ranks_get_the_folder_of_the_launching_process(
     sweep: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "it's"
@@ -165,13 +165,13 @@ def alone(fabric: Fabric) -> tuple[str, float, int | None]:
     return refused, gradient, rank_zero_only.rank
 
 
-def test_d22_a_job_of_one_process_inside_of_a_rank_is_its_own_and_rank_zero_is_known() -> None:
+def test_a_job_of_one_process_inside_of_a_rank_is_its_own_and_rank_zero_is_known() -> None:
     for rank, (refused, gradient, known) in enumerate(run_in_ranks(alone)):
         assert f"'single_device' with 2 processes on 1 node(s) by fabric (rank {rank})" in refused
         assert (gradient, known) == (rank, rank)
 
 
-def test_d23_python_m_fabric_is_the_command_and_the_readme_says_so(run: Run) -> None:
+def test_python_m_fabric_is_the_command_and_the_readme_says_so(run: Run) -> None:
     job = run("", "--version")
     assert (job.returncode, job.stdout) == (0, f"fabric {version('torch-fabric')}\n"), job.stderr
     assert (

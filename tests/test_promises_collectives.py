@@ -99,19 +99,19 @@ def outcomes_of_mismatches(fabric: Fabric) -> dict[str, str]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a1_a_mismatch_is_an_error_on_every_rank_and_the_next_call_is_right(ranks: int) -> None:
-    for found in run_in_ranks(outcomes_of_mismatches, ranks=ranks):
-        assert found.pop("afterwards") == str({"loss": float(ranks)})
+def test_a_mismatch_is_an_error_on_every_rank_and_the_next_call_is_right(ranks: int) -> None:
+    for actual in run_in_ranks(outcomes_of_mismatches, ranks=ranks):
+        assert actual.pop("afterwards") == str({"loss": float(ranks)})
         assert {
             name: text
-            for name, text in found.items()
+            for name, text in actual.items()
             if not text.startswith("CollectiveMismatchError")
         } == {}
-        assert "all_reduce(sum of acc: 1 " in found["an int beside a float"]
-        assert "test_promises_collectives.py:" in found["an int beside a float"]
-        assert "FABRIC_CHECK=1" in found["keys"]
-        assert "ragged=True" in found["gathered lengths"]
-        assert "ragged=True" not in found["lengths"]
+        assert "all_reduce(sum of acc: 1 " in actual["an int beside a float"]
+        assert "test_promises_collectives.py:" in actual["an int beside a float"]
+        assert "FABRIC_CHECK=1" in actual["keys"]
+        assert "ragged=True" in actual["gathered lengths"]
+        assert "ragged=True" not in actual["lengths"]
 
 
 def agreeing(fabric: Fabric) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def agreeing(fabric: Fabric) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(60)
-def test_a1_calls_that_agree_pass_and_results_hold_nothing_else() -> None:
-    for found in run_in_ranks(agreeing):
-        assert found == {
+def test_calls_that_agree_pass_and_results_hold_nothing_else() -> None:
+    for actual in run_in_ranks(agreeing):
+        assert actual == {
             "order of insertion": {"a": 2.0, "b": 2.0},
             "types of numbers": [1.0, 1.0],
             "a list beside a tuple": [2.0, 4.0],
@@ -232,7 +232,7 @@ def agreed(sent: list[Collective]) -> bool:
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_a1_no_number_of_ranks_gives_a_false_alarm() -> None:
+def test_no_number_of_ranks_gives_a_false_alarm() -> None:
     generator = random.Random(0)
     for number, (operation, op, dtype) in enumerate([*REDUCTIONS, *GATHERS]):
         for size in [*range(1 + number % 8, 65, 8), 255, 256, 257]:
@@ -242,7 +242,7 @@ def test_a1_no_number_of_ranks_gives_a_false_alarm() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_a1_of_ten_thousand_mismatches_none_is_missed() -> None:
+def test_of_ten_thousand_mismatches_none_is_missed() -> None:
     generator = random.Random(1)
     for number in range(10_000):
         calls = generator.choice([REDUCTIONS, REDUCTIONS, GATHERS])
@@ -271,7 +271,7 @@ class Many(LocalCommunicator):
         return collective.buffer
 
 
-def test_a1_in_a_group_of_many_ranks_a_message_of_one_length_goes_before() -> None:
+def test_in_a_group_of_many_ranks_a_message_of_one_length_goes_before() -> None:
     many = Many()
     assert all_reduce(RecordedCommunicator(many, FlightRecorder()), 3.0, Reduce.MAX) == 3
     (first, [checksum, negative]), call = many.heard
@@ -312,9 +312,9 @@ def late(fabric: Fabric) -> list[str]:
 
 
 @pytest.mark.timeout(60)
-def test_a1_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earlier_call() -> None:
-    for found in run_in_ranks(late):
-        assert [text.partition(":")[0] for text in found] == [
+def test_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earlier_call() -> None:
+    for actual in run_in_ranks(late):
+        assert [text.partition(":")[0] for text in actual] == [
             "fine",
             "fine",
             "CollectiveMismatchError",
@@ -322,8 +322,8 @@ def test_a1_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earli
             "fine",
             "CollectiveMismatchError",
         ]
-        assert "all_reduce(sum of 1 float32[" in found[2]
-        assert "all_gather(1 float32[" in found[5]
+        assert "all_reduce(sum of 1 float32[" in actual[2]
+        assert "all_gather(1 float32[" in actual[5]
 
 
 # -- Python integers --------------------------------------------------------------------------------------------------
@@ -351,20 +351,20 @@ def integers(fabric: Fabric) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(60)
-def test_a3_sums_and_products_of_python_integers_never_wrap() -> None:
-    for rank, found in enumerate(run_in_ranks(integers)):
-        assert found["sum"] == 2**63
-        assert found["of many"]["a"] == [2**64 - 2, -(2**64), -2, 0]
-        assert found["of many"]["t"].tolist() == [4, 6]
-        assert found["of many"]["b"] == 0
-        assert found["some"] == [2**63, 1.0, torch.tensor(2), "text"]
-        assert found["product"] == [-15, 2**62, 1, 0]
+def test_sums_and_products_of_python_integers_never_wrap() -> None:
+    for rank, actual in enumerate(run_in_ranks(integers)):
+        assert actual["sum"] == 2**63
+        assert actual["of many"]["a"] == [2**64 - 2, -(2**64), -2, 0]
+        assert actual["of many"]["t"].tolist() == [4, 6]
+        assert actual["of many"]["b"] == 0
+        assert actual["some"] == [2**63, 1.0, torch.tensor(2), "text"]
+        assert actual["product"] == [-15, 2**62, 1, 0]
         for name in ("large", "largest", "zero mod 64 bits"):
-            assert found[name].startswith("ConfigurationError: a product of Python integers"), name
-        assert found["beyond"].startswith(
+            assert actual[name].startswith("ConfigurationError: a product of Python integers"), name
+        assert actual["beyond"].startswith(
             ("CollectiveMismatchError", "ConfigurationError")[1 - rank]
         )
-        assert found["afterwards"] == 2
+        assert actual["afterwards"] == 2
 
 
 # -- what cannot travel -----------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def received(fabric: Fabric) -> list[str]:
     return [*map(outcome, calls), str(fabric.all_reduce(1, reduce_op="sum"))]
 
 
-def test_a4_what_a_receiver_cannot_read_is_an_error_that_says_so() -> None:
+def test_what_a_receiver_cannot_read_is_an_error_that_says_so() -> None:
     first, second = run_in_ranks(received)
     assert [text.partition(":")[0] for text in first] == ["fine"] * 3 + ["ArgumentTypeError", "2"]
     assert [text.partition(":")[0] for text in second] == ["ArgumentTypeError"] * 3 + ["fine", "2"]
@@ -481,7 +481,7 @@ def broken_on_the_first(fabric: Fabric) -> list[str]:
 
 
 @pytest.mark.timeout(60)
-def test_a4_what_raises_while_it_is_taken_apart_raises_on_every_rank() -> None:
+def test_what_raises_while_it_is_taken_apart_raises_on_every_rank() -> None:
     first, second = run_in_ranks(broken_on_the_first)
     assert [text.split(":")[0] for text in first] == ["LookupError"] * 3 + [
         "ArgumentTypeError"
@@ -494,20 +494,20 @@ def test_a4_what_raises_while_it_is_taken_apart_raises_on_every_rank() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a4_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it() -> None:
-    for rank, found in enumerate(run_in_ranks(not_sent)):
-        assert found.pop("afterwards") == ["2"]
-        for name, (everywhere, alone) in found.items():
+def test_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it() -> None:
+    for rank, actual in enumerate(run_in_ranks(not_sent)):
+        assert actual.pop("afterwards") == ["2"]
+        for name, (everywhere, alone) in actual.items():
             assert everywhere.startswith("ConfigurationError"), (name, everywhere)
             mine = rank == 0 or "scalar" in name or "shared" in name
             assert alone.startswith("ConfigurationError" if mine else "CollectiveMismatchError"), (
                 name,
                 alone,
             )
-        assert "torch.autograd.grad" in found["reduce jvp"][0]
-        assert "dequantize" in found["gather quantized"][0]
-        assert "float(x)" in found["reduce Decimal"][0]
-        assert "[0]" in found["reduce Holder"][0]
+        assert "torch.autograd.grad" in actual["reduce jvp"][0]
+        assert "dequantize" in actual["gather quantized"][0]
+        assert "float(x)" in actual["reduce Decimal"][0]
+        assert "[0]" in actual["reduce Holder"][0]
 
 
 def in_other_modes(fabric: Fabric) -> list[Any]:
@@ -523,7 +523,7 @@ def in_other_modes(fabric: Fabric) -> list[Any]:
 
 
 @pytest.mark.timeout(60)
-def test_a1_a_signature_that_was_made_in_another_mode_is_used_in_any() -> None:
-    for found in run_in_ranks(in_other_modes):
-        assert found[:3] == [{"first": 2.0}, {"second": 4.0}, {"first": 2.0}]
-        assert found[3].tolist() == [2.0, 2.0]
+def test_a_signature_that_was_made_in_another_mode_is_used_in_any() -> None:
+    for actual in run_in_ranks(in_other_modes):
+        assert actual[:3] == [{"first": 2.0}, {"second": 4.0}, {"first": 2.0}]
+        assert actual[3].tolist() == [2.0, 2.0]

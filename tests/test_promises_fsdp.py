@@ -89,12 +89,12 @@ def close(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}], ids=str
 )
-def test_b10_parameters_without_a_dimension_train_as_under_ddp(options: dict[str, Any]) -> None:
+def test_parameters_without_a_dimension_train_as_under_ddp(options: dict[str, Any]) -> None:
     expected = run_in_ranks(all_trained)
     close(run_in_ranks(all_trained, strategy=Fsdp(**options)), expected)
 
 
-def test_b10_ignored_parameters_are_replicated_and_trained() -> None:
+def test_ignored_parameters_are_replicated_and_trained() -> None:
     net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first = net[0].weight
     with Fabric(
@@ -142,7 +142,7 @@ def hooked(fabric: Fabric) -> dict[str, Any]:
     return {**values(model), "calls": sorted(calls)}
 
 
-def test_b10_hooks_and_attributes_of_parameters_work_as_under_ddp() -> None:
+def test_hooks_and_attributes_of_parameters_work_as_under_ddp() -> None:
     close(run_in_ranks(hooked, strategy=Fsdp()), run_in_ranks(hooked))
 
 
@@ -187,7 +187,7 @@ def statistics(fabric: Fabric, **ddp: Any) -> list[Any]:
     return seen
 
 
-def test_b10_running_statistics_are_those_of_ddp() -> None:
+def test_running_statistics_are_those_of_ddp() -> None:
     ours = run_in_ranks(statistics, strategy=Fsdp())
     close(ours, run_in_ranks(statistics, strategy="ddp"))
 
@@ -214,7 +214,7 @@ def messages(fabric: Fabric) -> list[int]:
     return counts
 
 
-def test_b10_one_message_has_all_statistics_and_none_is_sent_without_them() -> None:
+def test_one_message_has_all_statistics_and_none_is_sent_without_them() -> None:
     assert run_in_ranks(messages, strategy=Fsdp()) == [[1, 0]] * 2
     assert run_in_ranks(messages, strategy=Fsdp(broadcast_buffers=False)) == [[0, 0]] * 2
 
@@ -250,7 +250,7 @@ def loaded(fabric: Fabric, folder: Path, names: list[str]) -> list[dict[str, Any
     return [stepped(fabric, folder, name, "") for name in names]
 
 
-def test_b10_checkpoints_with_them_load_into_every_strategy_and_number_of_ranks(
+def test_checkpoints_with_them_load_into_every_strategy_and_number_of_ranks(
     tmp_path: Path,
 ) -> None:
     strategies = [Fsdp(), Fsdp(state_dict_type="full"), "ddp"]
@@ -288,7 +288,7 @@ def refused(fabric: Fabric) -> list[str]:
     return found
 
 
-def test_b10_shared_nested_and_strided_modules_are_refused() -> None:
+def test_shared_nested_and_strided_modules_are_refused() -> None:
     for rank in run_in_ranks(refused, strategy=Fsdp()):
         strided, *shared = rank
         assert "not contiguous, as in channels_last: 0.weight, 1.weight" in strided
@@ -312,7 +312,7 @@ def refused_for_dtypes(fabric: Fabric) -> list[str]:
     return [outcome(partial(fabric.setup_module, case)) for case in cases]
 
 
-def test_b11_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused_by_name() -> None:
+def test_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused_by_name() -> None:
     for mixed, *others in run_in_ranks(refused_for_dtypes, strategy=Fsdp()):
         assert (
             "torch.float32: ['0.0.weight', '0.0.bias'], torch.bfloat16: ['0.1.weight', '0.1.bias']"
@@ -326,7 +326,7 @@ def test_b11_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused
     assert converted == "fine"
 
 
-def test_b11_ignored_parameters_of_another_model_are_warned_of() -> None:
+def test_ignored_parameters_of_another_model_are_warned_of() -> None:
     strategy = Fsdp(ignored_params={nn.Parameter(torch.ones(2, 2))})
     with pytest.warns(
         UserWarning, match=r"Linear: ignored_params are no parameters of it.*launch\(train, model\)"

@@ -25,7 +25,7 @@ from tests.ranks import outcome, run_in_ranks
 
 NEVER = threading.Event()
 
-# -- A2: a rank that aborts -------------------------------------------------------------------------------------------
+# -- a rank that aborts ---------------------------------------------------------------------------
 
 
 def reduce_unequal_lengths(fabric: Fabric) -> None:
@@ -33,7 +33,7 @@ def reduce_unequal_lengths(fabric: Fabric) -> None:
     dist.all_reduce(torch.ones(4 if fabric.global_rank == 0 else 100_000))
 
 
-def test_a2_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() -> None:
+def test_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() -> None:
     with pytest.raises(RankFailedError, match="was killed by SIGABRT") as caught:
         run_in_ranks(reduce_unequal_lengths, launcher="forkserver")
     text = str(caught.value)
@@ -44,7 +44,7 @@ def test_a2_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() 
     assert "fabric-watchdog" not in text
 
 
-# -- A5: children of ranks --------------------------------------------------------------------------------------------
+# -- children of ranks ----------------------------------------------------------------------------
 
 
 class Metrics(Dataset[float]):
@@ -68,7 +68,7 @@ def collectives_of_children(fabric: Fabric) -> tuple[str, str]:
     return in_worker, os.read(reading, 10_000).decode()
 
 
-def test_a5_a_collective_in_a_child_of_a_rank_is_an_error() -> None:
+def test_a_collective_in_a_child_of_a_rank_is_an_error() -> None:
     for in_worker, in_child in run_in_ranks(collectives_of_children):
         assert in_worker.startswith("UsageError: Caught UsageError in DataLoader worker process 0.")
         assert "all_reduce in process " in in_worker
@@ -83,14 +83,14 @@ def hanging_child(fabric: Fabric) -> int:
     return child
 
 
-def test_a5_children_of_a_rank_end_with_it() -> None:
+def test_children_of_a_rank_end_with_it() -> None:
     with RankPool(1) as pool:
         [child] = pool.run(hanging_child)
         process = psutil.Process(child)
     assert psutil.wait_procs([process], timeout=10)[1] == []
 
 
-# -- A6: checked mode -------------------------------------------------------------------------------------------------
+# -- checked mode ---------------------------------------------------------------------------------
 
 PHASES = {
     "setup of Linear": lambda fabric, model, folder: fabric.setup_module(nn.Linear(2, 1)),
@@ -115,7 +115,7 @@ def call_beside_a_phase(fabric: Fabric, phase: str, folder: str) -> tuple[str, f
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "backward"])
-def test_a6_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(
+def test_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(
     phase: str, tmp_path: Path
 ) -> None:
     for text, seconds in run_in_ranks(
@@ -147,13 +147,13 @@ def differ_where_nothing_is_synchronized(fabric: Fabric) -> int:
     return fabric.all_reduce(1, reduce_op="sum")
 
 
-def test_a6_phases_without_synchronization_may_differ_in_checked_mode() -> None:
+def test_phases_without_synchronization_may_differ_in_checked_mode() -> None:
     assert run_in_ranks(
         differ_where_nothing_is_synchronized, check_collectives=True, check_training=False
     ) == [2, 2]
 
 
-# -- D19 --------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def test_d19_a_call_ends_in_time_when_a_stopped_rank_reads_nothing(pool: RankPool) -> None:
+def test_a_call_ends_in_time_when_a_stopped_rank_reads_nothing(pool: RankPool) -> None:
     [_, stopped] = pool.run(lambda fabric: os.getpid())
     os.kill(stopped, signal.SIGSTOP)
     start = time.monotonic()
@@ -177,7 +177,7 @@ def fail_with_a_note(fabric: Fabric) -> None:
     raise error
 
 
-def test_d19_the_headline_of_an_error_with_a_note_shows_the_error(pool: RankPool) -> None:
+def test_the_headline_of_an_error_with_a_note_shows_the_error(pool: RankPool) -> None:
     with pytest.raises(RankFailedError) as caught:
         pool.run(fail_with_a_note)
     assert "rank 0 of 2 raised ValueError: the loss is not a number\n" in str(caught.value)
@@ -194,7 +194,7 @@ def change_surroundings(fabric: Fabric, folder: str) -> None:
     del os.environ["PATH"]
 
 
-def test_d19_folder_and_environment_of_a_call_are_not_those_of_the_next(
+def test_folder_and_environment_of_a_call_are_not_those_of_the_next(
     pool: RankPool, tmp_path: Any
 ) -> None:
     before = pool.run(surroundings)
@@ -221,7 +221,7 @@ Fabric(accelerator="cpu", devices=2, launcher="fork").launch(train)
 """
 
 
-def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
+def test_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HANGS_UP], stdout=subprocess.PIPE, text=True
     ) as job:
@@ -232,7 +232,7 @@ def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
         assert job.returncode == 128 + signal.SIGHUP
 
 
-# -- D20: what is said of ranks that wait -----------------------------------------------------------------------------
+# -- what is said of ranks that wait --------------------------------------------------------------
 
 
 def report(fabric: Fabric, pattern: str, after: int = 0) -> tuple[int, str]:
@@ -274,7 +274,7 @@ def wait_for_a_compiler(fabric: Fabric, folder: str) -> list[str]:
     return [report(fabric, pattern)[1] for pattern in patterns]
 
 
-def test_d20_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_call(
+def test_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_call(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     [texts, _] = run_in_ranks(
@@ -289,7 +289,7 @@ def test_d20_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_cal
     assert " s in save: " in texts[2]
 
 
-def test_d20_launch_at_a_prompt_asks_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_at_a_prompt_asks_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(UsageError, match=r"fabric\.launch\(main") as caught:
         Fabric(accelerator="cpu", devices=2).launch()

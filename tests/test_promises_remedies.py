@@ -81,13 +81,13 @@ def raw_errors(fabric: Fabric) -> dict[str, str]:
     return {case.__name__: outcome(case) for case in (mixed, second_derivative, in_place, sparse)}
 
 
-def test_b11_raw_errors_of_sharded_tensors_are_explained() -> None:
-    for found in sharded(raw_errors):
-        assert "weight.full_tensor() for such a use, before model(batch)" in found["mixed"]
-        assert 'strategy="ddp" for a loss of gradients' in found["second_derivative"]
-        assert "y = y + 1 for y += 1" in found["in_place"]
-        assert "dense gradients" in found["sparse"]
-        assert all(text.count("Write:") == 1 for text in found.values())
+def test_raw_errors_of_sharded_tensors_are_explained() -> None:
+    for actual in sharded(raw_errors):
+        assert "weight.full_tensor() for such a use, before model(batch)" in actual["mixed"]
+        assert 'strategy="ddp" for a loss of gradients' in actual["second_derivative"]
+        assert "y = y + 1 for y += 1" in actual["in_place"]
+        assert "dense gradients" in actual["sparse"]
+        assert all(text.count("Write:") == 1 for text in actual.values())
 
 
 def with_penalty(fabric: Fabric) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -101,7 +101,7 @@ def with_penalty(fabric: Fabric) -> tuple[list[Tensor], list[Tensor | None]]:
     ]
 
 
-def test_b11_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
+def test_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
     for own, plain in sharded(with_penalty):
         torch.testing.assert_close(own, plain)
 
@@ -122,11 +122,11 @@ def refusals(fabric: Fabric) -> dict[str, str]:
     }
 
 
-def test_b11_what_cannot_train_sharded_is_refused_before_anything_changes() -> None:
-    for found in sharded(refusals):
-        assert found.pop("even") == "fine"
-        assert "these have sparse gradients, which cannot be sharded: 0" in found.pop("sparse")
-        assert all("torch has no such step for shards" in text for text in found.values())
+def test_what_cannot_train_sharded_is_refused_before_anything_changes() -> None:
+    for actual in sharded(refusals):
+        assert actual.pop("even") == "fine"
+        assert "these have sparse gradients, which cannot be sharded: 0" in actual.pop("sparse")
+        assert all("torch has no such step for shards" in text for text in actual.values())
 
 
 def whole_states(fabric: Fabric) -> dict[str, bool]:
@@ -175,7 +175,7 @@ def whole_states(fabric: Fabric) -> dict[str, bool]:
     }
 
 
-def test_b11_whole_state_dicts_load_into_sharded_modules() -> None:
+def test_whole_state_dicts_load_into_sharded_modules() -> None:
     assert (
         sharded(whole_states)
         == [dict.fromkeys(("optimizer", "part", "around", "missing"), True)] * 2
@@ -202,7 +202,7 @@ def early_state(fabric: Fabric) -> tuple[list[Tensor], list[Tensor]]:
     ]
 
 
-def test_b11_the_early_state_of_adagrad_is_sharded_with_its_parameter() -> None:
+def test_the_early_state_of_adagrad_is_sharded_with_its_parameter() -> None:
     for own, plain in sharded(early_state):
         torch.testing.assert_close(own, plain)
 
@@ -237,7 +237,7 @@ def after_a_failure(fabric: Fabric) -> tuple[str, list[Tensor], list[Tensor | No
     )
 
 
-def test_b11_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() -> None:
+def test_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() -> None:
     for failure, own, plain in sharded(after_a_failure):
         assert "without room" in failure
         torch.testing.assert_close(own, plain)
@@ -260,26 +260,24 @@ def converted(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
-def test_b12_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_synchronized(
+def test_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_synchronized(
     strategy: Any,
 ) -> None:
-    for found in run_in_ranks(converted, strategy=strategy(start_method="forkserver")):
-        fine = {name for name, text in found.items() if text == "fine"}
+    for actual in run_in_ranks(converted, strategy=strategy(start_method="forkserver")):
+        fine = {name for name, text in actual.items() if text == "fine"}
         assert fine == {"float", "cpu", "same"}
         for name in ("to", "type"):
-            assert "synchronized in torch.float32, and would then be torch.float64" in found[name]
+            assert "synchronized in torch.float32, and would then be torch.float64" in actual[name]
 
 
-def test_b12_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_on_one_device() -> (
-    None
-):
+def test_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_on_one_device() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         model = fabric.setup(Tower())
         assert model.double()(X).dtype is torch.float64
         assert model.to(torch.bfloat16)(X).dtype is torch.bfloat16
 
 
-def test_b12_a_container_that_was_set_up_is_one() -> None:
+def test_a_container_that_was_set_up_is_one() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
         model = fabric.setup(nn.Sequential(*layers))
@@ -314,7 +312,7 @@ def close_one(fabric: Fabric, kept: str) -> tuple[float, list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("kept", ["first", "second"])
-def test_b12_closing_one_of_two_fabrics_leaves_the_other_alive(kept: str) -> None:
+def test_closing_one_of_two_fabrics_leaves_the_other_alive(kept: str) -> None:
     (total, first, is_left), (_, second, _) = run_in_ranks(close_one, kept)
     assert (total, is_left) == (2.0, False)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -351,7 +349,7 @@ def gathered(fabric: Fabric) -> list[str]:
     return [train(False, "step"), train(False, "forward"), train(True, "step")]
 
 
-def test_d20_features_gathered_without_gradients_are_told_to_be_gathered_with_them() -> None:
+def test_features_gathered_without_gradients_are_told_to_be_gathered_with_them() -> None:
     for step, forward, fine in run_in_ranks(gathered):
         assert "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in step
         assert (
@@ -366,13 +364,13 @@ def by_method(fabric: Fabric) -> str:
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
-def test_d20_a_method_that_bypasses_the_forward_pass_is_called_by_its_name(strategy: Any) -> None:
+def test_a_method_that_bypasses_the_forward_pass_is_called_by_its_name(strategy: Any) -> None:
     for text in run_in_ranks(by_method, strategy=strategy(start_method="forkserver")):
         assert "model.encode(...)" in text
         assert "model.head" not in text
 
 
-def test_d20_a_missing_checkpoint_suggests_checkpoints(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_suggests_checkpoints(tmp_path: Path) -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         fabric.save(tmp_path / "train.pt", {"step": 1})
         (tmp_path / "train.py").write_text("pass")
@@ -381,7 +379,7 @@ def test_d20_a_missing_checkpoint_suggests_checkpoints(tmp_path: Path) -> None:
     assert missing.strip().endswith(f"Write: {tmp_path / 'train.pt'}")
 
 
-def test_d20_a_file_that_names_a_class_is_told_the_safe_way_first(tmp_path: Path) -> None:
+def test_a_file_that_names_a_class_is_told_the_safe_way_first(tmp_path: Path) -> None:
     torch.save({"net": Tower()}, tmp_path / "net.pt")
     with Fabric(accelerator="cpu", devices=1) as fabric:
         refused = outcome(lambda: fabric.load(tmp_path / "net.pt"))
@@ -392,7 +390,7 @@ def test_d20_a_file_that_names_a_class_is_told_the_safe_way_first(tmp_path: Path
     )
 
 
-def test_d20_what_goes_elsewhere_is_told_where() -> None:
+def test_what_goes_elsewhere_is_told_where() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         net = Tower()
         optimizer = optim.SGD(net.parameters(), lr=0.1)
@@ -421,7 +419,7 @@ def ends_in_a_view(fabric: Fabric) -> tuple[list[str], list[Tensor], list[Tensor
     )
 
 
-def test_d20_a_model_that_returns_a_view_is_not_warned_about_and_its_output_may_change_in_place() -> (
+def test_a_model_that_returns_a_view_is_not_warned_about_and_its_output_may_change_in_place() -> (
     None
 ):
     for texts, own, plain in sharded(ends_in_a_view):

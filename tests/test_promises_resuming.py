@@ -77,11 +77,11 @@ def taken(loader: FabricDataLoader, steps: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 1, 4), (2, 5, 2), (5, 3, 1)])
-def test_c15_another_number_of_processes_goes_on_in_the_same_order(
+def test_another_number_of_processes_goes_on_in_the_same_order(
     kind: str, sizes: tuple[int, ...]
 ) -> None:
     expected = taken(prepare(LOADERS[kind](12), 0, 1), N)
-    found: list[int] = []
+    actual: list[int] = []
     state = None
     for size, steps in zip(sizes, (2, 1, N), strict=True):
         loaders = [prepare(LOADERS[kind](12 // size), rank, size, state) for rank in range(size)]
@@ -89,12 +89,12 @@ def test_c15_another_number_of_processes_goes_on_in_the_same_order(
         for loader in loaders:
             torch.manual_seed(0)
             parts.append(taken(loader, steps))
-        found += chain.from_iterable(zip(*parts, strict=True))
+        actual += chain.from_iterable(zip(*parts, strict=True))
         states = [loader.state_dict() for loader in loaders]
         assert len({one["cursor"] for one in states}) == 1
         state = states[-1]
-    assert found[:N] == expected
-    assert found[N:] == expected[: len(found) - N]  # all ranks get equally many
+    assert actual[:N] == expected
+    assert actual[N:] == expected[: len(actual) - N]  # all ranks get equally many
 
 
 def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
@@ -114,7 +114,7 @@ def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
     return found
 
 
-def test_c15_the_documented_recipe_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
+def test_the_documented_recipe_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
     whole = run_in_ranks(recipe, tmp_path / "none", N, ranks=1)[0]
     for first, then in [(1, 2), (2, 1)]:
         path = tmp_path / f"{first}.pt"
@@ -123,7 +123,7 @@ def test_c15_the_documented_recipe_resumes_on_another_number_of_processes(tmp_pa
         assert sorted(chain.from_iterable(whole)) == list(range(N))
 
 
-def test_c15_batches_of_another_size_are_refused_where_batches_are_counted() -> None:
+def test_batches_of_another_size_are_refused_where_batches_are_counted() -> None:
     def make(batch_size: int) -> FabricDataLoader:
         batches = BatchSampler(SequentialSampler(range(N)), batch_size, drop_last=False)
         return prepare(DataLoader(range(N), batch_sampler=batches), 0, 2)
@@ -134,7 +134,7 @@ def test_c15_batches_of_another_size_are_refused_where_batches_are_counted() -> 
         make(12).load_state_dict(loader.state_dict())
 
 
-def test_c15_a_sampler_that_shards_by_itself_resumes_where_its_ranks_had_equally_many() -> None:
+def test_a_sampler_that_shards_by_itself_resumes_where_its_ranks_had_equally_many() -> None:
     def make(rank: int, size: int, state: Any = None) -> FabricDataLoader:
         sampler = DistributedSampler(range(N), size, rank)
         return prepare(DataLoader(range(N), 12 // size, sampler=sampler), rank, size, state)
@@ -244,23 +244,23 @@ def load_own_data(fabric: Fabric, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_c16_each_rank_goes_on_in_data_of_its_own(strategy: str, tmp_path: Path) -> None:
+def test_each_rank_goes_on_in_data_of_its_own(strategy: str, tmp_path: Path) -> None:
     assert [
         value
-        for found in run_in_ranks(resumed_data, tmp_path, strategy=strategy)
-        for value in found.values()
+        for actual in run_in_ranks(resumed_data, tmp_path, strategy=strategy)
+        for value in actual.values()
     ] == [True] * 6
     for text in run_in_ranks(load_own_data, tmp_path, ranks=1):
         assert "Files, which shards itself" in text
 
 
-def test_c16_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
-    for found in run_in_ranks(interrupted):
-        assert len(found) == 6
-        assert all(found.values()), found
+def test_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
+    for actual in run_in_ranks(interrupted):
+        assert len(actual) == 6
+        assert all(actual.values()), actual
 
 
-def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
+def test_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
     saved = prepare(DataLoader(Epochs(), 2), 0, 1).state_dict()
     with pytest.raises(
         CheckpointError, match="the Stateful keeps its own position; this is fabric's"
@@ -292,7 +292,7 @@ def bare(fabric: Fabric, folder: Path) -> Any:
     return torch.equal(other.out.weight, model.out.weight), list(fabric.load(folder / "bare.pt"))
 
 
-def test_c16_a_bare_state_dict_is_saved_as_one(tmp_path: Path) -> None:
+def test_a_bare_state_dict_is_saved_as_one(tmp_path: Path) -> None:
     names = list(Net().state_dict())
     assert run_in_ranks(bare, tmp_path) == [(True, names)] * 2
     for name in ("bare.pt", "later.pt"):
@@ -303,7 +303,7 @@ def test_c16_a_bare_state_dict_is_saved_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_c16_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Path) -> None:
+def test_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Path) -> None:
     """Lightning's: the shards in torch's format, and what is no tensor in a file beside them."""
     net = Net()
     folder = tmp_path / "other"

@@ -47,7 +47,7 @@ def assert_said(results: list[dict[str, str]], cases: dict[Any, str]) -> None:
             assert text in result[case.__name__], (case.__name__, result[case.__name__])
 
 
-# -- B7: parameters that were added after the setup -------------------------------------------------------------------
+# -- parameters that were added after the setup ---------------------------------------------------
 
 
 def trained(fabric: Fabric, net: nn.Module | None = None) -> tuple[Any, torch.optim.Optimizer]:
@@ -120,7 +120,7 @@ def late(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b7_parameters_that_are_added_after_the_setup_are_an_error_that_names_them(
+def test_parameters_that_are_added_after_the_setup_are_an_error_that_names_them(
     strategy: str,
 ) -> None:
     of_ddp = {parameters_from_before: "fine"}  # they are those of after it
@@ -129,7 +129,7 @@ def test_b7_parameters_that_are_added_after_the_setup_are_an_error_that_names_th
     )
 
 
-# -- B8: optimizers that were not set up ------------------------------------------------------------------------------
+# -- optimizers that were not set up --------------------------------------------------------------
 
 
 def none_set_up(fabric: Fabric) -> None:
@@ -150,7 +150,7 @@ def not_even_a_module(fabric: Fabric) -> None:
     step(fabric, net, sgd(net.parameters()))
 
 
-def test_b8_an_optimizer_that_was_not_set_up_never_steps_with_scaled_gradients() -> None:
+def test_an_optimizer_that_was_not_set_up_never_steps_with_scaled_gradients() -> None:
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "precision": "16-mixed"}
     for case in (none_set_up, one_of_two_set_up, not_even_a_module):
         with Fabric(**options) as fabric:
@@ -200,13 +200,13 @@ def unmoved(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b8_parameters_that_no_step_would_move_are_an_error(strategy: str) -> None:
+def test_parameters_that_no_step_would_move_are_an_error(strategy: str) -> None:
     stale = "it holds parameters from before the sharding" if strategy == "fsdp" else "fine"
     expected = {of_old_parameters: stale, of_what_is_not_sharded: "fine", **UNMOVED}
     assert_said(run_in_ranks(unmoved, strategy=strategy), expected)
 
 
-# -- B9: what each rank has for itself --------------------------------------------------------------------------------
+# -- what each rank has for itself ----------------------------------------------------------------
 
 
 def said(fabric: Fabric, action: Callable[[], object], times: int = 1) -> tuple[list[str], str]:
@@ -235,7 +235,7 @@ def no_module(fabric: Fabric, differ: bool) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_b9_processes_without_a_module_that_is_set_up_are_warned_and_compared(differ: bool) -> None:
+def test_processes_without_a_module_that_is_set_up_are_warned_and_compared(differ: bool) -> None:
     first, second = run_in_ranks(no_module, differ)
     assert len(first[0]) == 1
     assert (
@@ -257,7 +257,7 @@ def dropped_module(fabric: Fabric) -> tuple[list[str], str]:
     return no_module(fabric, False)
 
 
-def test_b9_where_a_module_was_set_up_nobody_is_told_to_set_one_up() -> None:
+def test_where_a_module_was_set_up_nobody_is_told_to_set_one_up() -> None:
     assert run_in_ranks(dropped_module) == [([], "fine")] * 2
 
 
@@ -287,7 +287,7 @@ def all_loaders(fabric: Fabric) -> dict[str, tuple[list[str], str]]:
     return {kind: loaders(fabric, kind) for kind in ("sampler", "plain", "set up")}
 
 
-def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None:
+def test_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None:
     first, second = run_in_ranks(all_loaders)
     assert [len(told) for told, _ in first.values()] == [0, 1, 0]
     assert (
@@ -298,7 +298,7 @@ def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None
     assert {result for results in (first, second) for _, result in results.values()} == {"fine"}
 
 
-# -- B9: models without values ----------------------------------------------------------------------------------------
+# -- models without values ------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -329,7 +329,7 @@ def without_values(fabric: Fabric, path: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(
+def test_a_first_step_of_a_model_without_values_is_an_error_that_names_them(
     strategy: str, tmp_path: Path
 ) -> None:
     for results in run_in_ranks(without_values, str(tmp_path / "model"), strategy=strategy):
@@ -340,7 +340,7 @@ def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(
         assert results["checkpoint"] == "fine"
 
 
-# -- B9: parameters without a forward pass ----------------------------------------------------------------------------
+# -- parameters without a forward pass ------------------------------------------------------------
 
 
 class Agent(nn.Module):
@@ -376,7 +376,7 @@ def bare(fabric: Fabric, path: str) -> tuple[list[float], list[float], Any]:
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [("ddp", "16-mixed"), ("fsdp", "32-true")])
-def test_b9_bare_parameters_are_set_up_in_a_list_and_synchronized(
+def test_bare_parameters_are_set_up_in_a_list_and_synchronized(
     strategy: str, precision: str, tmp_path: Path
 ) -> None:
     for values, norms, loaded in run_in_ranks(
@@ -397,9 +397,7 @@ def bare_after_its_optimizer(fabric: Fabric) -> float:
     return float(weight)
 
 
-def test_b9_bare_parameters_are_synchronized_also_when_they_are_set_up_after_their_optimizer() -> (
-    None
-):
+def test_bare_parameters_are_synchronized_also_when_they_are_set_up_after_their_optimizer() -> None:
     assert run_in_ranks(bare_after_its_optimizer, check_training=False) == [0.5, 0.5]
 
 
@@ -410,12 +408,12 @@ def bare_with_a_closure(fabric: Fabric) -> list[str]:
     return [outcome(lambda: optimizer.step(loss)), outcome(lambda: optimizer.step(closure=loss))]
 
 
-def test_b9_a_closure_is_refused_for_bare_parameters_that_are_synchronized() -> None:
-    for found in run_in_ranks(bare_with_a_closure):
-        assert all("LBFGS.step(closure) of an nn.ParameterList" in text for text in found)
+def test_a_closure_is_refused_for_bare_parameters_that_are_synchronized() -> None:
+    for actual in run_in_ranks(bare_with_a_closure):
+        assert all("LBFGS.step(closure) of an nn.ParameterList" in text for text in actual)
 
 
-# -- B8, B9: ranks that do not do the same ----------------------------------------------------------------------------
+# -- ranks that do not do the same ----------------------------------------------------------------
 
 
 def other_models(fabric: Fabric) -> dict[str, str]:
@@ -436,11 +434,11 @@ def other_models(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b9_models_that_differ_between_ranks_are_refused_on_every_rank(strategy: str) -> None:
-    for found in run_in_ranks(other_models, strategy=strategy):
+def test_models_that_differ_between_ranks_are_refused_on_every_rank(strategy: str) -> None:
+    for actual in run_in_ranks(other_models, strategy=strategy):
         assert all(
-            "it is another model on rank 1 than on rank 0" in text for text in found.values()
-        ), found
+            "it is another model on rank 1 than on rank 0" in text for text in actual.values()
+        ), actual
 
 
 def steps_of_one_rank(fabric: Fabric) -> None:
@@ -463,11 +461,11 @@ def options_of_their_own(fabric: Fabric) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b8_steps_that_one_rank_makes_alone_or_otherwise_are_an_error(strategy: str) -> None:
+def test_steps_that_one_rank_makes_alone_or_otherwise_are_an_error(strategy: str) -> None:
     with pytest.raises(RankFailedError, match="rank 1 has made step 1, before this backward pass"):
         run_in_ranks(steps_of_one_rank, strategy=strategy)
-    found = run_in_ranks(options_of_their_own, strategy=strategy)
-    assert any("differ after it: " in text for text in found), found
+    actual = run_in_ranks(options_of_their_own, strategy=strategy)
+    assert any("differ after it: " in text for text in actual), actual
 
 
 def other_loaders(fabric: Fabric) -> list[str]:
@@ -483,7 +481,7 @@ def other_loaders(fabric: Fabric) -> list[str]:
     return [found, outcome(lambda: [fabric.gather_for_metrics(x) for (x,) in peeked])]
 
 
-def test_b9_loaders_with_other_orders_on_other_ranks_are_an_error() -> None:
+def test_loaders_with_other_orders_on_other_ranks_are_an_error() -> None:
     (_, first), (order, second) = run_in_ranks(other_loaders)
     assert "only one of it and rank 0 draws an order anew in each iteration" in order
     for number, text in enumerate((first, second)):
@@ -515,7 +513,7 @@ def accumulating(fabric: Fabric) -> list[str]:
     return scales
 
 
-def test_b8_ranks_have_the_same_loss_scale_while_one_of_two_optimizers_accumulates() -> None:
+def test_ranks_have_the_same_loss_scale_while_one_of_two_optimizers_accumulates() -> None:
     first, second = run_in_ranks(accumulating, precision="16-mixed")
     assert first == second == ["65536"] * 3
 
@@ -535,7 +533,7 @@ def one_iteration_more(fabric: Fabric, where: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b9_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order(
+def test_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order(
     strategy: str,
 ) -> None:
     for where in ("everywhere", "in order"):

@@ -79,11 +79,11 @@ def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(
     nn.Linear(1, 1)
     plain = DataLoader(range(24), 12, shuffle=True)
     orders = [[sample for batch in plain for sample in batch.tolist()] for _ in range(2)]
-    found = [
+    actual = [
         run_in_ranks(an_epoch, tmp_path / "state", ranks=ranks, strategy=strategy)[0]
         for ranks in (2, 1, 3)
     ]
-    assert found == [orders[0], orders[1], orders[1]]
+    assert actual == [orders[0], orders[1], orders[1]]
 
 
 # -- a run that is killed and comes back ---------------------------------------------------------------------------

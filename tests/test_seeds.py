@@ -580,9 +580,9 @@ def test_e_dp_reduces_any_tensor_over_dim_0(dtype: torch.dtype, rows: int) -> No
     gathered = torch.arange(rows * 6).reshape(rows, 2, 3).to(dtype)
     for op in ("sum",) if dtype is torch.int64 else ("mean", "sum", None):
         expected = gathered.sum(0) if op == "sum" else gathered.mean(0)
-        found = strategy.all_reduce({"x": [gathered], "n": 2, "zero": gathered[0, 0, 0]}, None, op)
-        torch.testing.assert_close(found["x"][0], expected)
-        assert (found["n"], found["zero"]) == (2, gathered[0, 0, 0])
+        actual = strategy.all_reduce({"x": [gathered], "n": 2, "zero": gathered[0, 0, 0]}, None, op)
+        torch.testing.assert_close(actual["x"][0], expected)
+        assert (actual["n"], actual["zero"]) == (2, gathered[0, 0, 0])
 
 
 def test_e_dp_reduces_what_overflows_or_is_trained_and_refuses_what_has_no_rows() -> None:

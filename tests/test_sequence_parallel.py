@@ -204,8 +204,8 @@ def differences(fabric: Fabric) -> dict[str, float]:
 
 
 def test_attention_and_its_gradients_are_those_over_all_tokens() -> None:
-    for found in on(differences):
-        assert max(found.values()) < 1e-12, found
+    for actual in on(differences):
+        assert max(actual.values()) < 1e-12, actual
 
 
 # -- the block --------------------------------------------------------------------------------------------------------

@@ -91,10 +91,10 @@ def test_groups_are_sorted_and_partitions_cover_the_world(data: Any) -> None:
 
 def test_lengths_differ_where_asked() -> None:
     ragged = gen.per_rank_tensors(2, ragged=True)
-    found = find(
+    actual = find(
         ragged, lambda drawn: drawn.values[0].shape[0] != drawn.values[1].shape[0], settings=ONCE
     )
-    assert sorted(value.shape[0] for value in found.values) == [0, 1]
+    assert sorted(value.shape[0] for value in actual.values) == [0, 1]
 
 
 def test_what_is_printed_shows_the_strides() -> None:

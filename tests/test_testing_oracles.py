@@ -76,12 +76,12 @@ def test_the_gradient_is_that_of_the_sum_of_all_losses() -> None:
 
 
 def test_differences_are_named_where_they_are() -> None:
-    found = list(
+    actual = list(
         differences(
             {"a": [1, torch.ones(2)], "b": 0}, {"a": [1.0, torch.tensor([1.0, 3.0])], "c": 0}
         )
     )
-    assert found == [
+    assert actual == [
         "['a'][0]: 1 is a int, expected 1.0",
         "['a'][1]: 1 of 2 elements of float32 (2,), at [1] 1.0, expected 3.0",
         "['b']: not expected",
@@ -114,9 +114,9 @@ def test_a_planted_bug_is_found_and_shrunk(rank_pool: Callable[[int], RankPool])
         results = rank_pool(2).run(ignores_strides, values)
         return any(differences(results, oracles.all_reduce(values.values, "sum")))
 
-    found = find(
+    actual = find(
         gen.per_rank_tensors(2), is_wrong, settings=settings(database=None, derandomize=True)
     )
     # Two elements are the fewest that can be apart, and the layout of one rank is enough.
-    assert [value.shape for value in found.values] == [(2,), (2,)]
-    assert sorted(value.is_contiguous() for value in found.values) == [False, True]
+    assert [value.shape for value in actual.values] == [(2,), (2,)]
+    assert sorted(value.is_contiguous() for value in actual.values) == [False, True]

@@ -88,10 +88,10 @@ def test_parts_of_layers_count_each_batch_once_and_all_flops():
     strategy = ModelParallelStrategy(
         tensor_parallel_size=2, tp_plan={"up": "colwise", "down": "rowwise"}
     )
-    found = run_in_ranks(train_in_parts, strategy=strategy)[0]
+    actual = run_in_ranks(train_in_parts, strategy=strategy)[0]
     flops = flops_of_torch(4) / 4
-    assert found["flops_per_second"] == pytest.approx(flops * found["samples_per_second"])
-    assert found["mfu"] == pytest.approx(found["flops_per_second"] / 2 / 1e6)
+    assert actual["flops_per_second"] == pytest.approx(flops * actual["samples_per_second"])
+    assert actual["mfu"] == pytest.approx(actual["flops_per_second"] / 2 / 1e6)
 
 
 def count_messages(fabric: Fabric) -> list[int]:
@@ -116,9 +116,9 @@ def alone():
 def test_what_is_computed_again_is_no_model_flop(alone):
     model = alone.setup(Blocks())
     model.recompute = True
-    found = train(alone, model, samples=4)
-    assert found["flops_per_second"] == pytest.approx(
-        flops_of_torch(4) / 4 * found["samples_per_second"]
+    actual = train(alone, model, samples=4)
+    assert actual["flops_per_second"] == pytest.approx(
+        flops_of_torch(4) / 4 * actual["samples_per_second"]
     )
 
 
@@ -130,10 +130,10 @@ def test_a_compiled_model_is_counted_and_compiled_afterwards(alone):
         return graph.forward
 
     model = torch.compile(alone.setup(Blocks()), backend=backend)
-    found = train(alone, model, samples=4)
+    actual = train(alone, model, samples=4)
     assert len(compiled) == 1
-    assert found["flops_per_second"] == pytest.approx(
-        flops_of_torch(4) / 4 * found["samples_per_second"]
+    assert actual["flops_per_second"] == pytest.approx(
+        flops_of_torch(4) / 4 * actual["samples_per_second"]
     )
 
 
@@ -142,10 +142,10 @@ def test_flops_of_a_first_step_without_samples_are_of_no_use_to_later_ones(alone
     with throughput.count_flops():
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert throughput.update(samples=0) is None
-    found = throughput.update(samples=4)
-    assert found is not None
-    assert found["samples_per_second"] > 0
-    assert found.get("flops_per_second", 0.0) == 0.0
+    actual = throughput.update(samples=4)
+    assert actual is not None
+    assert actual["samples_per_second"] > 0
+    assert actual.get("flops_per_second", 0.0) == 0.0
 
 
 def test_time_before_the_warmup_and_in_a_pause_does_not_count(alone):
@@ -163,10 +163,10 @@ def test_time_before_the_warmup_and_in_a_pause_does_not_count(alone):
         busy(0.3)
     throughput.update(torch.tensor(4))  # a tensor is read at the end of the window
     busy(0.05)
-    found = throughput.update(6)
-    assert found is not None
-    assert found.keys() == {"samples_per_second"}
-    seconds = 10 / found["samples_per_second"]
+    actual = throughput.update(6)
+    assert actual is not None
+    assert actual.keys() == {"samples_per_second"}
+    seconds = 10 / actual["samples_per_second"]
     assert 0.05 <= seconds <= time.perf_counter() - began - 0.5
 
 

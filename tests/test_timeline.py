@@ -121,15 +121,15 @@ def slowest_of(fabric: Fabric, folder: str, tries: int) -> list[tuple[str, objec
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_sleeps_is_named_with_its_phase(strategy: str, tmp_path: Path) -> None:
-    for found in run_in_ranks(slowest_of, str(tmp_path), 1, strategy=strategy):
-        assert found == [(phase, (0, phase)) for phase in PHASES]
+    for actual in run_in_ranks(slowest_of, str(tmp_path), 1, strategy=strategy):
+        assert actual == [(phase, (0, phase)) for phase in PHASES]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_sleeps_is_named_every_time(strategy: str, tmp_path: Path) -> None:
-    for found in run_in_ranks(slowest_of, str(tmp_path), 5, strategy=strategy):
-        assert found == [(phase, (0, phase)) for phase in PHASES * 5]
+    for actual in run_in_ranks(slowest_of, str(tmp_path), 5, strategy=strategy):
+        assert actual == [(phase, (0, phase)) for phase in PHASES * 5]
 
 
 def measured(fabric: Fabric) -> tuple[Any, str]:
@@ -140,13 +140,15 @@ def measured(fabric: Fabric) -> tuple[Any, str]:
 
 
 def test_a_fabric_with_timings_says_where_its_steps_go() -> None:
-    for found, text in run_in_ranks(measured, timings=True):
-        assert found.slowest == (0, "data")
-        assert found.steps == 7  # the first one was under way
-        assert found.own["data"][0] >= SLEEP > found.own["data"][1]
-        assert found.own["forward"][1] < SLEEP < found.waited[1]  # DDP sends the buffers of rank 0
-        assert sum(found.own[name][1] for name in found.own) + found.waited[1] == pytest.approx(
-            found.seconds, rel=0.2
+    for actual, text in run_in_ranks(measured, timings=True):
+        assert actual.slowest == (0, "data")
+        assert actual.steps == 7  # the first one was under way
+        assert actual.own["data"][0] >= SLEEP > actual.own["data"][1]
+        assert (
+            actual.own["forward"][1] < SLEEP < actual.waited[1]
+        )  # DDP sends the buffers of rank 0
+        assert sum(actual.own[name][1] for name in actual.own) + actual.waited[1] == pytest.approx(
+            actual.seconds, rel=0.2
         )
         assert "ms a step for rank 0, in data" in text
 
@@ -297,11 +299,11 @@ def test_one_process_is_measured_too(strategy: str, devices: int, tmp_path: Path
     with Fabric(accelerator="cpu", strategy=strategy, devices=devices) as fabric:
         with fabric.profile(tmp_path / "trace.json"):
             list(loop(fabric, phase="backward"))
-        found = fabric.timings()
-    assert found.own["backward"][0] >= SLEEP
-    assert {"data", "forward", "backward", "optimizer", "other"} == found.own.keys()
-    assert (found.slowest, found.waited) == (None, [0.0])
-    assert "the others wait" not in str(found)
+        actual = fabric.timings()
+    assert actual.own["backward"][0] >= SLEEP
+    assert {"data", "forward", "backward", "optimizer", "other"} == actual.own.keys()
+    assert (actual.slowest, actual.waited) == (None, [0.0])
+    assert "the others wait" not in str(actual)
     assert {"step 0", "step 7"} <= {event["name"] for event in read(tmp_path / "trace.json")}
 
 

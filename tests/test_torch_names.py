@@ -51,7 +51,7 @@ def test_the_functions_by_which_a_compiler_is_known_are_there():
 
 def test_loaders_that_are_iterated_over_are_found_while_they_are():
     dataset = data.TensorDataset(torch.ones(4))
-    found = []
+    actual = []
     for options in (
         {},
         {"shuffle": True},
@@ -59,9 +59,9 @@ def test_loaders_that_are_iterated_over_are_found_while_they_are():
         {"sampler": data.WeightedRandomSampler([1.0], 1)},
     ):
         for _ in data.DataLoader(dataset, **options):
-            found.append(_torch.datasets_iterated_in_full().count("TensorDataset"))
+            actual.append(_torch.datasets_iterated_in_full().count("TensorDataset"))
             break
-    assert found == [1, 1, 1, 0]
+    assert actual == [1, 1, 1, 0]
 
 
 def test_changes_in_place_are_counted():
@@ -151,17 +151,17 @@ def test_unscaling_multiplies_in_place_and_notes_what_is_not_finite(dtype, bad):
     grads = [torch.full((3,), 8.0, dtype=dtype), torch.full((2, 2), 4.0, dtype=dtype)]
     if bad is not None:
         grads[1][0, 0] = bad
-    found = torch.zeros(1)
-    _torch.unscale_and_check(grads, found, torch.tensor([0.25]))
+    actual = torch.zeros(1)
+    _torch.unscale_and_check(grads, actual, torch.tensor([0.25]))
     assert grads[0].tolist() == [2.0] * 3
     assert grads[1][1, 1] == 1.0
-    assert found.item() == (0.0 if bad is None else 1.0)
+    assert actual.item() == (0.0 if bad is None else 1.0)
 
 
 def test_unscaling_does_not_clear_an_earlier_finding():
-    found = torch.ones(1)
-    _torch.unscale_and_check([torch.ones(1)], found, torch.ones(1))
-    assert found.item() == 1.0
+    actual = torch.ones(1)
+    _torch.unscale_and_check([torch.ones(1)], actual, torch.ones(1))
+    assert actual.item() == 1.0
 
 
 def test_the_scale_grows_after_the_interval_and_backs_off_at_once():

@@ -238,9 +238,9 @@ def test_a_repeat_is_not_in_a_position(known: bool) -> None:
         return seen + samples(resumed)
 
     for stop in range(1, 6):
-        found = ThreadedWorld(2).run(loop, stop)
+        actual = ThreadedWorld(2).run(loop, stop)
         assert (
-            found == [[0, 1], [100, 101, 102, 103, 104]]
+            actual == [[0, 1], [100, 101, 102, 103, 104]]
             if known
             else [[0, 1][:stop], list(range(100, 100 + stop))]
         )

@@ -376,13 +376,17 @@ def test_throughput_is_that_of_a_full_window() -> None:
         throughput.update(
             time=2.0 * step, batches=step, samples=8 * step, lengths=16 * step, flops=20
         )
-    found = throughput.compute()
-    assert (found["time"], found["device/samples_per_sec"], found["samples_per_sec"]) == (
+    actual = throughput.compute()
+    assert (actual["time"], actual["device/samples_per_sec"], actual["samples_per_sec"]) == (
         8.0,
         4.0,
         8.0,
     )
-    assert (found["device/items_per_sec"], found["device/flops_per_sec"], found["device/mfu"]) == (
+    assert (
+        actual["device/items_per_sec"],
+        actual["device/flops_per_sec"],
+        actual["device/mfu"],
+    ) == (
         8.0,
         10.0,
         0.1,

@@ -88,8 +88,8 @@ def image_classifier() -> Iterator[dict[str, float]]:
 
 
 def test_an_image_classifier(tmp_path: Path) -> None:
-    found = run("image_classifier", tmp_path, "--save-model", "model.pt")
-    assert_agree(found, list(image_classifier()))
+    actual = run("image_classifier", tmp_path, "--save-model", "model.pt")
+    assert_agree(actual, list(image_classifier()))
     Net().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
 

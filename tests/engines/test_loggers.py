@@ -125,9 +125,9 @@ def test_a_table_in_a_text_file(folder: Path, path: str) -> None:
     "path", ["tensorboard/run/version_0", "lightning/tensorboard/version_0", "writer"]
 )
 def test_tensorboard(folder: Path, path: str) -> None:
-    found = events(folder / path)
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == LOSSES
-    assert [(event.step, event.value) for event in found.Scalars("accuracy")] == ACCURACIES
+    actual = events(folder / path)
+    assert [(event.step, event.value) for event in actual.Scalars("loss")] == LOSSES
+    assert [(event.step, event.value) for event in actual.Scalars("accuracy")] == ACCURACIES
 
 
 @pytest.mark.parametrize("path", [".", "lightning"])

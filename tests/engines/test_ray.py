@@ -88,10 +88,10 @@ def test_a_worker_is_killed_and_the_run_goes_on(
             process.kill()
         driver.kill()
         driver.wait()
-    found = steps(record)
+    actual = steps(record)
     expected = losses_alone(tmp_path)
-    assert {each["step"] for each in found} == set(range(1, STEPS + 1))
-    for each in found:
+    assert {each["step"] for each in actual} == set(range(1, STEPS + 1))
+    for each in actual:
         assert each["processes"] == 2
         assert each["loss"] == pytest.approx(expected[int(str(each["step"])) - 1], rel=1e-4)
     # What Ray's result says is what the loop has saved last.

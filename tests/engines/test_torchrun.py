@@ -30,11 +30,11 @@ def on_both(hosts: Hosts, commands: Mapping[str, Sequence[object]], code: int = 
 def test_two_agents_of_torchrun_make_one_job(hosts: Hosts, places: Places, tmp_path: Path) -> None:
     command = [*TORCHRUN, "--nnodes=2", f"--log-dir={tmp_path}/logs", JOB, tmp_path]
     on_both(hosts, dict.fromkeys(ADDRESSES, command))
-    found = places()
+    actual = places()
     # Which host comes first is up to the rendezvous.
-    first, second = (found[rank][-1] for rank in (0, 2))
+    first, second = (actual[rank][-1] for rank in (0, 2))
     assert {first, second} == set(ADDRESSES)
-    assert found == [
+    assert actual == [
         (0, 0, 0, 4, first),
         (1, 1, 0, 4, first),
         (2, 0, 1, 4, second),

@@ -42,10 +42,10 @@ def test_an_ignored_reduction_shrinks_to_one_number_that_differs(
 def test_ignored_strides_shrink_to_two_elements_that_are_apart(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    found = falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides)
-    assert (found["size"], found["reduce_op"]) == ("1", "'sum'")
+    actual = falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides)
+    assert (actual["size"], actual["reduce_op"]) == ("1", "'sum'")
     # hypothesis starts from constants of the modules that are loaded, and may keep a neighbour in a collection.
-    assert "tensor([0., 0.]) of strides (2,)" in found["values"]
+    assert "tensor([0., 0.]) of strides (2,)" in actual["values"]
 
 
 def test_a_ragged_gather_that_is_off_by_one_shrinks_to_one_row(
