@@ -39,7 +39,7 @@ class FSDPStrategy(strategies.FSDPStrategy):
         if callable(policy := activation_checkpointing_policy):
             policy = partial(policy, recurse=False, nonwrapped_numel=0)
         super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
-        self._older.clear()
+        self._first_fsdp_options.clear()
 
 
 class _Registry(dict[str, dict[str, Any]]):

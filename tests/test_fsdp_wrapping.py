@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.strategies.fsdp.options import find_fsdp_modules, parse_wrap_policy
+from fabric.strategies.fsdp.wrapping import find_fsdp_modules, parse_wrap_policy
 from tests.loops import Block, Transformer
 
 

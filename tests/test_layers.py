@@ -47,7 +47,8 @@ ORDER = {
     "loggers": "loggers progress",
     "optim": "loss_scaler clipping parameter_lists loss_weights ema",
     "strategies": (
-        "init_module base standalone parallel data_parallel ddp fsdp.state fsdp.options fsdp.api fsdp "
+        "init_module base standalone parallel data_parallel ddp "
+        "fsdp.wrapping fsdp.state fsdp.sharding fsdp.forward fsdp.api fsdp "
         "tp_plan model_parallel sequence_parallel"
     ),
     "testing": "oracles base generators threads pool conformance contracts plugin",

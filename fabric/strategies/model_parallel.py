@@ -25,8 +25,8 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
 from fabric.strategies.base import uncompiled
-from fabric.strategies.fsdp import state as shards
 from fabric.strategies.fsdp.api import FSDPStrategy
+from fabric.strategies.fsdp.sharding import receive_values, shard_module
 from fabric.strategies.tp_plan import (
     PartStreams,
     check_styles,
@@ -229,24 +229,24 @@ class ModelParallelStrategy(FSDPStrategy):
         return replace(contract, replicated=lambda: same, scope="parts of layers")
 
     @override
-    def _fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
+    def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
         own = [
             part
             for part in root.modules()
             if part is not root and hasattr(part, "set_requires_gradient_sync")
         ]
-        return own[::-1] or super()._fsdp_modules(root)
+        return own[::-1] or super()._find_fsdp_modules(root)
 
     @override
-    def _shard(self, part: nn.Module, **arguments: Any) -> None:
+    def _shard_module(self, module: nn.Module, **arguments: Any) -> None:
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
         communicator = self.runtime.communicator
         tied = dict[nn.Parameter, nn.Parameter]()
-        for layer in [module for module in part.modules() if module in self._layers]:
+        for layer in [part for part in module.modules() if part in self._layers]:
             whole = dict(layer.named_parameters(recurse=False))
-            shards.receive_values(
-                communicator, part, [value for value in whole.values() if value not in tied]
+            receive_values(
+                communicator, module, [value for value in whole.values() if value not in tied]
             )
             for style in torch_styles(layer, self._layers.pop(layer)):
                 parallelize_module(
@@ -258,13 +258,13 @@ class ModelParallelStrategy(FSDPStrategy):
                 self._before[tied[before]] = before
         before = {
             name: self._before[each]
-            for name, each in part.named_parameters()
+            for name, each in module.named_parameters()
             if each in self._before
         }
-        shards.shard_module(communicator, part, before, **arguments)
+        shard_module(communicator, module, before, **arguments)
 
     @override
-    def _mesh(self) -> DeviceMesh:
+    def _shard_mesh(self) -> DeviceMesh:
         return self._shards
 
     @override
@@ -289,7 +289,7 @@ class ModelParallelStrategy(FSDPStrategy):
         """Have the user's function split a model that has rank 0's values. Collective."""
         communicator = self.runtime.communicator
         before = dict(root.named_parameters())
-        shards.receive_values(communicator, root, [*before.values()])
+        receive_values(communicator, root, [*before.values()])
         result = parallelize(root, self._device_mesh)
         after = dict(root.named_parameters())
         wrong = [

@@ -34,7 +34,7 @@ from fabric.strategies import (
     SingleDeviceStrategy,
     StrategyName,
 )
-from fabric.strategies.fsdp.options import find_fsdp_modules
+from fabric.strategies.fsdp.wrapping import find_fsdp_modules
 from fabric.strategies.standalone import Strategy
 from fabric.tools._torch import Rank0Chunks, collective_of, fake_ranks, run_fake
 from fabric.tree import PLAIN_TENSOR_TYPES, flatten, parameters_of

@@ -1,9 +1,4 @@
-"""One process for each device, each with a shard of the model; see ``[Note: FSDP modules]``.
-
-[Note: Sharded forward] Parameters are gathered only while a forward pass of the whole model, or the backward pass after
-it, is running. A part that is called by itself computes with shards, or becomes the root of a model of its own whose
-gradients the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
-"""
+"""The strategy with one process for each device, each with a shard of the model."""
 
 import re
 import warnings
@@ -13,36 +8,53 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from operator import attrgetter, getitem, is_not
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import (
-    backward_unfinished,
-    hook_entry,
-    in_backward,
-    unreduced_parameters,
-    version,
-)
+from fabric._torch import unreduced_parameters
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
-from fabric.diagnostics.bypass import call_of_method, callable_parts
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
-from fabric.errors import FabricError, UsageError
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies.base import uncompiled
-from fabric.strategies.fsdp import options
-from fabric.strategies.fsdp import state as shards
+from fabric.strategies.fsdp.forward import ShardedForward
+from fabric.strategies.fsdp.sharding import (
+    check_dtypes,
+    check_mesh,
+    check_optimizers,
+    check_shardable,
+    is_mapped,
+    mesh_sizes,
+    parse_mixed_precision,
+    prefetch_in_backward,
+    replicate_unsharded,
+    shard_module,
+)
+from fabric.strategies.fsdp.state import (
+    UnshardedState,
+    full,
+    shard_of,
+    shard_slots,
+    shard_state,
+)
+from fabric.strategies.fsdp.wrapping import (
+    choose_modules,
+    find_fsdp_modules,
+    parse_choice,
+    parse_wrap_policy,
+)
 from fabric.strategies.init_module import (
     EmptyParameter,
     MappedMemory,
@@ -56,50 +68,107 @@ from fabric.strategies.parallel import (
 )
 from fabric.tree import map_tensors
 
-__all__ = ["FSDPStrategy", "ShardedForward"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+__all__ = ["FSDPStrategy"]
 
 M = TypeVar("M", bound=nn.Module)
+
 # Arguments of fully_shard that the strategy sets itself.
 _OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
 
+_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+_STATE_DICT_TYPES = ("sharded", "full")
+
+_ALWAYS_ON = "means nothing, it is always on"
+# Options that only torch's first FSDP had, and their meaning here.
+_FIRST_FSDP_OPTIONS = {
+    "activation_checkpointing_policy": "is activation_checkpointing",
+    "forward_prefetch": _ALWAYS_ON,
+    "limit_all_gathers": _ALWAYS_ON,
+    "sync_module_states": _ALWAYS_ON,
+    "use_orig_params": _ALWAYS_ON,
+    "NO_SHARD": (
+        "is HYBRID_SHARD with device_mesh=(world_size, 1): each rank has all parameters, as in "
+        '"ddp"'
+    ),
+}
+
+# By a pattern of the text of torch's error: the problem, and a suggestion.
+_EXPLANATIONS = {
+    "got mixed torch.Tensor and DTensor": (
+        "a weight is used where this rank has its shard only, outside of the forward pass of its "
+        "FSDP module",
+        "weight.full_tensor() for this use, before model(batch) for a penalty on all weights",
+    ),
+    "out of bounds for storage of size 0": (
+        "a second derivative, or a change in place of what an FSDP module returned, needs weights "
+        "that have been freed",
+        'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
+    ),
+    "FSDP does not support deepcopy": (
+        "a copy of shards is not a model",
+        "fabric.ema(model) for averages; fabric.save for copies",
+    ),
+    "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
+        "torch shards dense gradients, and steps that are the same for each element: it has no "
+        "operation for shards here",
+        'torch.optim.AdamW, or strategy="ddp"',
+    ),
+}
+
 
 class FSDPStrategy(ParallelStrategy):
-    """Data parallelism with parameters, gradients and optimizer state sharded over the ranks, by ``fully_shard``.
+    """Data parallelism with parameters, gradients and optimizer state sharded by ``fully_shard``.
 
-    The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean over ranks. Under a
-    ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, whereas autocast
-    decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers
-    and scalar parameters are not sharded, see ``[Note: Unsharded state]``, and buffers keep their dtype. Sparse
-    gradients, losses of gradients, and optimizers whose step needs full parameters (Adafactor, Rprop, and LBFGS with
-    uneven shards) are not possible; errors explain them.
-    Parameters keep their attributes and hooks; those of ``register_hook`` get this rank's full gradient, as under DDP.
+    The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean
+    over ranks. Under a ``*-mixed`` precision, parameters are gathered in the low precision and
+    whole modules compute in it, whereas autocast decides for each operation. Gradients are reduced,
+    and the outputs of the model returned, in float32. Buffers and scalar parameters are not
+    sharded, and buffers keep their dtype. Sparse gradients, losses of gradients, and optimizers
+    whose step needs full parameters (Adafactor, Rprop, and LBFGS with uneven shards) are not
+    possible; errors explain them. Parameters keep their attributes and hooks. Hooks from
+    ``register_hook`` get this rank's full gradient, as under DDP.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout:
-            as for :class:`fabric.strategies.Strategy`, and so are ``start_method`` and ``num_nodes``.
-        cpu_offload: keep shards, gradients and optimizer state on the CPU: True, or torch's ``CPUOffloadPolicy`` or
-            ``CPUOffload``. Has no effect on a CPU, except a warning.
-        backward_prefetch: how many FSDP modules are gathered ahead in the backward pass; or
-            ``BackwardPrefetch.BACKWARD_PRE`` for one, ``BACKWARD_POST`` for none; None leaves it to torch.
-        mixed_precision: torch's ``MixedPrecisionPolicy`` or ``MixedPrecision`` in place of what ``precision`` says;
-            ``output_dtype`` is that of the whole model's outputs.
-        activation_checkpointing: a class of layers, a list of them or a function of a module: these layers recompute
-            their activations in the backward pass.
-        auto_wrap_policy: selects the FSDP modules: a set of classes, a number of parameters, or a function of a module;
-            None for the repeated blocks. See :func:`fabric.strategies.fsdp.options.find_fsdp_modules`.
-        sharding_strategy: ``"FULL_SHARD"`` frees full parameters after the forward pass of each FSDP module,
-            ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` does ``"FULL_SHARD"`` within each
-            row of ``device_mesh`` and replicates over its columns.
-        state_dict_type: what ``save`` writes: ``"sharded"``, a folder into which each rank writes its shards, or
-            ``"full"``, one file, gathered on rank 0. ``checkpoint_io`` takes precedence. Every strategy loads both.
-        device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, else ``(shards,)``; a tuple of sizes
-            or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
-            replica per node, as in torch, and a warning if there is only one node.
-        broadcast_buffers: use rank 0's running statistics on all ranks, as under DDP: one broadcast per training step,
-            and none for a model without such buffers.
-        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Options
-            of torch's first FSDP, ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states``,
-            ``forward_prefetch``, ``activation_checkpointing_policy`` and ``NO_SHARD``, are accepted, with one warning
+        accelerator: see :class:`fabric.strategies.Strategy`.
+        parallel_devices: see :class:`fabric.strategies.Strategy`.
+        cluster_environment: see :class:`fabric.strategies.Strategy`.
+        checkpoint_io: see :class:`fabric.strategies.Strategy`.
+        precision: see :class:`fabric.strategies.Strategy`.
+        process_group_backend: see :class:`fabric.strategies.Strategy`.
+        timeout: see :class:`fabric.strategies.Strategy`.
+        cpu_offload: keep shards, gradients and optimizer state on the CPU. True, or torch's
+            ``CPUOffloadPolicy`` or ``CPUOffload``. On a CPU it warns and has no other effect.
+        backward_prefetch: the number of FSDP modules that are gathered ahead in the backward pass,
+            or ``BackwardPrefetch.BACKWARD_PRE`` for one, or ``BACKWARD_POST`` for none. None leaves
+            it to torch.
+        mixed_precision: torch's ``MixedPrecisionPolicy`` or ``MixedPrecision`` in place of what
+            ``precision`` says. ``output_dtype`` is the dtype of the whole model's outputs.
+        activation_checkpointing: a class of layers, a list of classes, or a function of a module.
+            The chosen layers recompute their activations in the backward pass. None chooses none.
+        auto_wrap_policy: the FSDP modules, which are gathered one by one. A set of classes, a
+            number of parameters, or a function of a module. None chooses the repeated blocks.
+        sharding_strategy: ``"FULL_SHARD"`` frees full parameters after the forward pass of each
+            FSDP module. ``"SHARD_GRAD_OP"`` keeps them until the backward pass. ``"HYBRID_SHARD"``
+            does ``"FULL_SHARD"`` within each row of ``device_mesh`` and replicates over its
+            columns.
+        state_dict_type: what ``save`` writes. ``"sharded"`` is a folder into which each rank writes
+            its shards, ``"full"`` is one file, gathered on rank 0. ``checkpoint_io`` takes
+            precedence. Every strategy loads both.
+        device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, else
+            ``(shards,)``. A tuple of sizes or a ``DeviceMesh``. None shards over all processes.
+            Under ``HYBRID_SHARD``, None shards over the processes of each node: one replica per
+            node, as in torch, and a warning if there is only one node.
+        start_method: see :class:`fabric.strategies.Strategy`.
+        num_nodes: see :class:`fabric.strategies.Strategy`.
+        broadcast_buffers: use rank 0's running statistics on all ranks, as under DDP. This takes
+            one broadcast per training step, and none for a model without running statistics.
+        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as
+            ``reshard_after_forward=True``. Options of torch's first FSDP, ``use_orig_params``,
+            ``limit_all_gathers``, ``sync_module_states``, ``forward_prefetch``,
+            ``activation_checkpointing_policy`` and ``NO_SHARD``, are accepted, with one warning
             that explains them. ``precision_plugin`` is the older name of ``precision``.
 
     Raises:
@@ -137,70 +206,85 @@ class FSDPStrategy(ParallelStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
-            precision_plugin=fsdp_kwargs.pop("precision_plugin", None), process_group_backend=process_group_backend,
-            timeout=timeout, start_method=start_method, num_nodes=num_nodes,
-        )  # fmt: skip
-        older, activation_checkpointing = options.pop_older(fsdp_kwargs, activation_checkpointing)
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            precision_plugin=fsdp_kwargs.pop("precision_plugin", None),
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            num_nodes=num_nodes,
+        )
+        self.sharding_strategy = _parse_name(
+            "sharding_strategy", sharding_strategy, _SHARDING_STRATEGIES
+        )
+        self.state_dict_type = _parse_name("state_dict_type", state_dict_type, _STATE_DICT_TYPES)
+        self.saves_shards = self.state_dict_type == "sharded"
+        self.device_mesh = device_mesh
+        self.cpu_offload = _parse_cpu_offload(cpu_offload)
+        self.backward_prefetch = _parse_backward_prefetch(backward_prefetch)
+        self.mixed_precision, self._buffer_dtype = parse_mixed_precision(mixed_precision)
+        self.auto_wrap_policy = parse_wrap_policy(auto_wrap_policy)
+        self.broadcast_buffers = broadcast_buffers
+
+        first_fsdp_options = _pop_first_fsdp_options(fsdp_kwargs)
+        self._first_fsdp_options = [*first_fsdp_options]
+        if self.sharding_strategy in _FIRST_FSDP_OPTIONS:
+            self._first_fsdp_options.append(self.sharding_strategy)
+        self.activation_checkpointing = parse_choice(
+            "activation_checkpointing",
+            _merge_activation_checkpointing(
+                activation_checkpointing, first_fsdp_options.get("activation_checkpointing_policy")
+            ),
+        )
         if fsdp_kwargs:
             from torch.distributed.fsdp import fully_shard  # takes a second to import
 
             check_forwarded_arguments(type(self).__name__, fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
-        strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
-        self.sharding_strategy = options.parse_name(
-            "sharding_strategy", sharding_strategy, strategies
-        )
-        self._older = [*older, *({self.sharding_strategy} & options.OF_FIRST_FSDP.keys())]
-        self.state_dict_type = options.parse_name(
-            "state_dict_type", state_dict_type, ("sharded", "full")
-        )
-        self.saves_shards = self.state_dict_type == "sharded"
-        self.device_mesh = device_mesh
-        self.cpu_offload = options.parse_cpu_offload(cpu_offload)
-        self.backward_prefetch = options.parse_backward_prefetch(backward_prefetch)
-        self.mixed_precision, self._buffer_dtype = options.parse_mixed_precision(mixed_precision)
-        self.activation_checkpointing = options.parse_choice(
-            "activation_checkpointing", activation_checkpointing
-        )
-        self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
         self.fsdp_kwargs = fsdp_kwargs
-        self.broadcast_buffers = broadcast_buffers
         self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
-        self._builds = count()
-        # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
+
+        # Numbers the uses of init_module, for keys in the store.
+        self._init_numbers = count()
+        # By the id of the root. The hooks of a model keep its ShardedForward alive. Empty, and a
+        # plain dict that can be pickled, on the way to a rank.
         self._forwards: MutableMapping[int, ShardedForward] = {}
+
+    # -- the process ----------------------------------------------------------------------------
 
     @override
     def check(
         self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
     ) -> None:
-        options.check_mesh(self.device_mesh, self.sharding_strategy, len(devices) * num_nodes)
+        check_mesh(self.device_mesh, self.sharding_strategy, len(devices) * num_nodes)
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
-        options.check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
+        check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
-        # An in-place change of such a view is correct, or raises an error that options.EXPLANATIONS explains.
+        # A change in place of a view is correct, or raises an error that _EXPLANATIONS explains.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
-        if not self.is_global_zero:
-            return
-        if self._older:
-            meanings = [f"{name} {options.OF_FIRST_FSDP[name]}" for name in self._older]
-            warnings.warn(f"options of torch's first FSDP: {'; '.join(meanings)}", stacklevel=2)
+        if self.is_global_zero:
+            self._warn_of_options()
+
+    def _warn_of_options(self) -> None:
+        """Warn of options that mean something else here, or nothing in this job."""
+        if self._first_fsdp_options:
+            meanings = [f"{name} {_FIRST_FSDP_OPTIONS[name]}" for name in self._first_fsdp_options]
+            warnings.warn(f"options of torch's first FSDP: {'; '.join(meanings)}", stacklevel=3)
         if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn(
-                "cpu_offload means nothing on the CPU, where everything is already", stacklevel=2
+                "cpu_offload means nothing on the CPU, where everything is already", stacklevel=3
             )
-        if (
-            self.sharding_strategy == "HYBRID_SHARD"
-            and self.device_mesh is None
-            and self.runtime.world.num_nodes == 1
-        ):
+        is_hybrid_by_node = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
+        if is_hybrid_by_node and self.runtime.world.num_nodes == 1:
             warnings.warn(
                 "HYBRID_SHARD has one replica, on one node; device_mesh=(2, shards) is for two",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     @override
@@ -209,54 +293,85 @@ class FSDPStrategy(ParallelStrategy):
         super().teardown()
 
     @override
+    def _explain(self, exception: BaseException) -> None:
+        text = str(exception)
+        notes = getattr(exception, "__notes__", ())
+        for pattern, (problem, suggestion) in _EXPLANATIONS.items():
+            note = str(FabricError(problem, suggestion=suggestion))
+            if re.search(pattern, text) and note not in notes:
+                exception.add_note(note)
+
+    # -- building a module ----------------------------------------------------------------------
+
+    @override
     @contextmanager
     def _init_context(self, empty: bool, source: str) -> Iterator[None]:
-        """See :meth:`fabric.Fabric.init_module` and ``[Note: Building for shards]``.
+        """Build modules for sharding within this context. See ``[Note: Building for shards]``.
 
-        With ``source="rank0"`` the other ranks wait for rank 0 when they leave it: one whose generator was in rank 0's
-        state gets the state that rank 0's is in.
+        The note is in ``fabric/strategies/init_module.py``.
+
+        With ``source="rank0"``, the other ranks wait for rank 0 at the end. A rank whose random
+        state equaled rank 0's at the start gets rank 0's random state at the end.
         """
-        before = bytes(torch.get_rng_state().tolist())
-        from_rank0 = source == "rank0" and not empty
-        receives = from_rank0 and not self.is_global_zero
-        key = f"init_module/{next(self._builds)}"
-        states = b""
-        if empty or receives:
-            memory = registered_on_meta(EmptyParameter if empty else nn.Parameter)
+        is_from_rank0 = source == "rank0" and not empty
+        is_receiver = is_from_rank0 and not self.is_global_zero
+        key = f"init_module/{next(self._init_numbers)}"
+        if empty:
+            memory = registered_on_meta(EmptyParameter)
+        elif is_receiver:
+            memory = registered_on_meta(nn.Parameter)
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
+        state_before = _rng_state()
+        # What rank 0 tells the others. Empty if its block raised.
+        states = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
                 yield
-            states = before + bytes(torch.get_rng_state().tolist())
+            states = state_before + _rng_state()
         finally:
-            if from_rank0 and self.is_global_zero:
+            if is_from_rank0 and self.is_global_zero:
                 self.runtime.store.set(key, states)
-        if receives:
-            states = self.runtime.store.from_rank0(key, states)
-            if not states:
-                raise UsageError(
-                    f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it"
-                )
-            if states.startswith(before):
-                torch.set_rng_state(
-                    torch.tensor(list(states.removeprefix(before)), dtype=torch.uint8)
-                )
+        if is_receiver:
+            self._receive_rng_state(key, state_before, states)
 
-    model_sharded_context = ParallelStrategy.module_init_context  # its older name
+    def _receive_rng_state(self, key: str, state_before: bytes, states: bytes) -> None:
+        """Wait for rank 0's random states, and continue with the second if the first was the same.
+
+        Args:
+            key: the key of rank 0's states in the store.
+            state_before: this rank's state at the start of the block.
+            states: this rank's states at the start and at the end.
+
+        Raises:
+            UsageError: rank 0's block raised.
+        """
+        states_of_rank0 = self.runtime.store.from_rank0(key, states)
+        if not states_of_rank0:
+            raise UsageError(
+                f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it"
+            )
+        if states_of_rank0.startswith(state_before):
+            state_after = states_of_rank0.removeprefix(state_before)
+            torch.set_rng_state(torch.tensor(list(state_after), dtype=torch.uint8))
+
+    # The older name of module_init_context.
+    model_sharded_context = ParallelStrategy.module_init_context
 
     @override
     def module_to_device(self, module: M) -> M:
-        # setup_module moves what was built in init_module() to the device, one FSDP module after another.
-        waits = any(
-            each.is_meta or shards.is_mapped(each)
-            for each in (*module.parameters(), *module.buffers())
-        )
-        return module if waits else super().module_to_device(module)
+        tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            if tensor.is_meta or is_mapped(tensor):
+                # It was built in init_module(). setup_module moves one FSDP module after another.
+                return module
+        return super().module_to_device(module)
+
+    # -- setup ----------------------------------------------------------------------------------
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
-        options.check_optimizers(optimizers, self._mesh().shape[-1], module, self._prepared_modules)
+        check_optimizers(optimizers, self._shard_mesh().shape[-1], module, self._prepared_modules)
         if module is None:
             return
         root = uncompiled(module)
@@ -269,78 +384,165 @@ class FSDPStrategy(ParallelStrategy):
         check_same_model(self.runtime.communicator, root, error, plan)
 
     def _check_module(self, root: nn.Module) -> object:
-        """The plan that ranks compare, if any; raises for what cannot be sharded. Not a collective."""
-        options.check_shardable(root, self.is_global_zero, self._prepared_modules)
-        options.choose_modules(
-            root, root.modules(), "activation_checkpointing", self.activation_checkpointing
-        )
-        options.check_dtypes(root, self._fsdp_modules(root), self._ignored, self.runtime.precision)
+        """Raise for a model that cannot be sharded. Not a collective.
+
+        Returns:
+            What has to be the same on all ranks besides the model. None if there is nothing.
+        """
+        check_shardable(root, self.is_global_zero, self._prepared_modules)
+        self._checkpointed_modules(root)  # raises if there are none
+        check_dtypes(root, self._find_fsdp_modules(root), self._ignored, self.runtime.precision)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard a module in place, after :meth:`check_setup`. Collective."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
+        """Shard a module in place, and return it. Collective: every rank must call it.
 
+        :meth:`check_setup` has to be called before.
+        """
         root = uncompiled(module)
-        communicator = self.runtime.communicator
-        fsdp_modules = self._fsdp_modules(root)
-        recomputed = self.activation_checkpointing
-        for part in options.choose_modules(
-            root, root.modules(), "activation_checkpointing", recomputed
-        ):
-            # Inside the module's call, so that the hooks that gather its parameters, and all names, stay.
-            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        mesh = self._mesh()
-        replicated = shards.replicate_unsharded(communicator, root, self._ignored, mesh)
-        for buffer in root.buffers():
-            if self._buffer_dtype is not None and buffer.is_floating_point():
-                buffer.data = buffer.to(self._buffer_dtype)
-        # By default torch frees all FSDP modules except the root, which the backward pass needs first.
-        resharding = (
-            {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
-        )
-        arguments: dict[str, Any] = {
-            "mesh": mesh,
-            **resharding,
-            **self.fsdp_kwargs,
-            "ignored_params": replicated,
-        }
-        if self.cpu_offload is not None and self.root_device.type != "cpu":
-            arguments["offload_policy"] = self.cpu_offload
-        precision = self.runtime.precision
-        dtypes = (precision.compute_dtype, precision.reduce_dtype, precision.output_dtype)
-        policy = self.mixed_precision or MixedPrecisionPolicy(*dtypes)
-        for part in fsdp_modules:
-            # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
-            self._shard(part, mp_policy=replace(policy, output_dtype=None), **arguments)
-        self._shard(root, mp_policy=policy, **arguments)
+        # Found before anything changes.
+        fsdp_modules = self._find_fsdp_modules(root)
+        for checkpointed in self._checkpointed_modules(root):
+            # In place of forward, not of the module: names stay, and so do the hooks around it that
+            # gather parameters.
+            checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
+        mesh = self._shard_mesh()
+        replicated = replicate_unsharded(self.runtime.communicator, root, self._ignored, mesh)
+        self._convert_buffers(root)
+
+        arguments = self._fully_shard_arguments(mesh, replicated)
+        policy = self._mixed_precision_policy()
+        # The next FSDP module casts its inputs itself. Only the outputs of the whole model have a
+        # dtype of their own.
+        inner_policy = replace(policy, output_dtype=None)
+        for fsdp_module in fsdp_modules:
+            self._shard_module(fsdp_module, mp_policy=inner_policy, **arguments)
+        self._shard_module(root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
-            options.prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        unsharded = shards.UnshardedState(
+            prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
+
+        unsharded = UnshardedState(
             root, self._loss_communicator(), replicated, self.broadcast_buffers
         )
-        self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
+        forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
+        self._forwards[id(root)] = forward
         return module
+
+    def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the FSDP modules of a model, inner before outer, without the root."""
+        return find_fsdp_modules(root, self.auto_wrap_policy)
+
+    def _checkpointed_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the modules that recompute their activations, inner before outer."""
+        return choose_modules(
+            root, root.modules(), "activation_checkpointing", self.activation_checkpointing
+        )
+
+    def _convert_buffers(self, root: nn.Module) -> None:
+        """Convert floating-point buffers to the dtype in the option ``mixed_precision``, if any."""
+        if self._buffer_dtype is None:
+            return
+        for buffer in root.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.to(self._buffer_dtype)
+
+    def _fully_shard_arguments(
+        self, mesh: DeviceMesh, replicated: set[nn.Parameter]
+    ) -> dict[str, Any]:
+        """Return the arguments of ``fully_shard`` that are the same for all modules."""
+        arguments: dict[str, Any] = {"mesh": mesh}
+        if self.sharding_strategy == "SHARD_GRAD_OP":
+            # By default torch frees all FSDP modules but the root, which the backward pass needs
+            # first.
+            arguments["reshard_after_forward"] = False
+        arguments.update(self.fsdp_kwargs)
+        arguments["ignored_params"] = replicated
+        if self._offloads:
+            arguments["offload_policy"] = self.cpu_offload
+        return arguments
+
+    def _mixed_precision_policy(self) -> "MixedPrecisionPolicy":
+        """Return the policy for the whole model."""
+        if self.mixed_precision is not None:
+            return self.mixed_precision
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
+
+        precision = self.runtime.precision
+        return MixedPrecisionPolicy(
+            param_dtype=precision.compute_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            output_dtype=precision.output_dtype,
+        )
+
+    def _shard_module(self, module: nn.Module, **arguments: Any) -> None:
+        """Make a module an FSDP module. Collective."""
+        shard_module(self.runtime.communicator, module, {}, **arguments)
+
+    def _shard_mesh(self) -> DeviceMesh:
+        """Return the mesh whose last dimension parameters are sharded over."""
+        if isinstance(self.device_mesh, DeviceMesh):
+            return self.device_mesh
+        sizes = mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world)
+        return self.runtime.mesh(**sizes)
+
+    def _shard_ranks(self) -> Sequence[int]:
+        """Return the ranks that the shards of this rank's parameters are on."""
+        return dist.get_process_group_ranks(self._shard_mesh().get_group(-1))
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether shards are on the CPU and are computed with on another device."""
+        return self.cpu_offload is not None and self.root_device.type != "cpu"
+
+    @property
+    @override
+    def _prepared_modules(self) -> Sequence[nn.Module]:
+        return [forward.root for forward in self._forwards.values()]
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                shard = group["params"][index] = getattr(parameter, shards.SHARD, parameter)
-                if shard is not parameter and (slots := optimizer.state.pop(parameter, None)):
-                    optimizer.state[shard] = shards.shard_slots(shard, slots)
-        optimizer.register_load_state_dict_pre_hook(shards.shard_state)
+            parameters = group["params"]
+            for index, parameter in enumerate(parameters):
+                shard = shard_of(parameter)
+                if shard is None:
+                    continue
+                parameters[index] = shard
+                slots = optimizer.state.pop(parameter, None)
+                if slots:
+                    optimizer.state[shard] = shard_slots(shard, slots)
+        optimizer.register_load_state_dict_pre_hook(shard_state)
 
     @override
-    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return map_tensors(partial(shards.full, self.root_device), state)
+    def gradient_contract(self, prepared: nn.Module) -> GradientContract:
+        root = uncompiled(prepared)
+        forward = self._forwards[id(root)]
+        unsharded = forward.unsharded
+        parameters = dict(root.named_parameters())
+        replicated: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter in unsharded.parameters:
+                replicated[name] = parameter
 
-    @override
-    def load_optimizer_state_dict(
-        self, optimizer: Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
-        """Load a state dict; from full tensors every rank takes its shards."""
-        optimizer.load_state_dict(shards.shard_state(optimizer, state_dict))
+        def unreduced() -> list[Tensor]:
+            return [*unreduced_parameters(root), *unsharded.unreduced]
+
+        casts = self.mixed_precision is not None
+        return replace(
+            super().gradient_contract(prepared),
+            # torch puts "FSDP" in front of the class's name.
+            title=type(root).__name__.removeprefix("FSDP"),
+            parameters=lambda: parameters,
+            is_sharded=True,
+            peers=self._shard_ranks,
+            # No Python function, since it is called in every step.
+            synchronizes=partial(attrgetter("synchronizes"), unsharded),
+            gradients_differ=True,
+            replicated=lambda: replicated,
+            unreduced=unreduced,
+            reshard=partial(forward.reshard, wait=self._offloads),
+            casts=casts or self.runtime.precision.compute_dtype is not None,
+        )
 
     @override
     def no_backward_sync(
@@ -349,184 +551,102 @@ class FSDPStrategy(ParallelStrategy):
         forward = self._forwards.get(id(uncompiled(module)))
         if forward is None:
             refuse_unprepared(self, module)
-        return forward.without_sync() if enabled else nullcontext()
+        if not enabled:
+            return nullcontext()
+        return forward.without_sync()
+
+    # -- state ----------------------------------------------------------------------------------
 
     @override
-    def gradient_contract(self, prepared: nn.Module) -> GradientContract:
-        root = uncompiled(prepared)
-        forward = self._forwards[id(root)]
-        sharded = dict(root.named_parameters())
-        return replace(
-            super().gradient_contract(prepared),
-            title=type(root).__name__.removeprefix(
-                "FSDP"
-            ),  # which torch puts in front of the name of what it shards
-            parameters=lambda: sharded,
-            is_sharded=True,
-            peers=lambda: dist.get_process_group_ranks(self._mesh().get_group(-1)),
-            synchronizes=partial(
-                attrgetter("synchronizes"), forward.unsharded
-            ),  # called in every step
-            gradients_differ=True,
-            replicated=lambda: {
-                name: each for name, each in sharded.items() if each in forward.unsharded.parameters
-            },
-            unreduced=lambda: [*unreduced_parameters(root), *forward.unsharded.unreduced],
-            reshard=partial(
-                forward.reshard,
-                wait=self.cpu_offload is not None and self.root_device.type != "cpu",
-            ),
-            casts=self.mixed_precision is not None
-            or self.runtime.precision.compute_dtype is not None,
-        )
+    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return map_tensors(partial(full, self.root_device), state)
 
     @override
-    def _explain(self, exception: BaseException) -> None:
-        for pattern, (problem, suggestion) in options.EXPLANATIONS.items():
-            note = str(FabricError(problem, suggestion=suggestion))
-            if re.search(pattern, str(exception)) and note not in getattr(
-                exception, "__notes__", ()
-            ):
-                exception.add_note(note)
-
-    def _fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
-        """The FSDP modules of a model, inner before outer, without the root."""
-        return options.find_fsdp_modules(root, self.auto_wrap_policy)
-
-    def _shard(self, part: nn.Module, **arguments: Any) -> None:
-        """Make a part of a model, or the root, an FSDP module. Collective."""
-        shards.shard_module(self.runtime.communicator, part, {}, **arguments)
-
-    def _mesh(self) -> DeviceMesh:
-        """The processes that parameters are sharded over, in the last dimension."""
-        if isinstance(self.device_mesh, DeviceMesh):
-            return self.device_mesh
-        return self.runtime.mesh(
-            **options.mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world)
-        )
-
-    @property
-    @override
-    def _prepared_modules(self) -> Sequence[nn.Module]:
-        return [forward.root for forward in self._forwards.values()]
-
-
-class ShardedForward:
-    """The hooks of a sharded model: see ``[Note: Sharded forward]``; and a forward pass leaves it ready for the next.
-
-    Args:
-        root: the user's module, sharded already.
-        fsdp_modules: its parts that gather their parameters themselves.
-        rank: rank of this process, for errors.
-        state: what is not sharded of it.
-    """
-
-    def __init__(
-        self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, state: shards.UnshardedState
+    def load_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
-        self.root = root
-        self.unsharded = state
-        self._rank = rank
-        # Like FSDP's own hooks, not part of a compiled graph.
-        around = (state.before_forward, state.after_forward) if state else ()
-        self._around: list[Any] = [torch.compiler.disable(each) for each in around]
-        self._sharded: list[Any] = [*fsdp_modules, root]
-        self._depth = 0
-        self._finished = True
-        self._unfinished = backward_unfinished(root)
-        self._version = 0
-        held = list[tuple[Any, ...]]()
-        for part in root.modules():
-            # The present ones: a forward pass may leave gathered parameters in their places.
-            own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
-            held += [(part._parameters, name, shard) for name, shard in own.items()]
-            part.register_load_state_dict_pre_hook(partial(shards.take_shards, own))
-        self._owners, self._names, self._shards = zip(*held, strict=True) if held else ((), (), ())
-        root.register_forward_pre_hook(self._enter, prepend=True)
-        root.register_forward_hook(self._finish)
-        root.register_forward_hook(self._leave, always_call=True)
-        # First, before FSDP's own hooks take a part for the root of a model. Off within a forward pass, to save time.
-        self._places = [
-            hook_entry(
-                part.register_forward_pre_hook(partial(self._refuse_part, path), prepend=True)
-            )
-            for path, part in callable_parts(root, self._sharded.__contains__)
-        ]
+        """Load a state dict. Of full tensors every rank takes its shards."""
+        optimizer.load_state_dict(shard_state(optimizer, state_dict))
 
-    @contextmanager
-    def without_sync(self) -> Iterator[None]:
-        """A context in which backward passes keep unsharded gradients and do not reduce them."""
-        before = self.unsharded.synchronizes
-        self.unsharded.synchronizes = False
-        self.root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.unsharded.synchronizes = before
-            self.root.set_requires_gradient_sync(before)
 
-    def reshard(self, wait: bool = False) -> None:
-        """Free gathered parameters; with ``wait`` also wait for copies of shards from the host."""
-        for part in self._sharded:
-            part.reshard()
-        if wait:
-            torch.accelerator.synchronize()
+# -- arguments ----------------------------------------------------------------------------------
 
-    def _refuse_part(self, path: str, part: nn.Module, args: Any) -> None:
-        # In the backward pass the user's own activation checkpointing calls parts again.
-        if not (self._depth or in_backward()):
-            raise UsageError(
-                f"{call_of_method(self.root) or f'{path}(...)'} on rank {self._rank}",
-                "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
-                suggestion='model(...); or model.mark_forward_method("name") once, for a method that calls this part',
-            )
 
-    def _enter(self, root: nn.Module, args: Any) -> None:
-        is_compiling = torch.compiler.is_dynamo_compiling()
-        if not (self._depth or is_compiling):
-            if self._unfinished() and not in_backward():
-                self._forget()
-            before = self._version
-            self._version = sum(map(version, self._shards))
-            if self._version != before and any(
-                map(is_not, map(getitem, self._owners, self._names), self._shards)
-            ):
-                self.reshard()  # what a pass has gathered that no backward pass followed is out of date
-        if not (self._finished or self._depth):
-            raise UsageError(
-                f"model(...) on rank {self._rank} after a pass that raised",
-                "this release of torch cannot make the model forget that pass: gradients would be wrong",
-                suggestion="fabric.load(...) into a model that is set up anew, or torch with reset_iter_state",
-            )
-        self._depth += 1
-        self._finished = False
-        if self._around and self._depth == 1:
-            self._around[0]()
-        if not is_compiling:
-            for hooks, number, _ in self._places:
-                hooks.pop(number, None)
+def _parse_name(option: str, value: Any, names: Sequence[str]) -> str:
+    """Return the one of these names that a string in any case, or a member of an enum, stands for.
 
-    def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
-        self._finished = True
+    Raises:
+        ConfigurationError: the value is none of them.
+    """
+    text = str(getattr(value, "name", value)).lower()
+    for name in names:
+        if text == name.lower():
+            return name
+    raise ConfigurationError(
+        f"FSDPStrategy({option}={value!r})", expected=" or ".join(map(repr, names))
+    )
 
-    def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
-        # Another hook may have raised before _enter.
-        self._depth = max(0, self._depth - 1)
-        if self._around and not self._depth:
-            self._around[1](output)
-        if self._depth or torch.compiler.is_dynamo_compiling():
-            return
-        for hooks, number, hook in self._places:
-            hooks[number] = hook
-            hooks.move_to_end(number, last=False)
-        if not self._finished:
-            self._forget()
-        elif not torch.is_grad_enabled():
-            # No backward pass will do it, and a change of whole parameters would be lost.
-            self.reshard()
 
-    def _forget(self) -> None:
-        """Forget a pass that raised, where torch can."""
-        self._finished = hasattr(self.root, "reset_iter_state")  # added after torch 2.11
-        if self._finished:
-            self.root.reset_iter_state()
+def _pop_first_fsdp_options(fsdp_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return the options that only torch's first FSDP had."""
+    options: dict[str, Any] = {}
+    for name in _FIRST_FSDP_OPTIONS:
+        if name in fsdp_kwargs:
+            options[name] = fsdp_kwargs.pop(name)
+    return options
+
+
+def _merge_activation_checkpointing(activation_checkpointing: Any, policy: Any) -> Any:
+    """Return the activation checkpointing option, which may have one of two names."""
+    if policy is None:
+        return activation_checkpointing
+    if activation_checkpointing is None:
+        return policy
+    raise ConfigurationError(
+        f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})",
+        "these are names of one option",
+        "one of the two",
+    )
+
+
+def _parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
+    """Return the offload policy of a bool, a ``CPUOffloadPolicy`` or the older ``CPUOffload``."""
+    is_enabled = getattr(value, "offload_params", value)  # an attribute of CPUOffload
+    if not is_enabled:
+        return None
+    from torch.distributed.fsdp import CPUOffloadPolicy  # takes a second to import
+
+    if is_enabled is True:
+        return CPUOffloadPolicy()
+    if isinstance(value, CPUOffloadPolicy):
+        return value
+    raise ArgumentTypeError(
+        f"FSDPStrategy(cpu_offload={value!r})", "", "a bool, CPUOffloadPolicy or CPUOffload"
+    )
+
+
+def _parse_backward_prefetch(value: Any) -> int | None:
+    """Return how many FSDP modules to gather ahead in the backward pass. None leaves it to torch.
+
+    ``BackwardPrefetch.BACKWARD_PRE`` is 1. ``BACKWARD_POST``, which keeps one FSDP module unsharded
+    at a time, is 0.
+
+    Raises:
+        ConfigurationError: the value is anything but a count or one of these names.
+    """
+    name = getattr(value, "name", "")
+    if name == "BACKWARD_PRE":
+        return 1
+    if name == "BACKWARD_POST":
+        return 0
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    raise ConfigurationError(
+        f"FSDPStrategy(backward_prefetch={value!r})",
+        expected="BACKWARD_PRE, BACKWARD_POST, or 2 for two",
+    )
+
+
+def _rng_state() -> bytes:
+    """Return the state of torch's default CPU generator."""
+    return bytes(torch.get_rng_state().tolist())

@@ -1,0 +1,547 @@
+"""Sharding of a model: checks before it, meshes, mixed precision, and ``fully_shard`` itself."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from fabric._torch import (
+    local_tensor,
+    registered_buffers,
+    registered_parameters,
+    share_accumulation_hooks,
+    share_gradient_hooks,
+)
+from fabric.communicators import Communicator
+from fabric.errors import ConfigurationError, UsageError
+from fabric.precision import Precision
+from fabric.strategies.fsdp.state import is_unsharded, parameter_slots, set_shard_of, shard_of
+from fabric.strategies.fsdp.wrapping import owners_by_name
+from fabric.strategies.init_module import EmptyParameter, fill_empty, release_pages
+from fabric.tree import parameters_of
+from fabric.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = [
+    "MixedPrecisionOption",
+    "check_dtypes",
+    "check_mesh",
+    "check_optimizers",
+    "check_shardable",
+    "is_mapped",
+    "mesh_sizes",
+    "parse_mixed_precision",
+    "prefetch_in_backward",
+    "receive_values",
+    "replicate_unsharded",
+    "shard_module",
+]
+
+
+# -- meshes and mixed precision -----------------------------------------------------------------
+
+
+def check_mesh(
+    mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int
+) -> None:
+    """Raise a ConfigurationError for a mesh that does not fit the strategy or the processes.
+
+    Args:
+        mesh: the mesh, or its sizes. None always fits.
+        sharding_strategy: the sharding strategy, which decides the number of dimensions.
+        world_size: the number of processes, all of which have to be in the mesh.
+    """
+    if mesh is None:
+        return
+    valid_sizes: list[tuple[int, ...]] = [(world_size,)]
+    if sharding_strategy == "NO_SHARD":
+        valid_sizes = [(world_size, 1)]
+    elif sharding_strategy == "HYBRID_SHARD":
+        valid_sizes = []
+        for shards in range(1, world_size + 1):
+            if world_size % shards == 0:
+                valid_sizes.append((world_size // shards, shards))
+    sizes = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
+    if sizes not in valid_sizes:
+        expected = " or ".join(map(str, valid_sizes))
+        raise ConfigurationError(
+            f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} "
+            "processes",
+            expected=f"device_mesh={expected}, or a DeviceMesh of these sizes",
+        )
+
+
+def mesh_sizes(
+    sizes: tuple[int, ...] | None, sharding_strategy: str, world: World
+) -> dict[str, int]:
+    """Return the size of each dimension of the mesh, by name.
+
+    Args:
+        sizes: the sizes from the user. None stands for the strategy's default sizes.
+        sharding_strategy: the sharding strategy.
+        world: this process's place in the job.
+    """
+    if sizes is None:
+        if sharding_strategy == "HYBRID_SHARD":
+            sizes = (world.num_nodes, world.local_world_size)
+        elif sharding_strategy == "NO_SHARD":
+            sizes = (world.world_size, 1)
+        else:
+            sizes = (world.world_size,)
+    if len(sizes) == 1:
+        return {"shards": sizes[0]}
+    replicas, shards = sizes
+    return {"replicas": replicas, "shards": shards}
+
+
+class MixedPrecisionOption(NamedTuple):
+    """What the option ``mixed_precision`` says.
+
+    Attributes:
+        policy: the policy for parameters, gradients and outputs. None leaves it to ``precision``.
+        buffer_dtype: the dtype of floating-point buffers. None leaves buffers as they are.
+    """
+
+    policy: "MixedPrecisionPolicy | None" = None
+    buffer_dtype: torch.dtype | None = None
+
+
+def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
+    """Return the policy that the option ``mixed_precision`` stands for.
+
+    ``MixedPrecision`` of torch's first FSDP is translated. There, FSDP modules cast their inputs
+    only when asked to. Here, all of them do if any module does.
+
+    Raises:
+        ConfigurationError: the value is neither a ``MixedPrecisionPolicy`` nor a
+            ``MixedPrecision``, or it keeps gradients in a low precision.
+    """
+    if value is None:
+        return MixedPrecisionOption()
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # takes a second
+
+    if isinstance(value, MixedPrecisionPolicy):
+        return MixedPrecisionOption(value)
+    if not isinstance(value, MixedPrecision) or value.keep_low_precision_grads:
+        raise ConfigurationError(
+            f"FSDPStrategy(mixed_precision={value!r})",
+            expected=(
+                "MixedPrecisionPolicy or MixedPrecision, and bf16-true in place of "
+                "keep_low_precision_grads"
+            ),
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype,
+        cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
+    )
+    return MixedPrecisionOption(policy, value.buffer_dtype)
+
+
+# -- checks -------------------------------------------------------------------------------------
+
+
+def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module]) -> None:
+    """Raise a ConfigurationError for a model that cannot be sharded.
+
+    Args:
+        root: the model.
+        is_source: whether the other ranks get this rank's values. Then no tensor may be on the
+            meta device.
+        models: the models that are sharded already.
+    """
+    parameters = dict(root.named_parameters())
+    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    _refuse(
+        root,
+        lazy,
+        "are lazy and have no shape before a first forward pass",
+        "one model(batch) before setup()",
+    )
+    _refuse(
+        root,
+        _names_of_sparse_tables(root),
+        "have sparse gradients, which cannot be sharded",
+        'sparse=False, or strategy="ddp"',
+    )
+    strided = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+    _refuse(
+        root,
+        strided,
+        "are not contiguous, as in channels_last",
+        "model.to(memory_format=torch.contiguous_format)",
+    )
+    _refuse(
+        root,
+        _names_in_sharded_models(root, models),
+        "belong to another model, which is sharded",
+        "one module around both, and one setup() of it",
+    )
+    if is_source:
+        _refuse(
+            root,
+            _names_without_values(root),
+            "have no values, being on meta",
+            "a model built in fabric.init_module()",
+        )
+
+
+def _refuse(root: nn.Module, names: Sequence[str], problem: str, suggestion: str) -> None:
+    """Raise a ConfigurationError for parts of a model, if there are any."""
+    if names:
+        raise ConfigurationError(
+            f"setup({type(root).__name__}) with FSDP",
+            f"these {problem}: {', '.join(names)}",
+            suggestion=suggestion,
+        )
+
+
+def _names_of_sparse_tables(root: nn.Module) -> list[str]:
+    names: list[str] = []
+    for name, module in root.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            names.append(name)
+    return names
+
+
+def _names_in_sharded_models(root: nn.Module, models: Iterable[nn.Module]) -> list[str]:
+    """Return the names of parameters and modules of a model that other models have."""
+    names: list[str] = []
+    for name, parameter in root.named_parameters():
+        if shard_of(parameter) is not None:
+            names.append(name)
+    sharded: set[nn.Module] = set()
+    for model in models:
+        sharded.update(model.modules())
+    for name, module in root.named_modules():
+        if module in sharded:
+            names.append(name or "the module itself")
+    return names
+
+
+def _names_without_values(root: nn.Module) -> list[str]:
+    tensors: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    names: list[str] = []
+    for name, tensor in tensors.items():
+        if tensor.is_meta and not isinstance(tensor, EmptyParameter):
+            names.append(name)
+    return names
+
+
+def check_dtypes(
+    root: nn.Module,
+    fsdp_modules: Iterable[nn.Module],
+    ignored: set[nn.Parameter],
+    precision: Precision,
+) -> None:
+    """Raise a ConfigurationError for an FSDP module with trained parameters of several dtypes.
+
+    Args:
+        root: the model.
+        fsdp_modules: its FSDP modules, without the root.
+        ignored: the parameters that are not to be sharded.
+        precision: the precision of the setup.
+    """
+    names_by_dtype: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
+    for parameter, owners in owners_by_name(root, fsdp_modules).items():
+        if not parameter.requires_grad or is_unsharded(parameter, ignored):
+            continue
+        name, owner = next(iter(owners.items()))
+        dtype = precision.param_dtype or parameter.dtype
+        names_by_dtype.setdefault(owner, {}).setdefault(dtype, []).append(name)
+    for names in names_by_dtype.values():
+        if len(names) > 1:
+            raise ConfigurationError(
+                f"setup({type(root).__name__}) with FSDP",
+                f"one FSDP module has trained parameters of several dtypes: {names}",
+                suggestion=(
+                    "model.float(); or FSDPStrategy(auto_wrap_policy={...}) with a class around "
+                    "each dtype"
+                ),
+            )
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer],
+    shards: int,
+    module: nn.Module | None,
+    models: Sequence[nn.Module],
+) -> None:
+    """Raise a UsageError for an optimizer that would not train, or would lose its state.
+
+    Args:
+        optimizers: the optimizers to set up.
+        shards: the number of shards of a parameter.
+        module: the model to shard with them. None if there is none.
+        models: the models that are sharded already.
+    """
+    to_shard: set[nn.Parameter] = set()
+    if module is not None:
+        to_shard.update(module.parameters())
+    for optimizer in optimizers:
+        problem = _problem_of_optimizer(optimizer, shards, to_shard, models)
+        if problem is not None:
+            raise UsageError(
+                f"setup of {type(optimizer).__name__} with FSDP",
+                problem,
+                suggestion=(
+                    "model, optimizer = fabric.setup(model, AdamW(model.parameters())), then "
+                    "fabric.load(...)"
+                ),
+            )
+
+
+def _problem_of_optimizer(
+    optimizer: Optimizer,
+    shards: int,
+    to_shard: set[nn.Parameter],
+    models: Sequence[nn.Module],
+) -> str | None:
+    """Return why an optimizer cannot train sharded parameters. None if it can."""
+    parameters = parameters_of(optimizer)
+    replacements = {shard_of(parameter) for parameter in parameters} - {None}
+    if replacements:
+        names: list[str] = []
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if parameter in replacements:
+                    names.append(name)
+        return (
+            "it holds parameters from before the sharding: stepping changes nothing of "
+            f"{', '.join(names)}"
+        )
+    if _holds_gathered(parameters, models):
+        return "it holds parameters that a forward pass gathered, and that are freed again"
+    for parameter in parameters:
+        if parameter in to_shard and _has_history(optimizer.state.get(parameter)):
+            return "it has state for whole parameters, and these are about to be sharded"
+    if not _has_step_for_shards(optimizer, shards, to_shard):
+        return 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
+    return None
+
+
+def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> bool:
+    """Return whether parameters are full ones, which a forward pass gathered from shards."""
+    gathered: set[Tensor] = set()
+    for model in models:
+        for parameter in model.parameters():
+            if local_tensor(parameter) is parameter:
+                gathered.add(parameter)
+    for parameter in parameters:
+        local = local_tensor(parameter)
+        is_freed = local.numel() > 0 and local.untyped_storage().size() == 0
+        if is_freed or local in gathered:
+            return True
+    return False
+
+
+def _has_history(slots: Mapping[str, Any] | None) -> bool:
+    """Return whether an optimizer's state of a parameter holds more than initial values.
+
+    Adagrad fills in initial values when it is made, with a step of 0.
+    """
+    if not slots:
+        return False
+    if slots.get("step", 1):
+        return True
+    return any(getattr(value, "is_meta", False) for value in slots.values())
+
+
+def _has_step_for_shards(optimizer: Optimizer, shards: int, to_shard: set[nn.Parameter]) -> bool:
+    """Return whether torch can compute an optimizer's step with its sharded parameters."""
+    sharded: list[Tensor] = []
+    for parameter in parameters_of(optimizer):
+        if parameter in to_shard or local_tensor(parameter) is not parameter:
+            sharded.append(parameter)
+    if not sharded:
+        return True
+    if isinstance(optimizer, optim.LBFGS):
+        # Only dimension 0 is sharded. A scalar has none.
+        lengths = [parameter.shape[0] for parameter in sharded if parameter.dim()]
+        return not any(length % shards for length in lengths)
+    return not isinstance(optimizer, optim.Adafactor | optim.Rprop)
+
+
+# -- sharding -----------------------------------------------------------------------------------
+
+
+def shard_module(
+    communicator: Communicator,
+    module: nn.Module,
+    originals: Mapping[str, nn.Parameter],
+    **arguments: Any,
+) -> None:
+    """Make an FSDP module with rank 0's values, and free the original parameters. Collective.
+
+    Args:
+        communicator: all ranks.
+        module: the module. If it is an FSDP module already, it stays as it is.
+        originals: the original parameters, by name, of parameters that are split already over
+            another dimension of the mesh.
+        **arguments: arguments of ``fully_shard``.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow; imported already
+
+    plain: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if local_tensor(parameter) is parameter:
+            plain[name] = parameter
+    receive_values(communicator, module, list(plain.values()))
+    if not isinstance(module, FSDPModule):
+        fully_shard(module, **arguments)
+    originals = {**plain, **originals}
+    sharded: set[nn.Parameter] = set()
+    for name, parameter in module.named_parameters():
+        if name in originals:
+            _replace(originals[name], parameter)
+            sharded.add(parameter)
+    slots = [slot for slot in parameter_slots(module) if slot.parameter in sharded]
+
+    def share_with_gathered(*_: object) -> None:
+        # FSDP has just gathered the parameters for the first time, into tensors that it reuses.
+        handle.remove()
+        for slot in slots:
+            _share_attributes(slot.parameter, slot.parameters[slot.name])
+
+    outside_of_graphs: Any = torch.compiler.disable(share_with_gathered)
+    handle = module.register_forward_pre_hook(outside_of_graphs)
+
+
+def replicate_unsharded(
+    communicator: Communicator, root: nn.Module, ignored: set[nn.Parameter], mesh: DeviceMesh
+) -> set[nn.Parameter]:
+    """Give buffers and parameters that are not sharded rank 0's values. Collective.
+
+    Args:
+        communicator: all ranks.
+        root: the model.
+        ignored: the parameters that should not be sharded, besides those that cannot be.
+        mesh: the mesh of the shards.
+
+    Returns:
+        The replicated parameters that replace the original ones.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor  # slow; imported already
+
+    if ignored and ignored.isdisjoint(root.parameters()) and communicator.rank == 0:
+        # Pickling a strategy for a rank copies its parameters.
+        warnings.warn(
+            f"setup of {type(root).__name__}: ignored_params are no parameters of it. A model from "
+            "before a launch: fabric.launch(train, model)",
+            stacklevel=2,
+        )
+    originals: dict[str, nn.Parameter] = {}
+    for name, parameter in root.named_parameters():
+        if is_unsharded(parameter, ignored):
+            originals[name] = parameter
+    receive_values(communicator, root, [*root.buffers(), *originals.values()])
+    replicated: set[nn.Parameter] = set()
+    for name, original in originals.items():
+        present = root.get_parameter(name)  # not the original one if that was a meta tensor
+        tensor = distribute_tensor(
+            present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None
+        )
+        parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
+        _put(root, present, parameter)
+        _replace(original, parameter)
+        replicated.add(parameter)
+    return replicated
+
+
+def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: int) -> None:
+    """Have each FSDP module gather the modules before it, in the backward pass.
+
+    Args:
+        root: the model. Its forward pass is taken to use modules in the order of ``modules()``.
+        fsdp_modules: the FSDP modules, without the root.
+        ahead: the number of modules to gather ahead.
+    """
+    prefetched = set(fsdp_modules)
+    forward_order: list[Any] = [module for module in root.modules() if module in prefetched]
+    for index, module in enumerate([*forward_order, root]):
+        first = max(0, index - ahead)
+        previous = forward_order[first:index]
+        previous.reverse()
+        # A module that prefetches itself prefetches nothing. An empty list is torch's default.
+        module.set_modules_to_backward_prefetch(previous or [module])
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether a tensor is in a shared file mapping, as one from :class:`MappedMemory`."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
+
+
+def receive_values(
+    communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]
+) -> None:
+    """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
+
+    An :class:`EmptyParameter` is filled with nan. A parameter that is on the device may stay in a
+    mapped file, since it is about to be sharded. A meta tensor is replaced, wherever the module has
+    it. All other tensors keep their identity.
+
+    Args:
+        communicator: all ranks.
+        module: the module that the tensors belong to.
+        tensors: parameters and buffers, the same on every rank.
+    """
+    # Shared by all calls of deepcopy, so that buffers that are views of each other remain so.
+    copies: dict[int, Any] = {}
+    for tensor in tensors:
+        value = _receive_value(communicator, tensor)
+        if is_mapped(tensor):
+            if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
+                value = deepcopy(tensor.detach(), copies).copy_(value)
+            release_pages(tensor.untyped_storage())
+        if not tensor.is_meta:
+            tensor.data = value
+            continue
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        _put(module, tensor, value)
+
+
+def _receive_value(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Return rank 0's values of a tensor, on the communicator's device. Collective."""
+    if tensor.is_meta:
+        value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
+    else:
+        value = tensor.detach().to(communicator.device).contiguous()
+    if isinstance(tensor, EmptyParameter):
+        fill_empty(value)
+    else:
+        communicator.broadcast(value.view(-1).view(torch.uint8), 0)
+    return value
+
+
+def _replace(original: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Move attributes and hooks to the parameter that replaces another, and free the original."""
+    _share_attributes(original, parameter)
+    share_accumulation_hooks(original, parameter)
+    set_shard_of(original, parameter)
+    # An optimizer may hold the original parameter until the optimizer is set up.
+    original.data = original.new_empty(0)
+
+
+def _share_attributes(source: Tensor, target: Any) -> None:
+    """Give a tensor the attributes and the gradient hooks of another one."""
+    vars(target).update(vars(source))
+    share_gradient_hooks(source, target)
+
+
+def _put(root: nn.Module, tensor: Tensor, replacement: Any) -> None:
+    """Replace a parameter or buffer everywhere in a module."""
+    for module in root.modules():
+        for registered in (registered_parameters(module), registered_buffers(module)):
+            for name, value in registered.items():
+                if value is tensor:
+                    registered[name] = replacement

@@ -1,0 +1,266 @@
+"""The modules of a model that are sharded one by one.
+
+[Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its
+parameters are gathered right before its forward pass, and freed after it. All other parameters
+belong to the root, which is gathered for the whole forward pass. Sharding saves most memory if the
+FSDP modules are the repeated blocks of a model: one block is unsharded at a time. A parameter that
+several modules share must belong to one FSDP module, or to the root.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fabric.errors import ArgumentTypeError, ConfigurationError
+
+__all__ = [
+    "ModuleChoice",
+    "choose_modules",
+    "find_fsdp_modules",
+    "owners_by_name",
+    "parse_choice",
+    "parse_wrap_policy",
+]
+
+# Classes of modules, or a function of a module that is true for those that are chosen.
+ModuleChoice = tuple[type[nn.Module], ...] | Callable[..., object]
+
+# Containers whose forward pass the user does not call, unless a subclass defines one.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
+    """Return the classes, as a tuple, or the function that an option names. None stays None.
+
+    Raises:
+        ArgumentTypeError: the option is anything else.
+    """
+    if choice is None:
+        return None
+    classes = tuple(choice) if isinstance(choice, Collection) else (choice,)
+    if classes and all(_is_module_class(value) for value in classes):
+        return classes
+    if callable(choice) and not isinstance(choice, type):
+        return choice
+    raise ArgumentTypeError(
+        f"FSDPStrategy({option}={choice!r})", expected="a class, several, or a function"
+    )
+
+
+def parse_wrap_policy(policy: Any) -> ModuleChoice | None:
+    """Return the choice of an option, as :func:`parse_choice`. A number becomes torch's policy."""
+    if type(policy) is not int or policy < 1:
+        return parse_choice("auto_wrap_policy", policy)
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy  # takes a second to import
+
+    return partial(size_based_auto_wrap_policy, min_num_params=policy)
+
+
+def choose_modules(
+    root: nn.Module, candidates: Iterable[nn.Module], option: str, choice: ModuleChoice | None
+) -> list[nn.Module]:
+    """Return the modules that a choice selects, inner before outer.
+
+    Args:
+        root: the model, for the error.
+        candidates: the modules to choose from, outer before inner.
+        option: the name of the option, for the error.
+        choice: the option's value. None selects no module.
+
+    Raises:
+        ConfigurationError: a choice other than None selects no module.
+    """
+    if choice is None:
+        return []
+    chosen: list[nn.Module] = []
+    for module in candidates:
+        if isinstance(choice, tuple):
+            is_chosen = isinstance(module, choice)
+        else:
+            is_chosen = choice(module)
+        if is_chosen:
+            chosen.append(module)
+    if not chosen:
+        classes = sorted({type(module).__name__ for module in root.modules()})
+        raise ConfigurationError(
+            f"FSDPStrategy({option}={choice!r})",
+            f"it chooses no module of {type(root).__name__}",
+            f"classes of modules in it: {', '.join(classes)}",
+        )
+    return chosen[::-1]
+
+
+def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> list[nn.Module]:
+    """Return the FSDP modules of a model, inner before outer, without the root.
+
+    Args:
+        root: the model.
+        policy: the value of :func:`parse_wrap_policy`. Instances of classes are FSDP modules. A
+            function is called as ``policy(module)``, or as torch's first FSDP did, as
+            ``policy(module=..., recurse=..., nonwrapped_numel=...)``. None selects the repeated
+            blocks: modules of a class that occurs more than once in lists and sequences, else of a
+            class with submodules that occurs more than once at all.
+
+    Raises:
+        ConfigurationError: the policy chooses no module, or a parameter would belong to two FSDP
+            modules.
+    """
+    if policy is None:
+        return _without_shared_parameters(root, _repeated_blocks(root))
+    if isinstance(policy, tuple) or "recurse" not in inspect.signature(policy).parameters:
+        fsdp_modules = _choose_by_module(root, policy)
+    else:
+        fsdp_modules = []
+        _choose_by_size(root, root, policy, fsdp_modules)
+    shared = _parameters_of_several_modules(root, fsdp_modules)
+    if shared:
+        names = "; ".join(" and ".join(owners) for owners in shared)
+        raise ConfigurationError(
+            "auto_wrap_policy=...",
+            f"it puts names of one parameter into several FSDP modules: {names}",
+            suggestion="auto_wrap_policy=None, which leaves these parameters to the root",
+        )
+    return fsdp_modules
+
+
+def owners_by_name(
+    root: nn.Module, fsdp_modules: Iterable[nn.Module]
+) -> dict[nn.Parameter, dict[str, nn.Module]]:
+    """Return the FSDP module, or the root, that owns each parameter, by each name of the parameter.
+
+    Args:
+        root: the model.
+        fsdp_modules: its FSDP modules, without the root.
+    """
+    owning = set(fsdp_modules)
+    # The owner of the parameters directly in a module, by the path of the module.
+    owner_at = {"": root}
+    owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if module in owning:
+            owner_at[path] = module
+        else:
+            parent_path = path.rpartition(".")[0]
+            owner_at[path] = owner_at[parent_path]
+        for name, parameter in module.named_parameters(path, recurse=False):
+            owners.setdefault(parameter, {})[name] = owner_at[path]
+    return owners
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _choose_by_module(root: nn.Module, policy: ModuleChoice) -> list[nn.Module]:
+    """Return the modules below the root that classes, or a function of a module, choose."""
+    # The root is a candidate for the error alone: a policy that chooses the root chooses a module.
+    candidates = [root]
+    for module in root.modules():
+        if module is not root and _can_be_sharded(module):
+            candidates.append(module)
+    chosen = choose_modules(root, candidates, "auto_wrap_policy", policy)
+    return [module for module in chosen if module is not root]
+
+
+def _choose_by_size(
+    root: nn.Module,
+    module: nn.Module,
+    policy: Callable[..., object],
+    fsdp_modules: list[nn.Module],
+) -> int:
+    """Append the FSDP modules in a module, inner before outer, and return their size.
+
+    Args:
+        root: the model.
+        module: the module to search, which may be an FSDP module itself.
+        policy: a policy of torch's first FSDP. It is asked whether to search a module, and whether
+            the parameters outside of its inner FSDP modules make it an FSDP module.
+        fsdp_modules: the list that is appended to.
+
+    Returns:
+        The number of parameters that belong to FSDP modules.
+    """
+    numel = 0
+    for parameter in module.parameters():
+        numel += parameter.numel()
+    numel_in_fsdp_modules = 0
+    if policy(module=module, recurse=True, nonwrapped_numel=numel):
+        for child in module.children():
+            numel_in_fsdp_modules += _choose_by_size(root, child, policy, fsdp_modules)
+    if module is root or module in fsdp_modules or not _can_be_sharded(module):
+        return numel_in_fsdp_modules
+    remaining = numel - numel_in_fsdp_modules
+    if not policy(module=module, recurse=False, nonwrapped_numel=remaining):
+        return numel_in_fsdp_modules
+    fsdp_modules.append(module)
+    return numel
+
+
+def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model, outer before inner, none within another."""
+    with_children = {module for module in root.modules() if _has_children(module)}
+    in_lists: set[nn.Module] = set()
+    for container in root.modules():
+        if isinstance(container, _CONTAINERS):
+            in_lists.update(container.children())
+        elif isinstance(container, nn.Sequential):
+            # A layer of a Sequential is too small for a collective, unless it has submodules.
+            in_lists.update(with_children.intersection(container.children()))
+    for candidates in (in_lists, with_children - {root}):
+        blocks = _modules_of_repeated_classes(root, candidates)
+        if blocks:
+            return blocks
+    return []
+
+
+def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) -> list[nn.Module]:
+    """Return the candidates whose class occurs more than once among them, none within another."""
+    modules: list[nn.Module] = []
+    for module in root.modules():
+        if module in candidates and _can_be_sharded(module):
+            modules.append(module)
+    counts = Counter(map(type, modules))
+    repeated = [module for module in modules if counts[type(module)] > 1]
+    inner: set[nn.Module] = set()
+    for module in repeated:
+        for submodule in module.modules():
+            if submodule is not module:
+                inner.add(submodule)
+    return [module for module in repeated if module not in inner]
+
+
+def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the FSDP modules that have no parameter in common with another, or with the root."""
+    while shared := _parameters_of_several_modules(root, fsdp_modules):
+        owners: set[nn.Module] = set()
+        for owner_of_name in shared:
+            owners.update(owner_of_name.values())
+        fsdp_modules = [module for module in fsdp_modules if module not in owners]
+    return fsdp_modules
+
+
+def _parameters_of_several_modules(
+    root: nn.Module, fsdp_modules: list[nn.Module]
+) -> list[dict[str, nn.Module]]:
+    """Return the owners, by name, of each parameter that several modules would own."""
+    shared: list[dict[str, nn.Module]] = []
+    for owner_of_name in owners_by_name(root, fsdp_modules).values():
+        if len(set(owner_of_name.values())) > 1:
+            shared.append(owner_of_name)
+    return shared
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _can_be_sharded(module: nn.Module) -> bool:
+    """Return whether a module has parameters, and a forward pass before which to gather them."""
+    is_container = isinstance(module, _CONTAINERS)
+    if is_container and type(module).forward is nn.Module.forward:
+        return False
+    return next(module.parameters(), None) is not None
