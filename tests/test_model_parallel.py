@@ -353,7 +353,7 @@ SIZES = {
         "replicate_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 2, "tp_plan": PLAN,
     },
     "data_parallel 0 x": {"data_parallel_size": 0},
-    "nothing says what is split": {"tensor_parallel_size": 2},
+    "nothing says how layers are split": {"tensor_parallel_size": 2},
     "torch has no style 'diagonal'": {"tp_plan": {"*": "diagonal"}},
     "replicate_size=2": {"sharding_strategy": "HYBRID_SHARD"},
     "a function, or a plan": {"parallelize_fn": print, "tp_plan": PLAN},
@@ -458,7 +458,7 @@ def refused(fabric: Fabric) -> dict[str, str]:
         "which returned a NoneType": setup(Tied(), function=lambda model, mesh: None),
         "head.weight on meta": setup(Tied(), function=meta),
         "on a mesh already: weight": setup(parallelized()),
-        "went into none": outcome(open_ended),
+        "went into no layer": outcome(open_ended),
     }
 
 

@@ -1,16 +1,17 @@
 """Layers of a model that are split over ranks by a plan, and random numbers for split computations.
 
-[Note: Split layers] A layer that is split ``"colwise"`` computes some columns of its output, one that is split
-``"rowwise"`` takes these for its input, and the sum over ranks is the same on all of them. What lies between the two,
-such as attention over some of the heads, is computed in parts. There each rank has random numbers of its own, drawn
-from the common stream, so that dropout differs between parts, and agrees everywhere else; where there are none, nothing
-is drawn. A parameter there that is not split itself, such as a norm of each head, would get the gradient of one part:
-the training checks see the difference.
+[Note: Split layers] A layer that is split ``"colwise"`` computes some columns of its output. A
+layer that is split ``"rowwise"`` takes these columns for its input, and its output, a sum over
+ranks, is the same on all of them. What lies between the two, such as attention over some of the
+heads, is computed in parts. There each rank has random numbers of its own, drawn from the common
+stream, so that dropout differs between parts, and agrees everywhere else; where a part uses no
+random numbers, nothing is drawn. A parameter between the two that is not split itself, such as a
+norm of each head, would get the gradient of one part: the training checks see the difference.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,234 +20,394 @@ from torch.distributed import DeviceMesh
 from fabric._torch import local_tensor, real_tensors
 from fabric.errors import ConfigurationError, UsageError
 
-__all__ = ["PartStreams", "check_styles", "count_heads", "find_layers", "is_split", "torch_styles"]
+__all__ = [
+    "HeadCount",
+    "PartStreams",
+    "check_styles",
+    "find_head_counts",
+    "find_layers",
+    "is_split",
+    "torch_styles",
+]
 
-# The second name of each is used by newer model libraries.
+# Newer model libraries use the second name of each style.
 _WHOLE_OUTPUT = ("colwise_rep", "colwise_gather_output")
 _WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
 _STYLES = ("colwise", "rowwise", *_WHOLE_OUTPUT, *_WHOLE_INPUT, "sequence_parallel")
-# By kind of layer and style: the attribute with the split length, and the weight's rows or columns.
-_LENGTHS = {
-    nn.Linear: {"colwise": ("out_features", "rows"), "rowwise": ("in_features", "columns")},
-    nn.Embedding: {"colwise": ("embedding_dim", "columns"), "rowwise": ("num_embeddings", "rows")},
-}
 _HEADS = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?heads?")
+
+
+class _SplitDimension(NamedTuple):
+    """What a style splits of a layer: the attribute with the length, and rows or columns."""
+
+    attribute: str
+    lines: str
+
+
+_SPLIT_DIMENSIONS = {
+    (nn.Linear, "colwise"): _SplitDimension("out_features", "rows"),
+    (nn.Linear, "rowwise"): _SplitDimension("in_features", "columns"),
+    (nn.Embedding, "colwise"): _SplitDimension("embedding_dim", "columns"),
+    (nn.Embedding, "rowwise"): _SplitDimension("num_embeddings", "rows"),
+}
+
+
+class HeadCount(NamedTuple):
+    """An attribute that counts heads, in a module with layers that are split ``"colwise"``.
+
+    Attributes:
+        path: the name of the module in the model.
+        module: the module.
+        attribute: the name of the attribute.
+        value: its value.
+        layers: the layers that are split.
+    """
+
+    path: str
+    module: nn.Module
+    attribute: str
+    value: int
+    layers: Sequence[nn.Linear]
+
+
+# -- plans --------------------------------------------------------------------------------------
 
 
 def check_styles(plan: Any) -> None:
     """Raise a ConfigurationError for a plan with an unknown style."""
-    for style in plan.values() if isinstance(plan, Mapping) else ():
-        if style not in _STYLES and (isinstance(style, str) or not hasattr(style, "_apply")):
-            expected = f"{', '.join(_STYLES)}, or a ParallelStyle of torch"
+    if not isinstance(plan, Mapping):
+        return
+    for style in plan.values():
+        if style in _STYLES:
+            continue
+        is_torch_style = not isinstance(style, str) and hasattr(style, "_apply")
+        if not is_torch_style:
             raise ConfigurationError(
-                f"tp_plan={dict(plan)}", f"torch has no style {style!r}", expected
+                f"tp_plan={dict(plan)}",
+                f"torch has no style {style!r}",
+                f"{', '.join(_STYLES)}, or a ParallelStyle of torch",
             )
 
 
-def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> dict[nn.Module, Any]:
-    """The layers that a plan splits, each with its style; see :class:`fabric.strategies.ModelParallelStrategy`.
+def find_layers(
+    root: nn.Module, plan: Mapping[str, Any] | str, world_size: int
+) -> dict[nn.Module, Any]:
+    """Return the layers that a plan splits, each with its style.
+
+    Args:
+        root: the model.
+        plan: a style for each pattern of names of layers, or ``"auto"`` for the model's own plan.
+            See :class:`fabric.strategies.ModelParallelStrategy`.
+        world_size: in how many parts layers are split.
 
     Raises:
-        ConfigurationError: a pattern matches nothing, or layers cannot be split into this many parts.
+        ConfigurationError: a pattern matches nothing, or layers cannot be split into this many
+            parts.
     """
     request = f"tp_plan for {type(root).__name__}"
-    is_own = plan == "auto"
-    patterns: Any = (
-        (getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)) if is_own else plan
-    )
-    if not patterns:
+    is_of_model = plan == "auto"
+    styles: Any = plan
+    if is_of_model:
+        styles = getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)
+    if not styles:
         raise ConfigurationError(
             request, "the model has no plan of its own", suggestion='tp_plan={"*.up": "colwise"}'
         )
-    check_styles(patterns)
-    names = dict(root.named_modules())
-    layers = dict[nn.Module, Any]()
-    for pattern, style in patterns.items():
-        fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
-        fitting = {names[name]: style for name in names if fits(name)}
-        if not (fitting or is_own):
-            known = ", ".join(
-                dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
-            )
+    check_styles(styles)
+    modules = dict(root.named_modules())
+    layers: dict[nn.Module, Any] = {}
+    for pattern, style in styles.items():
+        matching = _match(pattern, modules)
+        # The plan of a model may name layers that only some sizes of the model have.
+        if not matching and not is_of_model:
             raise ConfigurationError(
-                request, f"no layer is called {pattern!r}", f"a pattern for {known}"
+                request,
+                f"no layer is called {pattern!r}",
+                f"a pattern for {', '.join(_patterns_of(modules))}",
             )
-        layers |= fitting
-    problems = (
-        [*_problems(root, layers, parts)] if layers else [f"no layer fits {', '.join(patterns)}"]
-    )
+        layers.update(dict.fromkeys(matching, style))
+    if not layers:
+        raise ConfigurationError(request, f"no layer fits {', '.join(styles)}")
+    problems = [
+        *_layer_problems(root, layers, world_size),
+        *_head_problems(root, layers, world_size),
+        *_fused_layer_problems(root, layers),
+        *_shared_parameter_problems(root, layers),
+    ]
     if problems:
         raise ConfigurationError(request, "; ".join(problems))
     return layers
 
 
-def count_heads(
-    root: nn.Module, layers: Mapping[nn.Module, Any]
-) -> Iterator[tuple[str, nn.Module, str, list[Any]]]:
-    """The head counts in modules with colwise layers: path, module, attribute, and these layers."""
-    for path, owner in root.named_modules():
-        own = [
-            child
-            for child in owner.children()
-            if layers.get(child) == "colwise" and isinstance(child, nn.Linear)
-        ]
-        for attribute, value in vars(owner).items() if own else ():
+def find_head_counts(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[HeadCount]:
+    """Yield the attributes that count heads, in modules with layers that are split colwise.
+
+    Args:
+        root: the model.
+        layers: the layers to split, each with its style.
+    """
+    for path, module in root.named_modules():
+        colwise: list[nn.Linear] = []
+        for child in module.children():
+            if isinstance(child, nn.Linear) and layers.get(child) == "colwise":
+                colwise.append(child)
+        if not colwise:
+            continue
+        for attribute, value in vars(module).items():
             if _HEADS.fullmatch(attribute) and type(value) is int:
-                yield path, owner, attribute, own
+                yield HeadCount(path, module, attribute, value, colwise)
 
 
 def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
-    """The torch styles, to be applied in this order, for a style of a plan."""
+    """Return the torch styles for a style of a plan, to be applied in this order."""
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
     if style == "sequence_parallel":
-        before = parallel.PrepareModuleInput(
+        split_input = parallel.PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=Shard(1)
         )
-        after = parallel.PrepareModuleOutput(
+        join_output = parallel.PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate()
         )
-        return [before, parallel.SequenceParallel(), after]
-    if style == "colwise" or style in _WHOLE_OUTPUT:
-        return [
-            parallel.ColwiseParallel(output_layouts=None if style == "colwise" else Replicate())
-        ]
-    if style == "rowwise" and not isinstance(layer, nn.Embedding):  # that has whole tokens
+        return [split_input, parallel.SequenceParallel(), join_output]
+    if style == "colwise":
+        return [parallel.ColwiseParallel()]
+    if style in _WHOLE_OUTPUT:
+        return [parallel.ColwiseParallel(output_layouts=Replicate())]
+    if style == "rowwise" and not isinstance(layer, nn.Embedding):
         return [parallel.RowwiseParallel()]
-    return [
-        parallel.RowwiseParallel(input_layouts=Replicate()) if isinstance(style, str) else style
-    ]
+    if isinstance(style, str):
+        # The input is not split. The tokens of an Embedding never are.
+        return [parallel.RowwiseParallel(input_layouts=Replicate())]
+    return [style]
 
 
 def is_split(parameter: Any, dim: int | None = None) -> bool:
-    """Whether a parameter is split along ``tensor_parallel``, in its dimension ``dim`` if one is given."""
+    """Return whether a parameter is split along ``tensor_parallel``.
+
+    Args:
+        parameter: the parameter.
+        dim: the dimension that has to be split. None stands for any.
+    """
     mesh = getattr(parameter, "device_mesh", None)
-    names = (mesh and mesh.mesh_dim_names) or ()
-    return "tensor_parallel" in names and parameter.placements[
-        names.index("tensor_parallel")
-    ].is_shard(dim)
+    if mesh is None or mesh.mesh_dim_names is None:
+        return False
+    if "tensor_parallel" not in mesh.mesh_dim_names:
+        return False
+    index = mesh.mesh_dim_names.index("tensor_parallel")
+    return parameter.placements[index].is_shard(dim)
+
+
+def _match(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules whose name fits a pattern, in which ``*`` is any part without a dot."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return [module for name, module in modules.items() if expression.fullmatch(name)]
+
+
+def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the patterns that fit the modules below the root, with ``*`` for every number."""
+    patterns: dict[str, None] = {}
+    for name in modules:
+        if name:
+            patterns[re.sub(r"\b\d+\b", "*", name)] = None
+    return list(patterns)
+
+
+# -- layers that cannot be split ----------------------------------------------------------------
+
+
+def _layer_problems(
+    root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
+) -> Iterator[str]:
+    """Yield why single layers cannot be split."""
+    for path, layer in root.named_modules():
+        if isinstance(layer, nn.MultiheadAttention) and not layers.keys().isdisjoint(
+            layer.children()
+        ):
+            yield (
+                f"{path}: a MultiheadAttention uses the weights of its parts itself: write "
+                "separate layers for it"
+            )
+        if layer not in layers:
+            continue
+        style = layers[layer]
+        split = _split_dimension(layer, style)
+        if split is not None:
+            yield from _remainder_problems(path, layer, split.attribute, world_size)
+        elif _direction(style) in ("colwise", "rowwise"):
+            yield (
+                f"{path}: {style!r} splits Linear and Embedding, and it is a {type(layer).__name__}"
+            )
+
+
+def _head_problems(
+    root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
+) -> Iterator[str]:
+    """Yield why heads cannot be divided among ranks."""
+    for count in find_head_counts(root, layers):
+        if count.value % world_size:
+            yield from _remainder_problems(count.path, count.module, count.attribute, world_size)
+            continue
+        layer = count.layers[0]
+        if len(count.layers) == 1 and layer.out_features > layer.in_features:
+            yield (
+                f"{count.path}: one layer for queries, keys and values has no parts with some "
+                "heads of each: write three"
+            )
+
+
+def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[str]:
+    """Yield colwise layers with more outputs than the rowwise layer beside them has inputs."""
+    for path, module in root.named_modules():
+        colwise: dict[str, nn.Linear] = {}
+        rowwise: list[nn.Linear] = []
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear):
+                continue
+            style = layers.get(child)
+            if style == "colwise":
+                colwise[name] = child
+            elif style == "rowwise":
+                rowwise.append(child)
+        if not rowwise:
+            continue
+        inputs = max(layer.in_features for layer in rowwise)
+        for name, layer in colwise.items():
+            if layer.out_features > inputs:
+                yield (
+                    f"{path}.{name}: a gate and what it gates in one layer have no parts with "
+                    "some of each: write two"
+                )
+
+
+def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[str]:
+    """Yield parameters of several layers that would be split in several ways."""
+    lines_by_name: dict[nn.Parameter, dict[str, str]] = {}
+    for path, layer in root.named_modules():
+        split = _split_dimension(layer, layers.get(layer, ""))
+        lines = ""
+        if split is not None:
+            lines = split.lines
+        for name, parameter in layer.named_parameters(path, recurse=False):
+            lines_by_name.setdefault(parameter, {})[name] = lines
+    for names in lines_by_name.values():
+        if len(set(names.values())) > 1:
+            yield f"{' and '.join(names)} are one tensor, and have to be split in one way"
+
+
+def _remainder_problems(
+    path: str, module: nn.Module, attribute: str, world_size: int
+) -> Iterator[str]:
+    """Yield a problem unless an attribute of a module is divisible by the number of parts."""
+    value = getattr(module, attribute)
+    remainder = value % world_size
+    if remainder:
+        yield f"{path}: {attribute} {value} / {world_size} parts leaves {remainder}"
+
+
+def _direction(style: Any) -> str:
+    """Return ``"colwise"`` or ``"rowwise"`` for the styles that split so, else another word."""
+    if isinstance(style, str):
+        return style.split("_")[0]
+    return type(style).__name__.removesuffix("Parallel").lower()
+
+
+def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
+    """Return what a style splits of a layer. None if it splits nothing."""
+    direction = _direction(style)
+    for (layer_class, supported), split in _SPLIT_DIMENSIONS.items():
+        if isinstance(layer, layer_class) and direction == supported:
+            return split
+    return None
+
+
+# -- random numbers -----------------------------------------------------------------------------
+
+
+class _SavedStreams(NamedTuple):
+    """The states of all generators, at three times of a split computation.
+
+    Attributes:
+        before: before the common seed was drawn.
+        after: after the common seed was drawn.
+        start: at the start of the part, seeded for this rank.
+    """
+
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    start: list[torch.Tensor]
 
 
 class PartStreams:
-    """Hooks that give each part of a split computation its own random numbers; see ``[Note: Split layers]``.
+    """Hooks that give each part of a split computation random numbers of its own.
+
+    See ``[Note: Split layers]``.
 
     Args:
         root: the model, with split layers.
-        mesh: that it is split on.
-        ends: whether a split computation must end in a layer that is split ``"rowwise"``.
+        mesh: the mesh that layers are split on.
+        requires_rowwise: whether a split computation must end in a layer that is split
+            ``"rowwise"``.
     """
 
-    def __init__(self, root: nn.Module, mesh: DeviceMesh, ends: bool) -> None:
+    def __init__(self, root: nn.Module, mesh: DeviceMesh, requires_rowwise: bool) -> None:
         self._part = mesh.get_local_rank("tensor_parallel")
-        self._ends = ends
-        # In a split computation: the states before, after the common draw, and at its start.
-        self._saved: list[list[torch.Tensor]] = []
-        device: Any = torch.get_device_module(mesh.device_type)
-        own = (
-            []
-            if mesh.device_type == "cpu"
-            else [device.default_generators[device.current_device()]]
-        )
-        self._generators = [torch.default_generator, *own]
+        self._requires_rowwise = requires_rowwise
+        # None outside of a split computation.
+        self._saved: _SavedStreams | None = None
+        self._generators = [torch.default_generator]
+        if mesh.device_type != "cpu":
+            device: Any = torch.get_device_module(mesh.device_type)
+            self._generators.append(device.default_generators[device.current_device()])
         disable: Any = torch.compiler.disable
         enter = disable(self._enter)
         leave = disable(self._leave)
         for layer in root.modules():
-            if isinstance(layer, nn.Linear) and is_split(layer.weight, 0):
+            if not isinstance(layer, nn.Linear):
+                continue
+            if is_split(layer.weight, 0):
                 layer.register_forward_hook(enter)
-            elif isinstance(layer, nn.Linear) and is_split(layer.weight):
+            elif is_split(layer.weight):
                 layer.register_forward_pre_hook(leave, prepend=True)
         root.register_forward_hook(disable(self._finish), always_call=True)
 
     def _enter(self, layer: Any, args: Any, output: Any) -> None:
+        """Start a split computation behind a colwise layer."""
         is_part = local_tensor(output) is output and output.shape[-1] < layer.out_features
-        if is_part and layer.training and not self._saved:
-            with real_tensors():  # in a dry run, too
-                before = self._states()
-                seed = int(torch.randint(1 << 62, ()))
-                after = self._states()
-                for generator in self._generators:
-                    generator.manual_seed(seed + self._part)
-                self._saved = [before, after, self._states()]
+        if not is_part or not layer.training or self._saved is not None:
+            return
+        with real_tensors():  # in a dry run, too
+            before = self._states()
+            seed = int(torch.randint(1 << 62, ()))
+            after = self._states()
+            for generator in self._generators:
+                generator.manual_seed(seed + self._part)
+            self._saved = _SavedStreams(before, after, start=self._states())
+
+    def _leave(self, *_: object) -> None:
+        """End a split computation, if there is one, before a rowwise layer."""
+        if self._saved is None:
+            return
+        with real_tensors():
+            # If no random numbers were drawn within, the draw of the common seed is undone, too.
+            is_unused = all(map(torch.equal, self._saved.start, self._states()))
+            states = self._saved.before if is_unused else self._saved.after
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+        self._saved = None
 
     def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
-        is_open = bool(self._saved)
+        """End a split computation at the end of the model, where it is an error."""
+        is_open = self._saved is not None
         self._leave()
-        if is_open and self._ends and output is not None:
-            problem = 'the output of a layer that is split "colwise" went into none that is split "rowwise"'
+        has_raised = output is None
+        if is_open and self._requires_rowwise and not has_raised:
             raise UsageError(
                 f"{type(root).__name__}(...)",
-                problem,
+                'the output of a layer that is split "colwise" went into no layer that is split '
+                '"rowwise"',
                 suggestion='"colwise_rep" for the last layer',
             )
 
-    def _leave(self, *_: Any) -> None:
-        if self._saved:
-            before, after, start = self._saved
-            # If no random numbers were drawn within, undo the common draw too.
-            with real_tensors():
-                is_same = all(map(torch.equal, start, self._states()))
-                for generator, state in zip(
-                    self._generators, before if is_same else after, strict=True
-                ):
-                    generator.set_state(state)
-            self._saved = []
-
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
-
-
-def _kind(style: Any) -> str:
-    """``"colwise"``, ``"rowwise"`` or another word."""
-    return (
-        style.split("_")[0]
-        if isinstance(style, str)
-        else type(style).__name__.removesuffix("Parallel").lower()
-    )
-
-
-def _split(layer: nn.Module, style: Any) -> tuple[str, str]:
-    """The attribute with a layer's split length, and the weight's rows or columns; empty strings if not split."""
-    found = (
-        styles.get(_kind(style)) for kind, styles in _LENGTHS.items() if isinstance(layer, kind)
-    )
-    return next(found, None) or ("", "")
-
-
-def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> Iterator[str]:
-    """Why layers cannot be split, with their names."""
-    ways: dict[nn.Parameter, dict[str, str]] = {}
-    for path, layer in root.named_modules():
-        style = layers.get(layer, "")
-        attribute, way = _split(layer, style)
-        for name, parameter in layer.named_parameters(path, recurse=False):
-            ways.setdefault(parameter, {})[name] = way
-        if isinstance(layer, nn.MultiheadAttention) and not layers.keys().isdisjoint(
-            layer.children()
-        ):
-            yield f"{path}: a MultiheadAttention uses the weights of its parts itself: write separate layers for it"
-        if _kind(style) in ("colwise", "rowwise") and not attribute:
-            yield f"{path}: {style!r} splits Linear and Embedding, and it is a {type(layer).__name__}"
-        elif attribute and (rest := getattr(layer, attribute) % parts):
-            yield f"{path}: {attribute} {getattr(layer, attribute)} / {parts} parts leaves {rest}"
-    for path, owner, attribute, own in count_heads(root, layers):
-        if rest := getattr(owner, attribute) % parts:
-            yield f"{path}: {attribute} {getattr(owner, attribute)} / {parts} parts leaves {rest}"
-        elif len(own) == 1 and own[0].out_features > own[0].in_features:
-            yield f"{path}: one layer for queries, keys and values has no parts with some heads of each: write three"
-    for path, owner in root.named_modules():
-        linear = [
-            (layers.get(part), name, part)
-            for name, part in owner.named_children()
-            if isinstance(part, nn.Linear)
-        ]
-        taken = max(
-            (part.in_features for style, _, part in linear if style == "rowwise"), default=1 << 62
-        )
-        for name in (
-            name for style, name, part in linear if style == "colwise" and part.out_features > taken
-        ):
-            yield f"{path}.{name}: a gate and what it gates in one layer have no parts with some of each: write two"
-    for names in ways.values():
-        if len(set(names.values())) > 1:
-            yield f"{' and '.join(names)} are one tensor, and have to be split in one way"
