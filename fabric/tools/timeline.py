@@ -1,22 +1,25 @@
-"""Time per phase of a training step: a table over all ranks that names the slowest one, and a trace.
+"""Time per phase of a training step: a table over all ranks, and a trace.
 
-[Note: Timeline] A *span* is a phase (data, forward, backward, optimizer, save, ...), or a :class:`Wait`. A *step* of
-the loop ends with each ``step()`` of the first optimizer that was stepped; other optimizers do not count. Times are
-summed over *rounds*, each from the start of one such ``step()`` to the start of the next. Under DDP and FSDP all ranks
-have just synchronized at that point, so a late rank and the waits that it causes fall into the same round.
+[Note: Timeline] A *span* is a phase (data, forward, backward, optimizer, save, ...), or a
+:class:`Wait`. A *step* of the loop ends with each ``step()`` of the first optimizer that was
+stepped; other optimizers do not count. Times are summed over *rounds*, each from the start of one
+such ``step()`` to the start of the next. Under DDP and FSDP all ranks have just synchronized at
+that point, so a late rank and the waits that it causes fall into the same round.
 
-Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a rank may wait for
-others is measured separately: from its last gradient to the end of its backward pass, in the collectives of fabric and
-FSDP, and until DDP has broadcast its buffers. The least such time of any rank is subtracted from that of each: the
-difference is what the rank waited, and the rest of the phase is its own. The others wait for the rank that waited
-least, in the phase where its own time most exceeds that of the fastest rank.
+Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a
+rank may wait for others is measured separately: from its last gradient to the end of its backward
+pass, in the collectives of fabric and FSDP, and until DDP has broadcast its buffers. The least
+such time of any rank is subtracted from that of each: the difference is what the rank waited, and
+the rest of the phase is its own. The others wait for the rank that waited least, in the phase
+where its own time most exceeds that of the fastest rank.
 
-On a CUDA device times are measured on its stream: an event is recorded at the start and the end of each span, and read
-only when the times are needed.
+On a CUDA device times are measured on its stream: an event is recorded at the start and the end of
+each span, and read only when the times are needed.
 
-[Note: Clocks] A trace uses rank 0's clock. Before it starts, all ranks enter a barrier several times. The shortest time
-from rank 0's entry to a rank's exit is the difference of their clocks plus the duration of a barrier, which is the same
-for all ranks to within some tenths of a millisecond.
+[Note: Clocks] A trace uses rank 0's clock. Before it starts, all ranks enter a barrier several
+times. The shortest time from rank 0's entry to a rank's exit is the difference of their clocks
+plus the duration of a barrier, which is the same for all ranks to within some tenths of a
+millisecond.
 """
 
 import json
@@ -32,6 +35,7 @@ from time import time_ns
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -40,30 +44,55 @@ from typing_extensions import override
 
 from fabric._session import Session, SessionObserver, rank_zero_first
 from fabric._torch import in_backward
+from fabric.communicators import Communicator
 from fabric.diagnostics.recorder import ranks_in_words
 from fabric.errors import ConfigurationError, UsageError
 from fabric.hooks import Hooks
 from fabric.module import FabricModule
+from fabric.runtime import Runtime
 from fabric.tools._torch import ProfiledCollective, profiled, wrap_collectives
 
 __all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
 
-Span = tuple[str, str, Any, Any]  # its name, the phase around it, and marks of its start and end
+_OTHER = "other"  # the name of the time in no phase
+_END_OF_BATCHES = object()
+_KEPT_ROUNDS = 100
+_MAX_TRACE_SPANS = 40_000  # these are some megabytes in the job's store
+_SHOWN_DELAY = 0.01  # of a step: shorter delays are not shown
+_CLOCK_READINGS = 8
+_GRACE = 10.0  # seconds that rank 0 waits for the spans of the other ranks
 
-# time in no phase
-_OTHER = "other"
-_END = object()
-# rounds kept; spans in a trace, which are some megabytes in the job's store
-_KEPT = 100
-_MOST_SPANS = 40_000
-_SHOWN = 0.01  # of a step: shorter waits are not shown
-# clock readings; seconds that rank 0 waits for the other ranks' spans
-_READINGS = 8
-_GRACE = 10.0
+# A point in time: nanoseconds, or an event on the stream of a CUDA device.
+Mark = Any
+# By phase: seconds in the phase, and seconds in which the rank may have waited for others.
+PhaseSeconds = dict[str, list[float]]
 
 
 class Wait(str):
     """The name of a span in which this rank may wait for others."""
+
+
+class _OpenSpan(NamedTuple):
+    name: str
+    begin: Mark
+
+
+class _Span(NamedTuple):
+    """A finished span. ``outer`` is the name of the phase around it."""
+
+    name: str
+    outer: str
+    begin: Mark
+    end: Mark
+
+
+class _Round(NamedTuple):
+    """See ``[Note: Timeline]``. The number is 0 if the round had work outside of the loop."""
+
+    number: int
+    begin: Mark
+    end: Mark
+    spans: list[_Span]
 
 
 class Timeline(SessionObserver):
@@ -73,35 +102,48 @@ class Timeline(SessionObserver):
         now: returns a mark of the current time.
         is_active: whether it measures, until it is closed.
         steps: number of finished steps.
-        on_step: called with ``steps`` after each step; ``bool`` outside of a profile.
+        on_step: called with ``steps`` after each step. None outside of a profile.
         trace: the latest spans, including those of steps, up to its ``maxlen``.
     """
 
     def __init__(self, session: Session) -> None:
-        runtime = session.runtime
+        device = session.runtime.device
         self._thread = get_ident()
-        self._has_peers = runtime.world.world_size > 1
-        self._is_cuda = runtime.device.type == "cuda"
-        self.now: Callable[[], Any] = partial(_event, runtime.device) if self._is_cuda else time_ns
-        self.on_step: Callable[[int], object] = bool
-        self.trace = deque[Span](maxlen=0)
+        self._has_peers = session.runtime.world.world_size > 1
+        self._is_cuda = device.type == "cuda"
+        self.now: Callable[[], Mark] = time_ns
+        if self._is_cuda:
+            self.now = partial(_record_event, device)
+        self.on_step: Callable[[int], None] | None = None
+        self.trace: deque[_Span] = deque(maxlen=0)
         self.steps = 0
-        self._first = 0
-        self._last_gradient = None
-        self._open = list[tuple[str, Any]]()
-        self._spans = list[Span]()
-        self._rounds = deque[tuple[int, Any, Any, list[Span]]](maxlen=_KEPT)
-        self._step_began = self._round_began = self.now()
+        self._first_optimizer: int | None = None  # its id
+        self._last_gradient: Mark | None = None
+        self._open: list[_OpenSpan] = []
+        self._spans: list[_Span] = []
+        self._rounds: deque[_Round] = deque(maxlen=_KEPT_ROUNDS)
+        self._round_began = self.now()
+        self._step_began = self._round_began
         self._is_disturbed = True  # this round has work outside of the loop
-        hooks = self._hooks = ExitStack()
-        hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._watch("backward", session.backward)
-        if (recorder := runtime.recorder) is not None:
-            hooks.callback(setattr, recorder, "collective_context", recorder.collective_context)
-            recorder.collective_context = lambda entry: self.during(Wait(entry))
+        self._hooks = ExitStack()
         self.is_active = True
-        hooks.callback(setattr, self, "is_active", False)
+        self._register_hooks(session)
+
+    def _register_hooks(self, session: Session) -> None:
+        undo = self._hooks.callback
+        undo(setattr, self, "is_active", False)
+        undo(register_optimizer_step_pre_hook(self._before_step).remove)
+        undo(register_optimizer_step_post_hook(self._after_step).remove)
+        self._watch("backward", session.backward)
+        recorder = session.runtime.recorder
+        if recorder is not None:
+            undo(setattr, recorder, "collective_context", recorder.collective_context)
+            recorder.collective_context = self._around_collective
+
+    @contextmanager
+    def _around_collective(self, call: object) -> Iterator[None]:
+        with self.during(Wait(call)):
+            yield
 
     @override
     def close(self) -> None:
@@ -110,19 +152,22 @@ class Timeline(SessionObserver):
 
     @override
     def on_setup(self, model: FabricModule) -> None:
-        """Record the forward passes of a set-up module, and when its gradients and buffers are ready."""
+        """Record the forward passes of a module, and when its gradients and buffers are ready."""
         contract = model._fabric_contract
         undo = self._hooks.callback
         self._watch("forward", model._fabric_hooks)
         if contract.is_sharded:
-            wrap_collectives(
-                model._fabric_prepared, lambda name: self.during(Wait(name)), self._hooks
-            )
-        elif self._has_peers:
-            for each in (value for value in contract.parameters().values() if value.requires_grad):
-                undo(each.register_post_accumulate_grad_hook(self._note_gradient).remove)
-            if contract.needs_forward and next(contract.module.buffers(), None) is not None:
-                undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
+            wrap_collectives(model._fabric_prepared, self._around_collective, self._hooks)
+            return
+        if not self._has_peers:
+            return
+        for parameter in contract.parameters().values():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                undo(handle.remove)
+        has_buffers = next(contract.module.buffers(), None) is not None
+        if contract.needs_forward and has_buffers:
+            undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
 
     @override
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -131,7 +176,10 @@ class Timeline(SessionObserver):
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         fetch = self.during("data")(next)
-        while (batch := fetch(batches, _END)) is not _END:
+        while True:
+            batch = fetch(batches, _END_OF_BATCHES)
+            if batch is _END_OF_BATCHES:
+                return
             yield batch
 
     @override
@@ -155,15 +203,21 @@ class Timeline(SessionObserver):
         with self.during(name), context:
             yield
 
-    def totals(self) -> dict[int, dict[str, list[float]]]:
-        """Seconds of each phase, and of possible waits in it, in the latest rounds, by number.
+    def totals(self) -> dict[int, PhaseSeconds]:
+        """Return the seconds in each phase of the latest rounds, by number.
 
-        Disturbed or unfinished rounds only if there are no others. Waits for the device.
+        Disturbed and unfinished rounds are left out if there are others. Waits for the device.
         """
-        under_way = (0, self._round_began, self.now(), self._spans)
-        rounds = [each for each in self._rounds if each[0]] or self._rounds or [under_way]
+        rounds = [finished for finished in self._rounds if finished.number]
+        if not rounds:
+            rounds = list(self._rounds)
+        if not rounds:
+            rounds = [_Round(0, self._round_began, self.now(), self._spans)]
         self.wait()
-        return {number: _total(*rest) for number, *rest in rounds}
+        totals: dict[int, PhaseSeconds] = {}
+        for finished in rounds:
+            totals[finished.number] = _seconds_by_phase(finished)
+        return totals
 
     def wait(self) -> None:
         """Wait for the device, and exclude this round."""
@@ -172,87 +226,105 @@ class Timeline(SessionObserver):
             torch.cuda.synchronize()
 
     def _watch(self, name: str, hooks: Hooks) -> None:
-        calls: list[tuple[list[Any], Any]] = [
-            (hooks.before, self._enter),
-            (hooks.after, self._exit),
-        ]
-        for each, own in calls:
-            each.insert(0, bound := partial(own, name))
-            self._hooks.callback(each.remove, bound)
+        """Record what runs between the hooks as spans of this name."""
+        before = partial(self._enter, name)
+        after = partial(self._exit, name)
+        hooks.before.insert(0, before)
+        hooks.after.insert(0, after)
+        self._hooks.callback(hooks.before.remove, before)
+        self._hooks.callback(hooks.after.remove, after)
 
-    def _is_here(self) -> bool:
-        return get_ident() == self._thread or in_backward()  # autograd uses threads of its own
+    def _is_in_loop(self) -> bool:
+        """Return whether the loop's thread runs, or a backward pass, in a thread of autograd."""
+        return get_ident() == self._thread or in_backward()
+
+    def _is_open(self, name: str) -> bool:
+        return any(span.name == name for span in self._open)
 
     def _enter(self, name: str) -> None:
-        if self._is_here():
-            self._last_gradient = None if name == "backward" else self._last_gradient
-            self._open.append((name, self.now()))
+        if self._is_in_loop():
+            if name == "backward":
+                self._last_gradient = None
+            self._open.append(_OpenSpan(name, self.now()))
 
     def _exit(self, name: str, *_: object) -> None:
-        if self._is_here() and name in dict(self._open):
-            end = self.now()
-            each = None
-            while each != name:  # an error may have left spans open
-                each, begin = self._open.pop()
-                self._keep(each, begin, end, self._open[-1][0] if self._open else _OTHER)
-            if name == "backward" and self._last_gradient is not None:
-                self._keep(Wait("gradients"), self._last_gradient, end, name)
+        if not self._is_in_loop() or not self._is_open(name):
+            return
+        end = self.now()
+        closed = None
+        while closed != name:  # an error may have left spans open
+            closed, begin = self._open.pop()
+            outer = _OTHER
+            if self._open:
+                outer = self._open[-1].name
+            self._add(_Span(closed, outer, begin, end))
+        if name == "backward" and self._last_gradient is not None:
+            self._add(_Span(Wait("gradients"), name, self._last_gradient, end))
 
-    def _keep(self, name: str, begin: Any, end: Any, outer: str) -> None:
-        for spans in (self._spans, self.trace):
-            spans.append((name, outer, begin, end))
+    def _add(self, span: _Span) -> None:
+        self._spans.append(span)
+        self.trace.append(span)
 
     def _note_gradient(self, *_: object) -> None:
         self._last_gradient = self.now()
 
     def _note_buffers(self, *_: object) -> None:
-        if self._open and self._open[-1][0] == "forward":
-            self._keep(Wait("buffers"), self._open[-1][1], self.now(), "forward")
+        if self._open and self._open[-1].name == "forward":
+            begin = self._open[-1].begin
+            self._add(_Span(Wait("buffers"), "forward", begin, self.now()))
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
-        if "optimizer" in dict(self._open):
+        if self._is_open("optimizer"):
             return  # torch calls the hooks again for the base class's step
-        self._first = self._first or id(optimizer)
-        if self._first == id(optimizer):
-            now = self.now()
-            number = 0 if self._is_disturbed else self.steps
-            self._rounds.append((number, self._round_began, now, self._spans))
-            self._round_began = now
-            self._spans = []
-            self._is_disturbed = False
+        if self._first_optimizer is None:
+            self._first_optimizer = id(optimizer)
+        if self._first_optimizer == id(optimizer):
+            self._end_round()
         self._enter("optimizer")
 
+    def _end_round(self) -> None:
+        now = self.now()
+        number = 0 if self._is_disturbed else self.steps
+        self._rounds.append(_Round(number, self._round_began, now, self._spans))
+        self._round_began = now
+        self._spans = []
+        self._is_disturbed = False
+
     def _after_step(self, optimizer: Any, *_: object) -> None:
-        if "optimizer" not in dict(self._open):
+        if not self._is_open("optimizer"):
             return
         self._exit("optimizer")
-        if self._first == id(optimizer):
-            now = self.now()
-            self.trace.append((f"step {self.steps}", "", self._step_began, now))
-            self.steps = self.steps + 1
-            self._step_began = now
+        if self._first_optimizer != id(optimizer):
+            return
+        now = self.now()
+        self.trace.append(_Span(f"step {self.steps}", "", self._step_began, now))
+        self.steps += 1
+        self._step_began = now
+        if self.on_step is not None:
             self.on_step(self.steps)
 
 
-def _event(device: torch.device) -> Any:
+def _record_event(device: torch.device) -> Mark:
     return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
-def _nanoseconds(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, int) else 1e6 * begin.elapsed_time(end)
+def _nanoseconds(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, int):
+        return end - begin
+    return 1e6 * begin.elapsed_time(end)
 
 
-def _total(begin: Any, end: Any, spans: Sequence[Span]) -> dict[str, list[float]]:
-    totals = defaultdict[str, list[float]](
-        lambda: [0.0, 0.0], {_OTHER: [_nanoseconds(begin, end) / 1e9, 0.0]}
-    )
-    for name, outer, *ends in spans:
-        took = _nanoseconds(*ends) / 1e9
-        if isinstance(name, Wait):
-            totals[outer][1] += took
+def _seconds_by_phase(finished: _Round) -> PhaseSeconds:
+    """Return the seconds in each phase of a round, without those of phases inside of it."""
+    totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals[_OTHER][0] = _nanoseconds(finished.begin, finished.end) / 1e9
+    for span in finished.spans:
+        seconds = _nanoseconds(span.begin, span.end) / 1e9
+        if isinstance(span.name, Wait):
+            totals[span.outer][1] += seconds
         else:
-            totals[name][0] += took
-            totals[outer][0] -= took
+            totals[span.name][0] += seconds
+            totals[span.outer][0] -= seconds
     return dict(totals)
 
 
@@ -260,8 +332,8 @@ class Timings(NamedTuple):
     """Time per phase of a job's steps; ``str()`` of it is a table in milliseconds.
 
     Attributes:
-        steps: number of steps measured: the latest, at most 100. A step ends with each ``step()`` of the first
-            optimizer that was stepped; without any, everything is one step.
+        steps: number of steps measured: the latest, at most 100. A step ends with each ``step()``
+            of the first optimizer that was stepped; without any, everything is one step.
         seconds: duration of a step. All times are averages over the steps.
         own: each phase's time by rank, without the time that the rank waited for others.
         waited: the time that each rank waited for others.
@@ -280,22 +352,26 @@ class Timings(NamedTuple):
         return next(iter(self.delays), None)
 
     def __str__(self) -> str:
+        ranks = len(self.waited)
         lines = [
-            f"{self.steps} step(s) of {1e3 * self.seconds:.1f} ms on {len(self.waited)} rank(s)"
+            f"{self.steps} step(s) of {1e3 * self.seconds:.1f} ms on {ranks} rank(s)",
+            f"{'':14}{'mean':>8}{'share':>7}{'fastest rank':>17}{'slowest rank':>17}",
         ]
-        lines.append(f"{'':14}{'mean':>8}{'share':>7}{'fastest rank':>17}{'slowest rank':>17}")
         for name, times in {**self.own, "waits": self.waited}.items():
             mean = sum(times) / len(times)
-            ends = "".join(
-                f"{f'{1e3 * end:.1f} ({times.index(end)})':>17}" for end in (min(times), max(times))
-            )
-            lines.append(f"{name:14}{1e3 * mean:8.1f}{mean / self.seconds:7.0%}{ends}")
+            fastest = _time_and_rank(times, min(times))
+            slowest = _time_and_rank(times, max(times))
+            share = mean / self.seconds
+            lines.append(f"{name:14}{1e3 * mean:8.1f}{share:7.0%}{fastest:>17}{slowest:>17}")
         for (rank, phase), delay in self.delays.items():
-            if delay > _SHOWN * self.seconds:
-                lines.append(
-                    f"the others wait {1e3 * delay:.1f} ms a step for rank {rank}, in {phase}"
-                )
+            if delay > _SHOWN_DELAY * self.seconds:
+                milliseconds = f"{1e3 * delay:.1f} ms"
+                lines.append(f"the others wait {milliseconds} a step for rank {rank}, in {phase}")
         return "\n".join(lines)
+
+
+def _time_and_rank(times: Sequence[float], seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ({times.index(seconds)})"
 
 
 def _latest_timeline(session: Session) -> Timeline | None:
@@ -307,7 +383,11 @@ def _latest_timeline(session: Session) -> Timeline | None:
 
 
 def timings(session: Session) -> Timings:
-    """``fabric.timings()`` of the latest steps, with ``Fabric(timings=True)`` or after a profile. Collective."""
+    """Return the timings of the latest steps; see ``Fabric.timings``. Collective.
+
+    Raises:
+        UsageError: nothing was measured, by ``Fabric(timings=True)`` or by a profile.
+    """
     timeline = _latest_timeline(session)
     if timeline is None:
         raise UsageError(
@@ -315,130 +395,240 @@ def timings(session: Session) -> Timings:
             "nothing has been measured",
             suggestion="Fabric(timings=True), profile()",
         )
-    rounds = session.runtime.communicator.gather_objects(timeline.totals())
-    numbers = [number for number in rounds[0] if all(number in each for each in rounds)]
-    names = list(
-        dict.fromkeys(name for number in numbers for each in rounds for name in each[number])
-    )
-    # Dimensions: rounds, ranks, phases.
-    rows = [
-        [[each[number].get(name, [0.0, 0.0]) for name in names] for each in rounds]
-        for number in numbers
-    ]
-    took, called = torch.tensor(rows, dtype=torch.float64).unbind(-1)
-    waits = called - called.amin(1, keepdim=True)
-    own = took - waits
+    totals = session.runtime.communicator.gather_objects(timeline.totals())
+    numbers: list[int] = []
+    for number in totals[0]:
+        if all(number in rank_totals for rank_totals in totals):
+            numbers.append(number)
+    names: dict[str, None] = {}  # in order of appearance
+    for number in numbers:
+        for rank_totals in totals:
+            names.update(dict.fromkeys(rank_totals[number]))
+    phases = list(names)
+    seconds, waitable = _as_tensors(totals, numbers, phases)
+    waits = waitable - waitable.amin(1, keepdim=True)
+    own = seconds - waits
     waited = waits.sum(2)
-    delays = defaultdict[tuple[int, str], float](float)
-    for works, each in zip(own, waited, strict=True) if len(rounds) > 1 else ():
-        last = int(each.argmin())
-        phase = names[int((works[last] - works.amin(0)).argmax())]
-        delays[last, phase] += float((each - each.min()).sum()) / (len(rounds) - 1) / len(numbers)
-    means = dict(zip(names, own.mean(0).T.tolist(), strict=True))
-    delays = dict(sorted(delays.items(), key=lambda each: -each[1]))
-    return Timings(len(numbers), float(took.sum(2).mean()), means, waited.mean(0).tolist(), delays)
+    return Timings(
+        steps=len(numbers),
+        seconds=float(seconds.sum(2).mean()),
+        own=dict(zip(phases, own.mean(0).T.tolist(), strict=True)),
+        waited=waited.mean(0).tolist(),
+        delays=_delays(own, waited, phases),
+    )
+
+
+def _as_tensors(
+    totals: Sequence[Mapping[int, PhaseSeconds]], numbers: list[int], phases: list[str]
+) -> tuple[Tensor, Tensor]:
+    """Return the seconds in phases and those of possible waits, by round, rank and phase."""
+    rows: list[list[list[list[float]]]] = []
+    for number in numbers:
+        row: list[list[list[float]]] = []
+        for rank_totals in totals:
+            in_round = rank_totals[number]
+            row.append([in_round.get(phase, [0.0, 0.0]) for phase in phases])
+        rows.append(row)
+    seconds, waitable = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    return seconds, waitable
+
+
+def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, str], float]:
+    """Return how long the others waited for a rank in a phase, the longest first.
+
+    Args:
+        own: seconds that a rank did not wait, by round, rank and phase.
+        waited: seconds that a rank waited, by round and rank.
+        phases: the names of the phases.
+    """
+    rounds, ranks = waited.shape
+    delays: defaultdict[tuple[int, str], float] = defaultdict(float)
+    if ranks == 1:
+        return delays
+    for own_seconds, waits in zip(own, waited, strict=True):
+        last_rank = int(waits.argmin())
+        excess = own_seconds[last_rank] - own_seconds.amin(0)
+        phase = phases[int(excess.argmax())]
+        others_waited = float((waits - waits.min()).sum())
+        delays[last_rank, phase] += others_waited / (ranks - 1) / rounds
+    return dict(sorted(delays.items(), key=lambda item: -item[1]))
 
 
 @contextmanager
 def profile(session: Session, path: str | os.PathLike[str], steps: range | None) -> Iterator[None]:
-    """``fabric.profile(path, steps)``: a context that writes one trace, for ui.perfetto.dev or ``chrome://tracing``.
+    """Write one trace of all processes, for ui.perfetto.dev or ``chrome://tracing``.
 
-    Collective on entry. The trace has the phases of every step (data, forward, backward, optimizer, save) and the
-    collectives of each process, on rank 0's clock. It is written after the last of the steps, or when the context
-    exits, even early: rank 0 waits at most ten seconds for the other processes.
+    Collective on entry. The trace has the phases of every step (data, forward, backward,
+    optimizer, save) and the collectives of each process, on rank 0's clock. The trace is written
+    after the last of the steps, or when the context exits, even early: rank 0 waits at most ten
+    seconds for the other processes. See ``Fabric.profile``.
 
     Args:
         session: the session of this process.
         path: the file, written on rank 0; ``.json`` may be omitted.
-        steps: a contiguous range, counted from 0 at the start of the context; None for all. A step ends with each
-            ``step()`` of the first optimizer that was stepped.
+        steps: a contiguous range, counted from 0 at the start of the context; None for all. A step
+            ends with each ``step()`` of the first optimizer that was stepped.
 
     Raises:
         ConfigurationError, UsageError: ``steps`` is no such range; another profile is active.
         OSError: rank 0 cannot write there; the other ranks raise a UsageError.
     """
     request = f"fabric.profile({path!r}, {steps=})"
-    steps = range(2**62) if steps is None else steps
+    if steps is None:
+        steps = range(2**62)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
         raise ConfigurationError(
             request, expected="steps that follow each other, from 0 on, such as range(10, 20)"
         )
-    runtime = session.runtime
-    current = _latest_timeline(session)
-    if current is not None and not current.is_active:
-        current = None
-    if current is not None and current.on_step is not bool:
+    timeline = _latest_timeline(session)
+    if timeline is not None and timeline.on_step is not None:
         raise UsageError(request, "another profile is under way")
     target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
-    store = runtime.store
-    with rank_zero_first(runtime.communicator):
-        if store.rank == 0:
+    communicator = session.runtime.communicator
+    with rank_zero_first(communicator):
+        if session.runtime.store.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
-    # See [Note: Clocks].
-    readings = [
-        (time_ns(), runtime.communicator.barrier("fabric.profile"), time_ns())
-        for _ in range(_READINGS)
-    ]
-    firsts = runtime.communicator.broadcast_object(readings, 0)
-    start = firsts[0][0]
-    lag = min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True))
-    topic = f"trace/{start}"
-    events = list[dict[str, Any]]()
-    calls: list[ProfiledCollective] = []
-    for kind, name in (("process_name", f"rank {store.rank}"), ("thread_name", "phases")):
-        events.append(
-            {"ph": "M", "name": kind, "pid": store.rank, "tid": 0, "args": {"name": name}}
-        )
-
-    def add(kind: str, name: str, begin: float, track: int, **options: Any) -> None:
-        place = {"pid": store.rank, "tid": track, "ts": (begin - lag - start) / 1e3}
-        events.append({"ph": kind, "name": name, "cat": "fabric", **place, **options})
-
-    def finish(mark: Any, began: int) -> None:
-        for name, _, begin, end in timeline.trace:
-            add("X", name, began + _nanoseconds(mark, begin), 0, dur=_nanoseconds(begin, end) / 1e3)
-        for number, (name, begin, end) in enumerate(
-            calls
-        ):  # they overlap, so each is a pair of events
-            add("b", name, begin, 1, id=f"{store.rank}/{number}")
-            add("e", name, end, 1, id=f"{store.rank}/{number}")
-
-    def on_step(ended: int) -> None:
-        if ended - before == steps.start:
-            timeline.wait()
-            timeline.trace = deque(maxlen=_MOST_SPANS)
-            ends.callback(finish, timeline.now(), time_ns())
-            ends.enter_context(profiled(runtime.device, calls))
-            ends.callback(timeline.wait)
-        elif ended - before == steps.stop:
-            ends.close()
-
-    def write() -> None:
-        timeline.on_step = bool
-        timeline.trace = deque(maxlen=0)
-        try:
-            store.publish(topic, events)
-            if store.rank == 0:
-                found = store.read(topic, everyone := range(store.size), _GRACE)
-                trace = [event for value in found.values() for event in value]
-                target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
-                if missing := {*everyone} - found.keys():
-                    warnings.warn(
-                        f"{target} lacks {ranks_in_words(missing)}, which did not get to its end",
-                        stacklevel=2,
-                    )
-        except (OSError, RuntimeError) as error:  # must not end the job or hide another error
-            warnings.warn(f"{target} was not written: {error}", stacklevel=2)
-
-    with ExitStack() as timelines, ExitStack() as ends:
-        if current is None:
-            timeline = timelines.enter_context(closing(Timeline(session)))
+    clock = _synchronize_clocks(communicator)
+    with ExitStack() as stack:
+        if timeline is None or not timeline.is_active:
+            timeline = stack.enter_context(closing(Timeline(session)))
             session.attach(timeline)
-        else:
-            timeline = current
-        before = timeline.steps
-        timeline.on_step = on_step
-        ends.callback(write)
-        on_step(before)
+        stack.enter_context(closing(_Profile(session.runtime, timeline, steps, clock, target)))
         yield
+
+
+class _Clock(NamedTuple):
+    """See ``[Note: Clocks]``. Both are nanoseconds.
+
+    Attributes:
+        start: the time on rank 0's clock at which the trace begins.
+        lag: how far this process's clock is ahead of rank 0's.
+    """
+
+    start: int
+    lag: int
+
+
+def _synchronize_clocks(communicator: Communicator) -> _Clock:
+    """Compare this process's clock with rank 0's. Collective."""
+    entries: list[int] = []
+    exits: list[int] = []
+    for _ in range(_CLOCK_READINGS):
+        entries.append(time_ns())
+        communicator.barrier("fabric.profile")
+        exits.append(time_ns())
+    first_entries = communicator.broadcast_object(entries, 0)
+    lags: list[int] = []
+    for first_entry, exited in zip(first_entries, exits, strict=True):
+        lags.append(exited - first_entry)
+    return _Clock(first_entries[0], min(lags))
+
+
+class _Profile:
+    """A profile under way: it records the given steps, and then writes the trace.
+
+    Args:
+        runtime: the runtime of this process.
+        timeline: measures this process.
+        steps: as for :func:`profile`.
+        clock: the clock of the trace.
+        target: the file.
+    """
+
+    def __init__(
+        self, runtime: Runtime, timeline: Timeline, steps: range, clock: _Clock, target: Path
+    ) -> None:
+        self._device = runtime.device
+        self._store = runtime.store
+        self._timeline = timeline
+        self._steps = steps
+        self._clock = clock
+        self._target = target
+        self._steps_before = timeline.steps
+        self._events: list[dict[str, Any]] = []
+        self._collectives: list[ProfiledCollective] = []
+        self._add_metadata("process_name", f"rank {self._store.rank}")
+        self._add_metadata("thread_name", "phases")
+        self._ends = ExitStack()
+        self._ends.callback(self._write)
+        timeline.on_step = self._on_step
+        self._on_step(timeline.steps)
+
+    def close(self) -> None:
+        """Write the trace, unless that is done."""
+        self._ends.close()
+
+    def _on_step(self, finished: int) -> None:
+        step = finished - self._steps_before
+        if step == self._steps.start:
+            self._begin()
+        elif step == self._steps.stop:
+            self._ends.close()
+
+    def _begin(self) -> None:
+        """Begin to record. The callbacks run in reverse order at the end."""
+        timeline = self._timeline
+        timeline.wait()
+        timeline.trace = deque(maxlen=_MAX_TRACE_SPANS)
+        self._ends.callback(self._add_recorded, timeline.now(), time_ns())
+        self._ends.enter_context(profiled(self._device, self._collectives))
+        self._ends.callback(timeline.wait)
+
+    def _add_recorded(self, mark: Mark, began: int) -> None:
+        """Add the events of what was recorded.
+
+        Args:
+            mark: a mark of the timeline.
+            began: the time of the mark, on this process's clock.
+        """
+        for span in self._timeline.trace:
+            begin = began + _nanoseconds(mark, span.begin)
+            duration = _nanoseconds(span.begin, span.end)
+            self._add("X", span.name, begin, track=0, dur=duration / 1e3)
+        # Collectives overlap, so each of them is a pair of events.
+        for number, collective in enumerate(self._collectives):
+            pair = f"{self._store.rank}/{number}"
+            self._add("b", collective.name, collective.begin, track=1, id=pair)
+            self._add("e", collective.name, collective.end, track=1, id=pair)
+
+    def _add(self, kind: str, name: str, time: float, track: int, **options: Any) -> None:
+        """Add an event at a time on this process's clock, in nanoseconds."""
+        event = {
+            "ph": kind,
+            "name": name,
+            "cat": "fabric",
+            "pid": self._store.rank,
+            "tid": track,
+            "ts": (time - self._clock.lag - self._clock.start) / 1e3,
+        }
+        self._events.append({**event, **options})
+
+    def _add_metadata(self, kind: str, name: str) -> None:
+        event = {"ph": "M", "name": kind, "pid": self._store.rank, "tid": 0, "args": {"name": name}}
+        self._events.append(event)
+
+    def _write(self) -> None:
+        """Publish the events of this rank. Rank 0 writes those of all ranks."""
+        self._timeline.on_step = None
+        self._timeline.trace = deque(maxlen=0)
+        topic = f"trace/{self._clock.start}"
+        try:
+            self._store.publish(topic, self._events)
+            if self._store.rank == 0:
+                self._write_of_all_ranks(topic)
+        # An error must not end the job or hide another error.
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"{self._target} was not written: {error}", stacklevel=2)
+
+    def _write_of_all_ranks(self, topic: str) -> None:
+        ranks = range(self._store.size)
+        events_by_rank = self._store.read(topic, ranks, _GRACE)
+        trace: list[dict[str, Any]] = []
+        for events in events_by_rank.values():
+            trace.extend(events)
+        self._target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
+        missing = set(ranks) - events_by_rank.keys()
+        if missing:
+            text = f"{self._target} lacks {ranks_in_words(missing)}, which did not get to its end"
+            warnings.warn(text, stacklevel=2)
