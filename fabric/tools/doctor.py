@@ -1,9 +1,9 @@
 """The command ``fabric doctor``: looks for causes of failing jobs, and suggests remedies.
 
-[Note: Doctor] There is always a report. Each part has a time limit, after which the process names the part and exits.
-Code that imports torch runs in the ranks: new processes or, in a job, those of its launcher. Rank 0 prints all
-findings, the other ranks only failures. A rank that cannot continue exits with its finding, and the launcher ends the
-others.
+[Note: Doctor] There is always a report. Each part has a time limit, after which the process names
+the part and exits. Code that imports torch runs in the ranks: new processes or, in a job, those of
+its launcher. Rank 0 prints all findings, the other ranks only failures. A rank that cannot
+continue exits with its finding, and the launcher ends the others.
 """
 
 import os
@@ -21,11 +21,15 @@ from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 from signal import SIGTERM, raise_signal
 from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.environments import detect
+from fabric.environments import Environment, detect
 from fabric.errors import UsageError
 from fabric.launchers import LAUNCHERS, LaunchSpec
 from fabric.world import World, available_cores, read
+
+if TYPE_CHECKING:
+    from fabric._fabric import Fabric
 
 __all__ = ["doctor", "examine_rank"]
 
@@ -49,61 +53,83 @@ _VARIABLES = (
 
 
 def doctor(processes: int, seconds: float) -> int:
-    """Print a report of this machine and of the job, or of new processes if no launcher started this one.
+    """Print a report of this machine and of the job, or of new processes outside of a job.
 
     Args:
-        processes: how many new processes to start.
+        processes: how many new processes to start if no launcher started this one.
         seconds: time limit of each part, after which the process exits with 1.
 
     Returns:
         The exit code: 0 if nothing is wrong, else 1.
     """
-    failures = 0
     try:
-        with _part(
-            "the place of this process in its job", seconds, "start it as its launcher does"
-        ):
-            launcher, world = detect(os.environ) or (None, World(world_size=processes))
-        if world.rank == 0:
-            versions = (
-                f"{distribution.name} {distribution.version}"
-                for name in _PACKAGES
-                for distribution in distributions(name=name)
-            )
-            print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
-            by = launcher.name if launcher and not world.store else "fabric"
-            print(
-                f"{world.world_size} processes by {by} on {available_cores()} cores: {sys.executable}"
-            )
-            print(
-                *(
-                    f"{name}={value}"
-                    for name, value in os.environ.items()
-                    if name.startswith(_VARIABLES)
-                ),
-                flush=True,
-            )
-        with _part(
-            "this machine", 2 * seconds, "what the line after the last one would have been about"
-        ):
-            for finding in _examine_machine() if world.local_rank == 0 else ():
-                failures += finding.startswith("FAIL")
-                if world.rank == 0 or finding.startswith("FAIL"):
-                    print(finding, flush=True)
-        if launcher:
-            examine_rank(seconds)
-        else:
-            # The ranks may import torch twice, one after the other. On the signal the launcher ends them.
-            with _part(
-                f"{processes} processes", 60 + 7 * seconds, _IMPORT, lambda _: raise_signal(SIGTERM)
-            ):
-                LAUNCHERS["spawn"].launch(
-                    examine_rank, (seconds, True), {}, LaunchSpec(num_processes=processes)
-                )
-        return min(1, failures)
+        return _report(processes, seconds)
     except SystemExit as error:
-        print(error if isinstance(error.code, str) else "ended by a signal", flush=True)
+        message = error if isinstance(error.code, str) else "ended by a signal"
+        print(message, flush=True)
         return 1
+
+
+def _report(processes: int, seconds: float) -> int:
+    """Print the parts of the report, and return the exit code."""
+    title = "the place of this process in its job"
+    with _part(title, seconds, "start it as its launcher does"):
+        launcher, world = detect(os.environ) or (None, World(world_size=processes))
+    if world.rank == 0:
+        _print_versions(launcher, world)
+    has_failed = False
+    remedy = "what the line after the last one would have been about"
+    with _part("this machine", 2 * seconds, remedy):
+        if world.local_rank == 0:
+            has_failed = _report_on_machine(prints_all=world.rank == 0)
+    if launcher is not None:
+        examine_rank(seconds)
+    else:
+        _start_and_examine(processes, seconds)
+    return 1 if has_failed else 0
+
+
+def _print_versions(launcher: Environment | None, world: World) -> None:
+    """Print the versions, the job and the environment variables that affect it."""
+    versions: list[str] = []
+    for name in _PACKAGES:
+        for distribution in distributions(name=name):
+            versions.append(f"{distribution.name} {distribution.version}")
+    print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
+    launcher_name = "fabric"
+    if launcher is not None and not world.store:
+        launcher_name = launcher.name
+    print(
+        f"{world.world_size} processes by {launcher_name} on {available_cores()} cores: "
+        f"{sys.executable}"
+    )
+    variables: list[str] = []
+    for name, value in os.environ.items():
+        if name.startswith(_VARIABLES):
+            variables.append(f"{name}={value}")
+    print(*variables, flush=True)
+
+
+def _report_on_machine(prints_all: bool) -> bool:
+    """Print the findings about this machine, or only failures, and return whether it has failed."""
+    has_failed = False
+    for finding in _examine_machine():
+        is_failure = finding.startswith("FAIL")
+        has_failed = has_failed or is_failure
+        if prints_all or is_failure:
+            print(finding, flush=True)
+    return has_failed
+
+
+def _start_and_examine(processes: int, seconds: float) -> None:
+    """Examine new processes, which may import torch twice, one after the other."""
+    with _part(f"{processes} processes", 60 + 7 * seconds, _IMPORT, _end_by_signal):
+        spec = LaunchSpec(num_processes=processes)
+        LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
+
+
+def _end_by_signal(_: int) -> None:
+    raise_signal(SIGTERM)  # the launcher then ends the ranks
 
 
 def _finding(text: str, remedy: str = "") -> str:
@@ -114,13 +140,18 @@ def _finding(text: str, remedy: str = "") -> str:
 def _part(
     title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit
 ) -> Iterator[None]:
-    """A part of the report: the process exits when the time is over, or with an error of the part as a finding."""
+    """Run a part of the report. An error in it ends the process, with a finding.
+
+    Args:
+        title: the name of the part.
+        seconds: the time limit of the part.
+        remedy: what to do if the part fails.
+        end: called with the exit code when the time is over.
+    """
 
     def expire() -> None:
-        print(
-            _finding(f"{title}: not done after {seconds:g} s, which --timeout sets", remedy),
-            flush=True,
-        )
+        text = f"{title}: not done after {seconds:g} s, which --timeout sets"
+        print(_finding(text, remedy), flush=True)
         end(1)
 
     timer = threading.Timer(seconds, expire)
@@ -134,74 +165,91 @@ def _part(
 
 
 def _examine_machine() -> Iterator[str]:
-    found = [
-        f"{distribution.version} in {Path(str(distribution.locate_file('')))}"
-        for distribution in distributions(name="torch")
-    ]
-    remedy = (
-        "leave one: python -m pip uninstall torch, or unset PYTHONPATH"
-        if found
-        else "python -m pip install torch"
-    )
-    yield _finding(
-        f"torch: {' and '.join(found) or 'not installed'}", "" if len({*found}) == 1 else remedy
-    )
-
-    own = Path(__file__).parents[1]
-    places = [
-        Path(folder, name)
-        for folder in (os.getcwd(), *sys.path)
-        for name in ("fabric.py", "fabric/__init__.py")
-    ]
-    for place in {
-        each.resolve() for each in places if each.exists() and each.resolve().parent != own
-    }:
-        yield _finding(
-            f"import fabric: {place} may be imported in place of {own}", "give it another name"
-        )
-    if others := {*packages_distributions().get("fabric", ())} - {"torch-fabric"}:
-        remedy = f"pip uninstall {' '.join(others)} torch-fabric; pip install torch-fabric"
-        yield _finding(
-            f"import fabric: {' '.join(others)} has the same name in this environment", remedy
-        )
-    command = shutil.which("fabric")
-    is_ours = command is None or "from fabric.cli " in Path(command).read_text(errors="replace")
-    remedy = "" if is_ours else "it is another package's: python -m fabric"
-    yield _finding(f"the command fabric: {command or 'not on PATH'}", remedy)
-
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = f"ulimit -n 65536; beyond {most}: docker run --ulimit nofile=65536, or /etc/security/limits.conf"
-    yield _finding(f"open files: at most {files}", remedy if 0 <= files < 1024 else "")
+    """Yield a finding for each check of this machine."""
+    yield _examine_torch()
+    yield from _examine_imports()
+    yield _examine_command()
+    yield _examine_open_files()
     if sys.platform == "linux":
-        yield _space(
-            "shared memory",
-            "/dev/shm",
-            256 * _MIB,
-            "docker run --shm-size=8g; workers of loaders use it",
-        )
-    yield _space(
-        "scratch",
-        read(os.environ, "TMPDIR") or tempfile.gettempdir(),
-        _GIB,
-        "export TMPDIR=<another folder>",
+        remedy = "docker run --shm-size=8g; workers of loaders use it"
+        yield _examine_space("shared memory", "/dev/shm", 256 * _MIB, remedy)
+    scratch = read(os.environ, "TMPDIR") or tempfile.gettempdir()
+    yield _examine_space("scratch", scratch, _GIB, "export TMPDIR=<another folder>")
+    remedy = "make room, or save checkpoints elsewhere"
+    yield _examine_space("working folder", os.getcwd(), _GIB, remedy)
+
+
+def _examine_torch() -> str:
+    installed: list[str] = []
+    for distribution in distributions(name="torch"):
+        installed.append(f"{distribution.version} in {Path(str(distribution.locate_file('')))}")
+    if not installed:
+        return _finding("torch: not installed", "python -m pip install torch")
+    text = f"torch: {' and '.join(installed)}"
+    if len(set(installed)) == 1:
+        return _finding(text)
+    return _finding(text, "leave one: python -m pip uninstall torch, or unset PYTHONPATH")
+
+
+def _examine_imports() -> Iterator[str]:
+    """Yield a finding for what may be imported in place of fabric."""
+    package = Path(__file__).parents[1]
+    shadows: dict[Path, None] = {}
+    for folder in (os.getcwd(), *sys.path):
+        for name in ("fabric.py", "fabric/__init__.py"):
+            path = Path(folder, name)
+            if path.exists() and path.resolve().parent != package:
+                shadows[path.resolve()] = None
+    for path in shadows:
+        text = f"import fabric: {path} may be imported in place of {package}"
+        yield _finding(text, "give it another name")
+    conflicting = set(packages_distributions().get("fabric", ())) - {"torch-fabric"}
+    if conflicting:
+        names = " ".join(conflicting)
+        remedy = f"pip uninstall {names} torch-fabric; pip install torch-fabric"
+        yield _finding(f"import fabric: {names} has the same name in this environment", remedy)
+
+
+def _examine_command() -> str:
+    command = shutil.which("fabric")
+    if command is None:
+        return _finding("the command fabric: not on PATH")
+    text = f"the command fabric: {command}"
+    if "from fabric.cli " in Path(command).read_text(errors="replace"):
+        return _finding(text)
+    return _finding(text, "it is another package's: python -m fabric")
+
+
+def _examine_open_files() -> str:
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"open files: at most {limit}"
+    if not 0 <= limit < 1024:  # a negative limit is none
+        return _finding(text)
+    remedy = (
+        f"ulimit -n 65536; beyond {hard_limit}: docker run --ulimit nofile=65536, "
+        "or /etc/security/limits.conf"
     )
-    yield _space("working folder", os.getcwd(), _GIB, "make room, or save checkpoints elsewhere")
+    return _finding(text, remedy)
 
 
-def _space(title: str, folder: str, least: int, remedy: str) -> str:
+def _examine_space(title: str, folder: str, needed: int, remedy: str) -> str:
+    """Return a finding about the free space in a folder, of which ``needed`` bytes are needed."""
     try:
         free = shutil.disk_usage(folder).free
         with tempfile.TemporaryFile(dir=folder) as file:  # a quota shows only here
             file.write(bytes(_MIB))
-        return _finding(
-            f"{title} {folder}: {free / _GIB:.1f} GiB free", remedy if free < least else ""
-        )
     except OSError as error:
         return _finding(f"{title} {folder}: {error}", remedy)
+    text = f"{title} {folder}: {free / _GIB:.1f} GiB free"
+    if free < needed:
+        return _finding(text, remedy)
+    return _finding(text)
 
 
 def examine_rank(seconds: float, is_new: bool = False) -> None:
-    """Check from one rank which other ranks it can reach, and run a collective of each kind. Collective.
+    """Check from one rank which other ranks it can reach, and run a collective of each kind.
+
+    Collective.
 
     Args:
         seconds: time limit of each part.
@@ -210,67 +258,131 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     Raises:
         SystemExit: something is wrong; its message says what.
     """
-    world = (detect(os.environ) or (None, World()))[1]
-    rank = world.rank
-    size = world.world_size
-    address = world.address
-    port = world.port
-    me = f"rank {rank} of {size} on {socket.gethostname()}"
-    with _part(f"{me}: import of torch", _IMPORTING + seconds, _IMPORT):
+    _, world = detect(os.environ) or (None, World())
+    title = f"rank {world.rank} of {world.world_size} on {socket.gethostname()}"
+    with _part(f"{title}: import of torch", _IMPORTING + seconds, _IMPORT):
         # After the report on the machine, which may explain why this import fails.
         import torch
-        from torch.distributed import PrefixStore, TCPStore
 
         from fabric._fabric import Fabric
-        from fabric.store import JobStore, find_store
 
         cards = torch.cuda.device_count()
-    remedy = "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, and a free port there"
-    with _part(f"{me}: rendezvous at {world.store or f'{address}:{port}'}", 2 * seconds, remedy):
-        family, _, _, _, main = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(main)  # sends nothing
-            own = probe.getsockname()[0]
-        # torch's store without waiting for all ranks, since its timeout would not say which ranks are missing.
-        wait = timedelta(seconds=seconds)
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        base = (
-            TCPStore(address, port, None, hosts, wait, False, True)
-            if port
-            else find_store(world, wait)
-        )
-        store = JobStore(PrefixStore("doctor", base), rank, size)
-        store.publish("rank", f"{me}: at {own}, rank 0 at {main[0]}, {cards} CUDA devices")
-        there = store.read("rank", awaited := range(size if rank == 0 else 1), seconds)
-        if missing := {*awaited} - there.keys():
-            problem = "it has not started, is slower than --timeout, or cannot reach this address: see what it printed"
-            raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem)
-    names = ", ".join(name for _, name in socket.if_nameindex())
-    remedy = f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {names} the one that leads to the others; NCCL_DEBUG=INFO"
-    with _part(f"{me}: process group", 2 * seconds, remedy):
-        fabric = Fabric(
-            accelerator="cpu" if is_new and cards < size else "auto", timeout=seconds, watchdog=0
-        )
+    remedy = (
+        "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, "
+        "and a free port there"
+    )
+    endpoint = world.store or f"{world.address}:{world.port}"
+    with _part(f"{title}: rendezvous at {endpoint}", 2 * seconds, remedy):
+        present = _meet(world, title, cards, seconds)
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
+    remedy = (
+        f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
+        "others; NCCL_DEBUG=INFO"
+    )
+    with _part(f"{title}: process group", 2 * seconds, remedy):
+        accelerator = "cpu" if is_new and cards < world.world_size else "auto"
+        fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
         fabric.launch()
-    with _part(f"{me}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
-        ranks = [*range(size)]
-        began = monotonic()
-        row = torch.tensor(ranks, device=fabric.device)
-        results = {
-            # A large message, which finds packets that are too long for the network.
-            "all_reduce": (
-                fabric.all_reduce(row[rank].repeat(_MIB), reduce_op="sum").unique().tolist(),
-                [sum(ranks)],
-            ),
-            "all_gather": (fabric.all_gather(row[rank]).tolist(), ranks),
-            "reduce_scatter": (fabric.reduce_scatter(row, reduce_op="sum").item(), rank * size),
-            "all_to_all": (fabric.all_to_all(torch.full_like(row, rank)).tolist(), ranks),
-            "broadcast": (fabric.broadcast(row * rank).tolist(), [0] * size),
-            "scatter": (fabric.scatter(ranks), rank),
-            "gather": (fabric.gather(rank), None if rank else ranks),
-        }
-        if wrong := {name: pair for name, pair in results.items() if pair[0] != pair[1]}:
-            raise UsageError(f"not what was expected: {wrong}")
-        took = f"{', '.join(results)} on {row.device}: right, in {monotonic() - began:.3f} s"
-    if rank == 0:
-        print(*map(_finding, [*there.values(), took]), sep="\n", flush=True)
+    with _part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
+        result = _run_collectives(fabric, world)
+    if world.rank == 0:
+        for text in [*present, result]:
+            print(_finding(text))
+        sys.stdout.flush()
+
+
+def _meet(world: World, title: str, cards: int, seconds: float) -> list[str]:
+    """Meet the other ranks in torch's store, and return what each says of itself.
+
+    The other ranks learn only about rank 0.
+
+    Args:
+        world: the place of this process.
+        title: the name of this process.
+        cards: the number of CUDA devices of this process.
+        seconds: how long to wait.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    from fabric.store import JobStore, find_store
+
+    address = world.address
+    port = world.port
+    family, _, _, _, main = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(main)  # sends nothing
+        own_address = probe.getsockname()[0]
+    # torch's store without waiting for all ranks, since its timeout would not say which ranks are
+    # missing.
+    timeout = timedelta(seconds=seconds)
+    if port:
+        hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        base = TCPStore(
+            address,
+            port,
+            is_master=hosts,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    else:
+        base = find_store(world, timeout)
+    store = JobStore(PrefixStore("doctor", base), world.rank, world.world_size)
+    text = f"{title}: at {own_address}, rank 0 at {main[0]}, {cards} CUDA devices"
+    store.publish("rank", text)
+    awaited = range(world.world_size if world.rank == 0 else 1)
+    present = store.read("rank", awaited, seconds)
+    missing = set(awaited) - present.keys()
+    if missing:
+        problem = (
+            "it has not started, is slower than --timeout, or cannot reach this address: "
+            "see what it printed"
+        )
+        raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem)
+    return list(present.values())
+
+
+class _Outcome(NamedTuple):
+    """What a collective returned, and what it has to return."""
+
+    actual: Any
+    expected: Any
+
+
+def _run_collectives(fabric: "Fabric", world: World) -> str:
+    """Run a collective of each kind, and return a text about them.
+
+    Raises:
+        UsageError: a result is wrong.
+    """
+    import torch
+
+    began = monotonic()
+    rank = world.rank
+    size = world.world_size
+    ranks = list(range(size))
+    row = torch.tensor(ranks, device=fabric.device)
+    # A large message, which finds packets that are too long for the network.
+    large = row[rank].repeat(_MIB)
+    sums = fabric.all_reduce(large, reduce_op="sum").unique().tolist()
+    gathered = fabric.all_gather(row[rank]).tolist()
+    scattered_sum = fabric.reduce_scatter(row, reduce_op="sum").item()
+    exchanged = fabric.all_to_all(torch.full_like(row, rank)).tolist()
+    broadcasted = fabric.broadcast(row * rank).tolist()
+    outcomes = {
+        "all_reduce": _Outcome(sums, [sum(ranks)]),
+        "all_gather": _Outcome(gathered, ranks),
+        "reduce_scatter": _Outcome(scattered_sum, rank * size),
+        "all_to_all": _Outcome(exchanged, ranks),
+        "broadcast": _Outcome(broadcasted, [0] * size),
+        "scatter": _Outcome(fabric.scatter(ranks), rank),
+        "gather": _Outcome(fabric.gather(rank), ranks if rank == 0 else None),
+    }
+    wrong: dict[str, tuple[Any, Any]] = {}
+    for name, outcome in outcomes.items():
+        if outcome.actual != outcome.expected:
+            wrong[name] = tuple(outcome)
+    if wrong:
+        raise UsageError(f"not what was expected: {wrong}")
+    names = ", ".join(outcomes)
+    return f"{names} on {row.device}: right, in {monotonic() - began:.3f} s"
