@@ -3,7 +3,7 @@
 The tree::
 
     FabricError
-    ├── ConfigurationError (ValueError)      an argument or a combination of arguments that cannot work
+    ├── ConfigurationError (ValueError)      an argument, or arguments together, cannot work
     ├── ArgumentTypeError (TypeError)        an argument of a type that is not understood
     ├── UsageError (RuntimeError)            a call in the wrong order or at the wrong time
     ├── MissingDependencyError (ImportError) an optional extra that is not installed
@@ -12,11 +12,12 @@ The tree::
     ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one is missing
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
-        ├── DamagedCheckpointError           it cannot be read as it was written
-        └── UnsafeCheckpointError            loading it would run code
+        ├── DamagedCheckpointError           the checkpoint cannot be read as it was written
+        └── UnsafeCheckpointError            loading the checkpoint would run code
 
-Where a failure would be silent, remote or late, the message has four parts: the request, the problem (values, rank),
-what is expected, and a suggestion of what to write instead. Elsewhere one or two are enough.
+Where a failure would be silent, remote or late, the message has four parts: the request, the
+problem (with values and rank), the expected values, and a suggestion of what to write instead. Other
+messages have one or two parts.
 """
 
 import os
@@ -27,14 +28,23 @@ from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
-    "ArgumentTypeError", "CheckpointError", "CheckpointNotFoundError", "CollectiveMismatchError",
-    "ConfigurationError", "DamagedCheckpointError", "FabricError", "MissingDependencyError",
-    "NonFiniteGradientError", "RankFailedError", "UnsafeCheckpointError", "UsageError",
-]  # fmt: skip
+    "ArgumentTypeError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CollectiveMismatchError",
+    "ConfigurationError",
+    "DamagedCheckpointError",
+    "FabricError",
+    "MissingDependencyError",
+    "NonFiniteGradientError",
+    "RankFailedError",
+    "UnsafeCheckpointError",
+    "UsageError",
+]
 
 
 class FabricError(Exception):
-    """Base of all errors of fabric; catch it to catch any of them.
+    """Base of all errors of fabric. Catch it to catch any of them.
 
     Args:
         request: the call or argument, as the user wrote it.
@@ -46,7 +56,8 @@ class FabricError(Exception):
     def __init__(
         self, request: str, problem: str = "", expected: str = "", suggestion: str = ""
     ) -> None:
-        # OSError keeps only two of its arguments, and FileNotFoundError is one: the four live in attributes of ours.
+        # OSError, the base of FileNotFoundError, keeps only two of its arguments: attributes keep
+        # all four.
         self.request = request
         self.problem = problem
         self.expected = expected
@@ -54,14 +65,17 @@ class FabricError(Exception):
         Exception.__init__(self, request, problem, expected, suggestion)
 
     def __str__(self) -> str:
-        advice = (
-            self.expected and f"Valid: {self.expected}",
-            self.suggestion and f"Write: {self.suggestion}",
-        )
-        return "\n  ".join(filter(None, (self.request, self.problem, *advice)))
+        lines = [self.request]
+        if self.problem:
+            lines.append(self.problem)
+        if self.expected:
+            lines.append(f"Valid: {self.expected}")
+        if self.suggestion:
+            lines.append(f"Write: {self.suggestion}")
+        return "\n  ".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The third part carries all attributes, and the notes that were added on the way.
+        # The third value carries all attributes, and the notes that were added to the error.
         return type(self), (self.request,), self.__dict__
 
 
@@ -78,12 +92,12 @@ class UsageError(FabricError, RuntimeError):
 
 
 class MissingDependencyError(FabricError, ImportError):
-    """An optional extra is needed and not installed; the text holds the exact ``pip install``."""
+    """An optional extra is needed and not installed. The text has the ``pip install`` to run."""
 
     @classmethod
     @contextmanager
     def unless_installed(cls, request: str, suggestion: str) -> Iterator[None]:
-        """A context for an import of what is optional, which raises this error where it fails."""
+        """Import optional packages in a context, and raise this error if an import fails."""
         try:
             yield
         except ImportError as error:
@@ -91,16 +105,18 @@ class MissingDependencyError(FabricError, ImportError):
 
 
 class NonFiniteGradientError(FabricError, RuntimeError):
-    """The norm of the gradients is infinite or not a number; no gradient was changed."""
+    """The norm of the gradients is infinite or not a number. No gradient was changed."""
 
 
 class RankFailedError(FabricError, RuntimeError):
-    """A process of the job raised, exited or was killed; raised in the process that launched it.
+    """A process of the job raised, exited or was killed.
+
+    The error is raised in the process that launched the job.
 
     Attributes:
-        rank: global rank of the process that failed first.
-        exit_code: its exit code; negative is the number of the signal that killed it.
-        traceback: the traceback it left, as text; empty when it left none.
+        rank: the global rank of the process that failed first.
+        exit_code: the exit code of that process. A negative number is the signal that killed it.
+        traceback: the traceback of that process as text, or an empty text.
     """
 
     def __init__(
@@ -117,22 +133,30 @@ class RankFailedError(FabricError, RuntimeError):
         FabricError.__init__(self, request, problem)
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (FabricError.__str__(self), self.traceback.rstrip())))
+        text = FabricError.__str__(self)
+        if self.traceback.strip():
+            return f"{text}\n{self.traceback.rstrip()}"
+        return text
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the user's frames, here and in the rank; all of the rank's are in ``traceback``."""
-        from IPython import get_ipython  # which has called this
+        """Return the lines that a notebook shows: the user's frames, here and in the rank.
+
+        The attribute ``traceback`` has all frames of the rank.
+        """
+        from IPython import get_ipython  # IPython is the caller
 
         def cell_name(match: re.Match[str]) -> str:
             return " ".join(get_ipython().compile.format_code_name(match[1]) or [match[0]])
 
-        ours = rf'(?m)^  File "(?:{re.escape(os.path.dirname(__file__))}|[^"]+[/\\]IPython)[/\\].*\n(?:    .*\n)*'
-        shown = re.sub(ours, "", "".join(traceback.format_exception(self)))
-        return re.sub('File "(.+?)"', cell_name, shown).splitlines()
+        package = re.escape(os.path.dirname(__file__))
+        hidden_frames = rf'(?m)^  File "(?:{package}|[^"]+[/\\]IPython)[/\\].*\n(?:    .*\n)*'
+        text = "".join(traceback.format_exception(self))
+        text = re.sub(hidden_frames, "", text)
+        return re.sub('File "(.+?)"', cell_name, text).splitlines()
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):
-    """The ranks of a group do not make the same call; in checked mode also where a rank is missing."""
+    """The ranks of a group do not make the same call. In checked mode also: a rank is missing."""
 
 
 class CheckpointError(FabricError, RuntimeError):
@@ -144,8 +168,8 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that cannot be read as it was written; an older one may be whole."""
+    """A checkpoint that cannot be read as it was written. An older one may be undamaged."""
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """Loading this checkpoint would run code; nothing was loaded."""
+    """Loading this checkpoint would run code. Nothing was loaded."""

@@ -1,7 +1,7 @@
 """Seeds and states of the random streams of python, numpy and torch.
 
-numpy is optional: its stream is included if numpy has been imported (torch does so if it is installed); fabric never
-imports it for this.
+numpy is optional: its stream is included if numpy has been imported (torch imports numpy if it is
+installed). This file never imports numpy.
 """
 
 import hashlib
@@ -33,10 +33,11 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
     """Seed python's ``random``, numpy (if it has been imported) and torch on all devices.
 
     Args:
-        seed: ``0 <= seed < 2**32``; ``None`` takes a random one from the operating system.
-        rank: global rank of this process; used only with ``per_rank``.
-        per_rank: give each rank different streams, derived from ``seed`` and ``rank`` by a hash, so that neighboring
-            seeds and ranks are unrelated. Rank 0 uses the seed itself. By default all ranks get the same streams.
+        seed: the seed, ``0 <= seed < 2**32``. None takes a random one from the operating system.
+        rank: the global rank of this process. It is used only with ``per_rank``.
+        per_rank: whether each rank gets different streams. They are derived from ``seed`` and
+            ``rank`` by a hash, so that neighboring seeds and ranks are unrelated. Rank 0 uses the
+            seed itself. By default all ranks get the same streams.
 
     Returns:
         The seed, without the rank.
@@ -44,52 +45,55 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
     Raises:
         ConfigurationError: ``seed`` is out of range.
     """
-    chosen = secrets.randbelow(_SEEDS) if seed is None else operator.index(seed)
-    if not 0 <= chosen < _SEEDS:
+    if seed is None:
+        seed = secrets.randbelow(_SEEDS)
+    seed = operator.index(seed)
+    if not 0 <= seed < _SEEDS:
         raise ConfigurationError(
-            f"seed_everything({chosen})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it"
+            f"seed_everything({seed})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it"
         )
-    _seed_streams(chosen, rank if per_rank else 0)
-    return chosen
+    _seed_streams(seed, rank if per_rank else 0)
+    return seed
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """A generator for one sample, whose stream depends only on these numbers.
+    """Return a generator for one sample, whose stream depends only on the arguments.
 
-    For ``Dataset.__getitem__``: random numbers are then the same on any number of processes and workers, and in a
-    resumed run. On the CPU torch uses 32 bits of a seed, so one pair of samples in four billion shares a stream.
+    Use it in ``Dataset.__getitem__``: random numbers are then the same on any number of processes
+    and workers, and in a resumed run. On the CPU torch uses 32 bits of a seed, so one pair of
+    samples in four billion shares a stream.
 
     Args:
-        seed: any integer; use different ones for independent augmentations.
+        seed: any integer. Use different ones for independent augmentations.
         epoch: the epoch, which a dataset gets through its method ``set_epoch``.
         index: the index of the sample.
 
     Returns:
         A generator on the CPU. Its 64-bit ``initial_seed()`` can seed ``numpy.random.default_rng``.
     """
-    return torch.Generator().manual_seed(
-        _mixed("sample", *map(operator.index, (seed, epoch, index)))
-    )
+    numbers = map(operator.index, (seed, epoch, index))
+    return torch.Generator().manual_seed(_hash("sample", *numbers))
 
 
 @dataclass(frozen=True)
 class WorkerSeeding:
-    """A ``worker_init_fn`` that seeds the DataLoader workers of each rank differently, then calls the user's.
+    """A ``worker_init_fn`` that seeds the DataLoader workers of each rank differently.
 
-    torch seeds each worker from a base seed that the ranks share. Without this class, worker 0 of every rank would
-    augment with the same random numbers. Rank 0 is not reseeded. ``torch.initial_seed()`` in the worker is the
-    new seed; ``get_worker_info().seed`` stays torch's. Picklable if ``then`` is, as spawned workers need.
+    torch seeds each worker from a base seed that the ranks share. Without this class, worker 0 of
+    every rank would augment with the same random numbers. Rank 0 is not reseeded.
+    ``torch.initial_seed()`` in the worker is the new seed, and ``get_worker_info().seed`` stays
+    torch's. The object can be pickled if ``then`` can, as spawned workers need.
 
     Attributes:
-        rank: global rank of the process that owns the workers.
-        then: the user's own ``worker_init_fn``, called last, or ``None``.
+        rank: the global rank of the process that owns the workers.
+        then: the user's own ``worker_init_fn``, called last, or None.
     """
 
     rank: int
     then: Callable[[int], None] | None = None
 
     def __call__(self, worker_id: int) -> None:
-        """Seed this worker process; torch calls it in the worker."""
+        """Seed this worker process. torch calls the object in the worker."""
         if self.rank > 0:
             _seed_streams(torch.initial_seed(), self.rank)
         if self.then is not None:
@@ -101,8 +105,9 @@ class Streams:
     """Random streams of this process that are read and set together.
 
     Attributes:
-        shared: which global streams of the process: ``"python"``, ``"numpy"``, ``"torch"`` (the CPU generator).
-        generators: separate generators, such as that of a sampler.
+        shared: the names of global streams of the process: ``"python"``, ``"numpy"``, ``"torch"``
+            (the CPU generator).
+        generators: separate generators, such as the generator of a sampler.
     """
 
     shared: tuple[str, ...] = ()
@@ -112,27 +117,39 @@ class Streams:
         return bool(self.shared or self.generators)
 
     def state(self) -> dict[str, Any]:
-        """A snapshot: one entry per shared stream, and ``"generators"``, a list of uint8 tensors in their order."""
-        state: dict[str, Any] = {name: _READ[name]() for name in self.shared}
+        """Return the states of the streams.
+
+        Returns:
+            An entry for each shared stream that exists, and ``"generators"``, a list of uint8
+            tensors in the order of the generators.
+        """
+        state: dict[str, Any] = {}
+        for name in self.shared:
+            value = _READ[name]()
+            if value is not None:
+                state[name] = value
         if self.generators:
             state["generators"] = [generator.get_state() for generator in self.generators]
-        return {name: value for name, value in state.items() if value is not None}
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the streams to a snapshot of the same streams; those that it lacks are unchanged."""
+        """Set the streams to a state of the same streams. Streams without an entry do not change."""
         self.restore_shared(state, {})
         for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
             generator.set_state(saved)
 
     def restore_shared(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
-        """Set only the shared streams, except those whose entry in ``unless`` is the same."""
+        """Set the shared streams, except the streams that have an equal entry in ``unless``."""
         for name in self.shared:
-            if name in state and not _same(state[name], unless.get(name)):
+            if name in state and not _is_equal(state[name], unless.get(name)):
                 _WRITE[name](state[name])
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of python's, numpy's (if imported) and torch's streams, and of CUDA's once CUDA is initialized.
+    """Return the states of the random streams of python, numpy and torch.
+
+    numpy's stream is included if numpy has been imported, and CUDA's streams once CUDA is
+    initialized.
 
     Returns:
         A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)`` reads it back.
@@ -149,16 +166,17 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the streams to the result of :func:`rng_state`.
 
-    The current CUDA device gets the state of the device that was current, since a resumed rank may use another device;
-    the others are restored by index. Entries for what this process lacks (numpy, CUDA) are ignored: nothing here can
-    draw from them.
+    The current CUDA device gets the state of the device that was current, since a resumed rank may
+    use another device. The other devices are restored by index. Entries for numpy or CUDA are
+    ignored in a process without them: nothing can draw from these streams.
 
     Raises:
-        KeyError: ``state`` is not a result of :func:`rng_state`; nothing was changed.
+        KeyError: ``state`` is not a result of :func:`rng_state`. Nothing was changed.
     """
     torch.set_rng_state(state["torch"])
     Streams(("python", "numpy")).restore(state)
-    if (cuda := state.get("cuda")) and torch.cuda.is_available():
+    cuda = state.get("cuda")
+    if cuda and torch.cuda.is_available():
         current = torch.cuda.current_device()
         for device, saved in enumerate(cuda["states"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(saved, device)
@@ -166,36 +184,47 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _seed_streams(seed: int, rank: int) -> None:
-    """Seed the streams of every library; on rank 0 with the seed itself."""
-    random.seed(_mixed("python", seed, rank) if rank else seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(divmod(_mixed("numpy", seed, rank), _SEEDS) if rank else seed)
-    torch.manual_seed(_mixed("torch", seed, rank) if rank else seed)
+    """Seed the streams of every library, on rank 0 with the seed itself."""
+    numpy = sys.modules.get("numpy")
+    if rank == 0:
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        return
+    random.seed(_hash("python", seed, rank))
+    if numpy is not None:
+        # numpy takes a list of 32-bit numbers.
+        numpy.random.seed(divmod(_hash("numpy", seed, rank), _SEEDS))
+    torch.manual_seed(_hash("torch", seed, rank))
 
 
-def _mixed(*parts: str | int) -> int:
-    """64 well-mixed bits that depend on every part."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+def _hash(*values: str | int) -> int:
+    """Return a 64-bit hash of the values, the same in every process."""
+    text = "/".join(map(str, values))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def _read_numpy() -> list[Any] | None:
     # numpy imports its random module on first access: before that, there is no stream to save.
-    if (module := sys.modules.get("numpy.random")) is None:
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
         return None
-    kind, key, *rest = module.get_state()
-    return [kind, key.tolist(), *rest]
+    kind, key, *position = numpy_random.get_state()
+    return [kind, key.tolist(), *position]
 
 
 def _write_numpy(state: list[Any]) -> None:
-    if numpy := sys.modules.get("numpy"):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.set_state(tuple(state))
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and one == other
+def _is_equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return type(left) is type(right) and left == right
 
 
 _READ = {"python": random.getstate, "numpy": _read_numpy, "torch": torch.get_rng_state}
