@@ -26,21 +26,37 @@ __all__ = [
 
 StrategyName = (
     Literal[
-        "auto", "single_device", "dp", "ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook",
-        "ddp_find_unused_parameters_true", "ddp_spawn_find_unused_parameters_true",
-        "ddp_fork_find_unused_parameters_true", "ddp_forkserver_find_unused_parameters_true",
-        "ddp_notebook_find_unused_parameters_true", "fsdp", "fsdp_cpu_offload", "model_parallel",
+        "auto",
+        "single_device",
+        "dp",
+        "ddp",
+        "ddp_spawn",
+        "ddp_fork",
+        "ddp_forkserver",
+        "ddp_notebook",
+        "ddp_find_unused_parameters_true",
+        "ddp_spawn_find_unused_parameters_true",
+        "ddp_fork_find_unused_parameters_true",
+        "ddp_forkserver_find_unused_parameters_true",
+        "ddp_notebook_find_unused_parameters_true",
+        "fsdp",
+        "fsdp_cpu_offload",
+        "model_parallel",
     ]
     | EntryPoint
-)  # fmt: skip
+)
+
+# Imported when they are first used: with what they need they take a second.
+_LAZY_IMPORTS = {
+    "FSDPStrategy": "fabric.strategies.fsdp",
+    "ModelParallelStrategy": "fabric.strategies.model_parallel",
+}
 
 
 def __getattr__(name: str) -> Any:
-    files = {"FSDPStrategy": "fsdp", "ModelParallelStrategy": "model_parallel"}
-    if name not in files:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # With what they need they take a second.
-    return getattr(import_module(f"fabric.strategies.{files[name]}"), name)
+    return getattr(import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:
