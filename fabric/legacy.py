@@ -1,8 +1,9 @@
-"""Older names of strategies and of their methods, so that a ported script runs before it is rewritten.
+"""Older names of strategies and their methods, for scripts that are not rewritten yet.
 
-Everything here gives a :class:`DeprecationWarning` with the modern spelling, at the line that uses it. Where a method
-takes a *trainer*, that is any object with the attributes that the method needs: ``model`` (a module), ``optimizers``
-(an optimizer, or a sequence of them) or ``callback_metrics`` (a dict).
+Everything here gives a :class:`DeprecationWarning` with the modern spelling, at the line that uses
+it. Some methods take a *trainer*, which is any object with the attributes that the method needs:
+``model`` (a module), ``optimizers`` (an optimizer, or a sequence of them) or ``callback_metrics``
+(a dict).
 """
 
 import pickle
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,24 @@ __all__ = ["DDPFullyShardedNativeStrategy", "DDPSpawnPlugin"]
 
 
 class _Mailbox(deque[Any]):
-    """A queue whose entries :meth:`DDPSpawnPlugin.spawn` carries from process 0 to the process that called it."""
+    """A queue whose entries :meth:`DDPSpawnPlugin.spawn` sends from process 0 to its caller."""
 
     put = deque.append
     get = deque.popleft
+
+
+class _SpawnResult(NamedTuple):
+    """What process 0 sends to the process that called :meth:`DDPSpawnPlugin.spawn`.
+
+    Attributes:
+        value: what the function returned, or None if the caller does not want it.
+        mail: the entries of ``mp_queue``.
+        weights: the state of the model that was set up. None without one.
+    """
+
+    value: Any
+    mail: list[Any]
+    weights: dict[str, Any] | None
 
 
 class _OlderMethods(ParallelStrategy):
@@ -45,14 +60,18 @@ class _OlderMethods(ParallelStrategy):
 
     @override
     def setup(self, trainer: Any = None) -> None:
-        """See :meth:`fabric.strategies.ParallelStrategy.setup`; afterward the prepared module is :attr:`model`, too.
+        """Prepare a trainer's model and optimizers, and keep the prepared module as :attr:`model`.
+
+        See :meth:`fabric.strategies.ParallelStrategy.setup`.
 
         Args:
-            trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
+            trainer: an object with ``model`` and perhaps ``optimizers``. None takes :attr:`model`
+                of the strategy.
 
         Raises:
             UsageError: the model is prepared already, or there is none.
-            ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and ``Fabric.backward``.
+            ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and
+                ``Fabric.backward``.
         """
         _deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
         if trainer is None:
@@ -64,7 +83,10 @@ class _OlderMethods(ParallelStrategy):
         self.model = trainer.model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Older form of :meth:`fabric.Fabric.setup_optimizers`, for ``trainer.optimizers`` of a set-up model."""
+        """Set up ``trainer.optimizers`` of a set-up model.
+
+        Older form of :meth:`fabric.Fabric.setup_optimizers`.
+        """
         _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
         optimizers = as_list(trainer.optimizers)
         self.check_setup(None, optimizers)
@@ -72,7 +94,7 @@ class _OlderMethods(ParallelStrategy):
             self.setup_optimizer(optimizer)
 
     def model_to_device(self) -> None:
-        """Move :attr:`model` to this process's device; a model that has been set up is there already."""
+        """Move :attr:`model` to this process's device, unless it has been set up."""
         _deprecated(
             "model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too"
         )
@@ -83,61 +105,75 @@ class _OlderMethods(ParallelStrategy):
     def block_backward_sync(
         self, module: nn.Module | None = None, enabled: bool = True
     ) -> AbstractContextManager[Any]:
-        """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
+        """Return ``no_backward_sync`` of a module, or of all set-up modules without an argument.
+
+        Older name of ``no_backward_sync``.
+        """
         _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
-        return super().block_backward_sync(
-            None if module is None else prepared_module(module), enabled
-        )
+        if module is not None:
+            module = prepared_module(module)
+        return super().block_backward_sync(module, enabled)
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Older name of ``module_init_context``."""
+        """Return ``module_init_context()``, of which this is the older name."""
         _deprecated("model_sharded_context()", "with fabric.init_module():")
         return self.module_init_context()
 
 
 def _step(name: str) -> Callable[..., Any]:
+    """Return the older method ``name`` of a strategy, which runs a forward pass."""
+
     def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
         modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
         _deprecated(f"{name}(...) of a strategy", modern)
-        last = None
         if self.model is not None and self._is_prepared(self.model):
-            last = self.model
+            prepared = self.model
         elif self._prepared_modules:
-            last = self._prepared_modules[-1]
-        if last is None:
+            prepared = self._prepared_modules[-1]
+        else:
             raise UsageError(
                 f"{type(self).__name__}.{name}(...)", "no module is set up", suggestion=modern
             )
-        runtime = self.runtime
         model = FabricModule(
-            last, last, runtime.precision, runtime.device, Hooks(), self.gradient_contract(last)
+            prepared,
+            prepared,
+            precision=self.runtime.precision,
+            device=self.runtime.device,
+            hooks=Hooks(),
+            contract=self.gradient_contract(prepared),
         )
         return getattr(model, name)(*args, **kwargs)
 
     step.__name__ = name
-    step.__doc__ = f"Call ``{name}`` of the module of :meth:`setup`, or else of the last set-up one: a forward pass."
+    step.__doc__ = (
+        f"Call ``{name}`` of the module of :meth:`setup`, or else of the last set-up module, as a "
+        "forward pass."
+    )
     return step
 
 
 class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
     """Older name of :class:`fabric.strategies.DDPStrategy` with ``start_method="spawn"``.
 
-    The modern spelling is ``Fabric(strategy="ddp_spawn")``, or ``DDPStrategy(start_method="spawn")`` with options.
+    The modern spelling is ``Fabric(strategy="ddp_spawn")``, or
+    ``DDPStrategy(start_method="spawn")`` with options.
 
     Args:
         parallel_devices: the devices of this node, one for each process; :meth:`spawn` needs them.
-        num_nodes: number of nodes of the job; None is one.
-        cluster_environment: the environment that says which rank this is.
-        checkpoint_io: format of ``save`` and ``load``.
-        sync_batchnorm: as for :class:`fabric.strategies.DDPStrategy`, and so are the rest; None is False.
-        ddp_comm_state: state handed to the hook.
+        num_nodes: the number of nodes of the job. None means 1.
+        cluster_environment: the environment that says which rank this is. None detects it.
+        checkpoint_io: the format of ``save`` and ``load``. None uses the strategy's own.
+        sync_batchnorm: compute the statistics of BatchNorm layers over all ranks. None means False.
+        ddp_comm_state: the state that is handed to the hook.
         ddp_comm_hook: how gradients are sent.
         ddp_comm_wrapper: wraps the hook.
-        **options: the other arguments of ``DDPStrategy``; ``precision_plugin`` is the older name of ``precision``.
+        **options: the other arguments of :class:`fabric.strategies.DDPStrategy`;
+            ``precision_plugin`` is the older name of ``precision``.
 
     Attributes:
-        model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on; None at first.
-        mp_queue: what process 0 put there is there after :meth:`spawn`.
+        model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on.
+            None at first.
+        mp_queue: a queue. What process 0 puts into it can be read here after :meth:`spawn`.
 
     Raises:
         TypeError: an unknown option, or a start method.
@@ -156,8 +192,11 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        modern = 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for precision_plugin='
-        _deprecated("DDPSpawnPlugin(...)", modern)
+        _deprecated(
+            "DDPSpawnPlugin(...)",
+            'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for '
+            "precision_plugin=",
+        )
         super().__init__(
             parallel_devices=parallel_devices,
             num_nodes=1 if num_nodes is None else num_nodes,
@@ -177,12 +216,14 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
     def spawn(
         self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any
     ) -> Any:
-        """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
+        """Run ``function(*args, **kwargs)`` in a process for each parallel device.
 
-        The modern spelling is ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose function gets the
-        Fabric as its first argument. Where this strategy is among the arguments, or the function is one of its
-        methods, each process has its own copy of it there, and that one is started: its ``global_rank`` is the index
-        of the process. With one device nothing is spawned, and the function runs in this process.
+        The processes are connected by this strategy. The modern spelling is
+        ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose function gets the Fabric
+        as its first argument. Where this strategy is among the arguments, or the function is one of
+        its methods, each process has a copy of the strategy, and the copy is started: its
+        ``global_rank`` is the index of the process. With one device nothing is spawned, and the
+        function runs in this process.
 
         Args:
             function: what every process runs.
@@ -191,10 +232,12 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             **kwargs: its keyword arguments.
 
         Returns:
-            What ``function`` returned in process 0, tensors by value and on the CPU; None without ``return_result``.
+            What ``function`` returned in process 0, tensors by value and on the CPU. None without
+            ``return_result``.
 
         Raises:
-            ConfigurationError: the strategy has no parallel devices, which say how many processes there are.
+            ConfigurationError: the strategy has no parallel devices, which say how many processes
+                there are.
             RankFailedError: a process raised, exited early or was killed.
         """
         modern = 'Fabric(strategy="ddp_spawn", devices=2).launch(function)'
@@ -205,45 +248,46 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             )
             raise ConfigurationError(f"spawn({function!r})", problem, suggestion=modern)
         with Fabric(strategy=self) as fabric:
-            result, items, weights = fabric.launch(
-                _run_spawned, self, function, args, kwargs, return_result
-            )
-        self.mp_queue.extend(items)
-        self._weights = weights
-        return result
+            result = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
+        self.mp_queue.extend(result.mail)
+        self._weights = result.weights
+        return result.value
 
     def add_to_queue(self, trainer: Any, queue: Any) -> None:
-        """Put the trainer's ``callback_metrics`` into a queue, with tensors by value: detached, on the CPU.
+        """Put the trainer's ``callback_metrics`` into a queue, with tensors by value, on the CPU.
 
         The modern spelling is to return the metrics from the function that is launched.
 
         Args:
             trainer: an object with ``callback_metrics``, a mapping.
-            queue: an object with ``put``; :attr:`mp_queue`, or a queue of ``multiprocessing`` that the processes share.
+            queue: an object with ``put``; :attr:`mp_queue`, or a queue of ``multiprocessing`` that
+                the processes share.
         """
         _deprecated(
             "add_to_queue(trainer, queue)",
             "return trainer.callback_metrics from the launched function",
         )
-        # The copies keep a view from dragging all of its storage along.
-        metrics = map_tensors(
-            lambda tensor: tensor.detach().cpu().clone(), dict(trainer.callback_metrics)
-        )
-        queue.put(pickle.dumps(metrics))
+        queue.put(pickle.dumps(map_tensors(_copy_to_cpu, dict(trainer.callback_metrics))))
 
     def get_from_queue(self, trainer: Any, queue: Any) -> None:
-        """Update ``trainer.callback_metrics`` by what one :meth:`add_to_queue` put into a queue; tensors on the CPU."""
+        """Update ``trainer.callback_metrics`` by the metrics of one :meth:`add_to_queue`.
+
+        Tensors are on the CPU.
+        """
         _deprecated("get_from_queue(trainer, queue)", "metrics = fabric.launch(function)")
-        trainer.callback_metrics.update(pickle.loads(queue.get()))  # noqa: S301 - from a process of this job
+        metrics = pickle.loads(queue.get())  # noqa: S301 - from a process of this job
+        trainer.callback_metrics.update(metrics)
 
     def post_dispatch(self, trainer: Any) -> None:
-        """Load what the spawned processes trained into ``trainer.model``, and their metrics into the trainer.
+        """Load the weights and metrics of the spawned processes into a trainer.
 
-        The weights are those of the model of :meth:`setup` in process 0 at the end of :meth:`spawn`. The metrics are
-        everything that it left in :attr:`mp_queue`, and update ``trainer.callback_metrics``.
+        The weights are from the model of :meth:`setup` in process 0 at the end of :meth:`spawn`,
+        and are loaded into ``trainer.model``. The metrics are everything that process 0 left in
+        :attr:`mp_queue`, and update ``trainer.callback_metrics``.
 
         Args:
-            trainer: an object with ``model`` where one was set up, and ``callback_metrics`` where there are metrics.
+            trainer: an object with ``model`` if a model was set up, and ``callback_metrics`` if
+                there are metrics.
         """
         _deprecated(
             "post_dispatch(trainer)", "fabric.launch(function), which returns what function returns"
@@ -252,34 +296,39 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             self.load_module_state_dict(trainer.model, self._weights)
             self._weights = None
         while self.mp_queue:
-            trainer.callback_metrics.update(pickle.loads(self.mp_queue.get()))  # noqa: S301 - as above
+            metrics = pickle.loads(self.mp_queue.get())  # noqa: S301 - from a process of this job
+            trainer.callback_metrics.update(metrics)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing: the forward pass of a prepared module has made everything ready for the backward pass."""
+        """Do nothing: the forward pass has made everything ready for the backward pass."""
         _deprecated("pre_backward(loss)", "fabric.backward(loss), with nothing before it")
 
 
 class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
     """Older name of :class:`fabric.strategies.FSDPStrategy`.
 
-    The modern spelling is ``Fabric(strategy="fsdp")``, or ``FSDPStrategy(...)`` with options. It shards by
-    ``fully_shard``; options that only torch's first FSDP had are errors, but for those that mean nothing here.
+    The modern spelling is ``Fabric(strategy="fsdp")``, or ``FSDPStrategy(...)`` with options. It
+    shards by ``fully_shard``. Options that only torch's first FSDP had are errors, unless they make
+    no difference here.
 
     Args:
-        accelerator: as for :class:`fabric.strategies.FSDPStrategy`, and so is what is not listed here.
-        parallel_devices: the devices of this node.
-        cluster_environment: the environment that says which rank this is.
-        checkpoint_io: format of ``save`` and ``load``.
-        precision_plugin: older name of ``precision``; an object with an attribute ``precision`` stands for its value.
-        process_group_backend: backend of the process group.
+        accelerator: the hardware. None uses that of ``Fabric``.
+        parallel_devices: the devices of this node. None uses those of ``Fabric``.
+        cluster_environment: the environment that says which rank this is. None detects it.
+        checkpoint_io: the format of ``save`` and ``load``. None uses the strategy's own.
+        precision_plugin: older name of ``precision``. An object with an attribute ``precision``
+            stands for its value.
+        process_group_backend: the backend of the process group. None uses the device's default.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
         backward_prefetch: how many FSDP modules are gathered ahead in the backward pass.
         mixed_precision: torch's policy, in place of what the precision says.
-        activation_checkpointing: a class of layers, or several, whose activations are computed again.
-        **options: the other arguments of ``FSDPStrategy``.
+        activation_checkpointing: a class of layers, or several, whose activations are computed
+            again.
+        **options: the other arguments of :class:`fabric.strategies.FSDPStrategy`.
 
     Attributes:
-        model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on; None at first.
+        model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on.
+            None at first.
 
     Raises:
         TypeError: an unknown option.
@@ -300,8 +349,10 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
-        modern = 'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin='
-        _deprecated("DDPFullyShardedNativeStrategy(...)", modern)
+        _deprecated(
+            "DDPFullyShardedNativeStrategy(...)",
+            'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin=',
+        )
         super().__init__(
             accelerator,
             parallel_devices,
@@ -327,14 +378,24 @@ def _deprecated(older: str, modern: str) -> None:
     warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=3)
 
 
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    # A copy, since a view would take all of its storage along.
+    return tensor.detach().cpu().clone()
+
+
 def _run_spawned(
-    fabric: Fabric, strategy: Any, function: Any, args: Any, kwargs: Any, return_result: bool
-) -> Any:
-    result = function(*args, **kwargs)
-    model = strategy.model
-    weights = (
-        strategy.get_module_state_dict(model)
-        if model is not None and strategy._is_prepared(model)
-        else None
-    )
-    return result if return_result else None, list(strategy.mp_queue), weights
+    fabric: Fabric,
+    strategy: DDPSpawnPlugin,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    return_result: bool,
+) -> _SpawnResult:
+    """Run the function of :meth:`DDPSpawnPlugin.spawn` in one of the spawned processes."""
+    value = function(*args, **kwargs)
+    if not return_result:
+        value = None
+    weights = None
+    if strategy.model is not None and strategy._is_prepared(strategy.model):
+        weights = strategy.get_module_state_dict(strategy.model)
+    return _SpawnResult(value, list(strategy.mp_queue), weights)
