@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet, ref
 from zlib import crc32
 
@@ -42,29 +42,58 @@ from fabric.tree import parameters_of
 
 __all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
 
+# Each optimizer is checked in this many of its steps.
 _STEPS = 2
-_STEPS_OF_ALL = 6  # of all optimizers together: one may step five times before another
-_MOST_STEPS = (
-    20  # of an optimizer that seems never to step because it clears its gradients in the step
-)
+# All optimizers together are checked in this many steps: one may step five times before another.
+_STEPS_OF_ALL = 6
+# For an optimizer that seems never to step, because it clears its gradients in the step.
+_MOST_STEPS = 20
 _OFF = "Fabric(check_training=False) if this is meant"
 _GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
-_LONGEST = 400  # characters of a list of parameters
+# Characters of a list of parameters.
+_LONGEST = 400
+# Elements that a checksum converts to int64 at a time.
 _CHUNK = 1 << 20
+# The integers with as many bytes as an element.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PRIME = 1_000_003
 
 Contracts = Collection[GradientContract]
 
 
+class _Published(NamedTuple):
+    """What a rank writes to the store after a step.
+
+    Attributes:
+        rank: the rank.
+        fingerprint: a number for each of its replicated parameters.
+        synchronized: the number of backward passes that synchronized gradients.
+    """
+
+    rank: int
+    fingerprint: list[int]
+    synchronized: int
+
+    def to_bytes(self) -> bytes:
+        """Return the form that is in the store."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "_Published":
+        """Return what another rank wrote to the store."""
+        return cls(*json.loads(content))
+
+
 class TrainingChecks:
-    """The checks of one optimizer, which is held weakly, until it has stepped twice; see ``[Note: Training checks]``.
+    """The checks of one optimizer, until it has stepped twice. See ``[Note: Training checks]``.
+
+    The optimizer is held weakly.
 
     Args:
         optimizer: the optimizer.
-        name: identifies it, the same on all ranks.
-        contracts: those of the set-up modules.
-        store: where ranks exchange fingerprints.
+        name: identifies the optimizer, the same on all ranks.
+        contracts: the contracts of the set-up modules.
+        store: the store in which ranks exchange fingerprints.
         backward: hooks around backward passes.
     """
 
@@ -77,7 +106,7 @@ class TrainingChecks:
         backward: Hooks,
     ) -> None:
         self._optimizer = ref(optimizer)
-        self._kind = type(optimizer).__name__
+        self._class_name = type(optimizer).__name__
         self._name = name
         self._contracts = contracts
         self._store = store
@@ -85,11 +114,12 @@ class TrainingChecks:
         self._steps = 0
         self._backwards = 0
         self._synchronized = 0
-        self._without = 0
-        self._had_gradient: set[int] = set()  # ids of parameters
-        self._names: list[
-            str
-        ] = []  # of the replicated parameters, with their fingerprints after the latest step
+        # Successive steps in which no parameter had got a gradient.
+        self._steps_without_gradient = 0
+        # The ids of the parameters that have had a gradient.
+        self._had_gradient: set[int] = set()
+        # The replicated parameters, with their fingerprint after the latest step.
+        self._replicated_names: list[str] = []
         self._fingerprint: list[int] = []
         self._hooks = ExitStack()
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -98,104 +128,142 @@ class TrainingChecks:
         self._hooks.callback(backward.after.remove, self._after_backward)
 
     def close(self) -> None:
-        """Remove all hooks; not to be called in an optimizer's hook."""
+        """Remove all hooks. Not to be called in an optimizer's hook."""
         self._hooks.close()
 
     @property
     def _is_finished(self) -> bool:
-        return self._steps >= _STEPS or self._calls > _MOST_STEPS or self._optimizer() is None
+        has_stepped = self._steps >= _STEPS or self._calls > _MOST_STEPS
+        return has_stepped or self._optimizer() is None
+
+    # -- after a backward pass ------------------------------------------------------------------
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Record which parameters have gradients, and read what other ranks wrote after the last step."""
-        if error is None and (optimizer := self._optimizer()) is not None:
+        optimizer = self._optimizer()
+        if error is None and optimizer is not None:
             self._backwards += 1
-            self._note_gradients(optimizer)
+            self._record_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
-            self._synchronized += any(contract.synchronizes() for contract in self._contracts)
-            # A rank may hold an empty shard, and then counts no steps.
-            skips = self._is_finished or not self._had_gradient
-            ahead = None if skips else self._store.get_nowait(self._key("first", 1))
-            if ahead and json.loads(ahead)[2] < self._synchronized:
-                problem = f"rank {json.loads(ahead)[0]} has made step {self._steps + 1}, before this backward pass"
-                self._refuse(
-                    problem,
-                    "the same steps on all ranks",
-                    f"no branch on the rank around it; {_OFF}",
-                )
+            if any(contract.synchronizes() for contract in self._contracts):
+                self._synchronized += 1
+            self._check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
 
-    # -- before a step --------------------------------------------------------------------------------------------
+    def _check_no_rank_is_ahead(self) -> None:
+        """Raise if another rank made the next step before this synchronized backward pass."""
+        # A rank may hold an empty shard, and then counts no steps.
+        if self._is_finished or not self._had_gradient:
+            return
+        content = self._store.get_nowait(self._key("first", steps_ahead=1))
+        if not content:
+            return
+        published = _Published.from_bytes(content)
+        if published.synchronized < self._synchronized:
+            self._refuse(
+                f"rank {published.rank} has made step {self._steps + 1}, before this backward pass",
+                "the same steps on all ranks",
+                f"no branch on the rank around it; {_OFF}",
+            )
+
+    # -- before a step --------------------------------------------------------------------------
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._calls += 1
         self._compare(self._store.get_nowait(self._key("other")))
-        trained = self._note_gradients(optimizer)
-        for contract in self._contracts if self._calls == 1 else ():
-            parameters = contract.parameters().values()
-            if trained & _ids(parameters) and (
-                empty := _ids(parameter for parameter in parameters if _has_nan(parameter))
-            ):
-                self._refuse(
-                    f"these are not a number before the first step: {_named(contract, empty)}",
-                    "a checkpoint for a module that was built with empty_init=True, or values of the user's own",
-                    'fabric.load(path, {"model": model}) after fabric.setup(...); or fabric.init_module()',
-                )
+        trained = self._record_gradients(optimizer)
+        if self._calls == 1:
+            self._check_values(trained)
+        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         # A closure computes the gradients within the step.
-        if (
-            self._is_finished
-            or kwargs.get("closure") is not None
-            or any(callable(arg) for arg in args[1:])
-        ):
+        if self._is_finished or has_closure:
             return
         for contract in self._contracts:
-            if unreduced := _ids(contract.unreduced()) & trained:
-                self._refuse(
-                    f"the last backward pass did not reduce the gradients of {_named(contract, unreduced)}",
-                    "a step after a backward pass with synchronization",
-                    "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
-                )
-            own = _ids(contract.parameters().values()) & trained
-            without = own - self._had_gradient
-            if contract.expects_unused or not self._backwards or without in (set(), own):
+            self._check_reduced(contract, trained)
+            self._check_missing(contract, trained)
+        self._check_some_gradient(trained)
+
+    def _check_values(self, trained: set[int]) -> None:
+        """Raise if parameters of a model that is trained were never filled in."""
+        for contract in self._contracts:
+            parameters = contract.parameters().values()
+            if trained.isdisjoint(_ids(parameters)):
                 continue
-            missing = _named(contract, without)
-            if contract.needs_forward:
+            empty = _ids(parameter for parameter in parameters if _has_nan(parameter))
+            if empty:
                 self._refuse(
-                    f"no gradient has arrived at {missing}, and without these the others are not synchronized",
-                    "every parameter that requires a gradient gets one in each backward pass",
-                    f'{_GATHERED}; else strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) '
-                    "before setup",
+                    f"these are not a number before the first step: {_named(contract, empty)}",
+                    "a checkpoint for a module that was built with empty_init=True, or values of "
+                    "the user's own",
+                    'fabric.load(path, {"model": model}) after fabric.setup(...); or '
+                    "fabric.init_module()",
                 )
-            if self._steps == _STEPS - 1 and self._store.rank == 0:
-                warnings.warn(
-                    f"no gradient has arrived in the first {_STEPS} steps of {self._kind} at {missing}: they are not "
-                    f"trained; {_GATHERED}, parameter.requires_grad_(False) for these, or {_OFF}",
-                    stacklevel=3,
-                )
-        if self._backwards and trained:
-            self._without = 0 if trained & self._had_gradient else self._without + 1
-        if self._without >= _STEPS:
+
+    def _check_reduced(self, contract: GradientContract, trained: set[int]) -> None:
+        """Raise if the optimizer would step with gradients that are not synchronized yet."""
+        unreduced = _ids(contract.unreduced()) & trained
+        if unreduced:
             self._refuse(
-                f"no gradient has arrived at any of its parameters in {self._backwards} backward pass(es)",
-                "an optimizer of parameters that the loss is computed from",
-                f"loss = loss_function(model(batch), target); fabric.backward(loss); {_GATHERED}; {_OFF}",
+                "the last backward pass did not reduce the gradients of "
+                f"{_named(contract, unreduced)}",
+                "a step after a backward pass with synchronization",
+                "with fabric.no_backward_sync(model, enabled=accumulating): around all "
+                "micro-batches but the last",
             )
 
-    def _note_gradients(self, optimizer: Optimizer) -> set[int]:
-        """Record which parameters have gradients; returns the ids of all trained ones."""
+    def _check_missing(self, contract: GradientContract, trained: set[int]) -> None:
+        """Raise or warn if some, but not all, parameters of a model have got no gradient."""
+        parameters = _ids(contract.parameters().values()) & trained
+        without = parameters - self._had_gradient
+        if contract.expects_unused or not self._backwards or without in (set(), parameters):
+            return
+        names = _named(contract, without)
+        if contract.needs_forward:
+            self._refuse(
+                f"no gradient has arrived at {names}, and without these the others are not "
+                "synchronized",
+                "every parameter that requires a gradient gets one in each backward pass",
+                f'{_GATHERED}; else strategy="ddp_find_unused_parameters_true", or '
+                "parameter.requires_grad_(False) before setup",
+            )
+        if self._steps == _STEPS - 1 and self._store.rank == 0:
+            warnings.warn(
+                f"no gradient has arrived in the first {_STEPS} steps of {self._class_name} at "
+                f"{names}: they are not trained; {_GATHERED}, parameter.requires_grad_(False) for "
+                f"these, or {_OFF}",
+                stacklevel=4,
+            )
+
+    def _check_some_gradient(self, trained: set[int]) -> None:
+        """Raise if no parameter of the optimizer has got a gradient in the first steps."""
+        if self._backwards and trained:
+            if trained & self._had_gradient:
+                self._steps_without_gradient = 0
+            else:
+                self._steps_without_gradient += 1
+        if self._steps_without_gradient >= _STEPS:
+            self._refuse(
+                "no gradient has arrived at any of its parameters in "
+                f"{self._backwards} backward pass(es)",
+                "an optimizer of parameters that the loss is computed from",
+                "loss = loss_function(model(batch), target); fabric.backward(loss); "
+                f"{_GATHERED}; {_OFF}",
+            )
+
+    def _record_gradients(self, optimizer: Optimizer) -> set[int]:
+        """Record which parameters have gradients, and return the ids of all trained ones."""
         trained = _trained(optimizer)
         self._had_gradient |= _with_gradient(trained)
         return _ids(trained)
 
     def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
         raise UsageError(
-            f"{self._kind}.step() on rank {self._store.rank}", problem, expected, suggestion
+            f"{self._class_name}.step() on rank {self._store.rank}", problem, expected, suggestion
         )
 
-    # -- after a step ---------------------------------------------------------------------------------------------
+    # -- after a step ---------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         trained = _trained(optimizer)
@@ -203,59 +271,80 @@ class TrainingChecks:
         if self._is_finished or not _with_gradient(trained):
             return
         self._steps += 1
-        if self._store.size == 1:  # nothing has to be synchronized
+        if self._store.size == 1:
+            return  # nothing has to be synchronized
+        self._take_fingerprint(optimizer, trained)
+        if not self._replicated_names:
             return
-        names = {
-            id(parameter): name
-            for contract in self._contracts
-            for name, parameter in contract.replicated().items()
-        }
+        published = _Published(self._store.rank, self._fingerprint, self._synchronized).to_bytes()
+        first = self._store.set_if_absent(self._key("first"), published)
+        if _Published.from_bytes(first).fingerprint != self._fingerprint:
+            self._store.set(self._key("other"), published)
+            self._compare(first)
+
+    def _take_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Compute a number for each replicated parameter, or for the options if there are none."""
+        names = self._names_of_replicated(optimizer, trained)
+        replicated = [parameter for parameter in trained if id(parameter) in names]
+        if replicated:
+            self._replicated_names = [names[id(parameter)] for parameter in replicated]
+            self._fingerprint = fingerprint(replicated)
+        elif _set_up(self._contracts) & _ids(trained):  # shards
+            options: list[tuple[str, float]] = []
+            for group in optimizer.param_groups:
+                for key, value in group.items():
+                    if type(value) is float:
+                        options.append((key, value))
+            self._replicated_names = ["its options"]
+            self._fingerprint = [crc32(f"{self._class_name} {options}".encode())]
+
+    def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
+        """Return the names of parameters that have to be equal on all ranks, by id."""
+        names: dict[int, str] = {}
+        for contract in self._contracts:
+            for name, parameter in contract.replicated().items():
+                names[id(parameter)] = name
         # Sharded parameters reduce their gradients.
-        foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(
-            self._contracts
-        )
+        plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
+        outside_of_modules = _with_gradient(plain) - _set_up(self._contracts)
         for number, parameter in enumerate(parameters_of(optimizer)):
-            if id(parameter) in foreign:
+            if id(parameter) in outside_of_modules:
                 names[id(parameter)] = (
                     f"parameter {number} of the optimizer, which no set-up module has"
                 )
-        if replicated := [each for each in trained if id(each) in names]:
-            self._names = [names[id(each)] for each in replicated]
-            self._fingerprint = fingerprint(replicated)
-        elif _set_up(self._contracts) & _ids(trained):  # shards
-            plain = [
-                (key, each)
-                for one in optimizer.param_groups
-                for key, each in one.items()
-                if type(each) is float
-            ]
-            self._names = ["its options"]
-            self._fingerprint = [crc32(f"{self._kind} {plain}".encode())]
-        if self._names:
-            published = json.dumps(
-                [self._store.rank, self._fingerprint, self._synchronized]
-            ).encode()
-            first = self._store.set_if_absent(self._key("first"), published)
-            if json.loads(first)[1] != self._fingerprint:
-                self._store.set(self._key("other"), published)
-                self._compare(first)
+        return names
 
-    def _key(self, which: str, ahead: int = 0) -> str:
+    def _key(self, writer: str, steps_ahead: int = 0) -> str:
+        """Return the key in the store of what a rank wrote after a step.
+
+        Args:
+            writer: ``"first"`` for the first rank, ``"other"`` for a rank that differs from it.
+            steps_ahead: the number of steps after the latest one of this rank.
+        """
         scope = "".join(contract.scope for contract in self._contracts)
-        return f"first steps{scope}/{self._name}/{self._steps + ahead}/{which}"
+        return f"first steps{scope}/{self._name}/{self._steps + steps_ahead}/{writer}"
 
-    def _compare(self, published: bytes | None) -> None:
+    def _compare(self, content: bytes | None) -> None:
         """Raise if another rank's fingerprint differs from this rank's."""
-        if published is None:
+        if content is None:
             return
-        own, (other, theirs, _) = self._store.rank, json.loads(published)
-        pairs = zip(self._names, self._fingerprint, theirs, strict=False)
-        # None if that rank has gradients of other foreign parameters.
-        if different := [name for name, mine, its in pairs if mine != its]:
+        published = _Published.from_bytes(content)
+        different: list[str] = []
+        # Of different lengths if the other rank has gradients of other parameters outside of
+        # modules.
+        for name, number, number_there in zip(
+            self._replicated_names, self._fingerprint, published.fingerprint, strict=False
+        ):
+            if number != number_there:
+                different.append(name)
+        if different:
+            rank = self._store.rank
+            first, second = sorted((rank, published.rank))
             raise UsageError(
-                f"step {self._steps} of {self._kind} on rank {own}",
-                f"the replicas of ranks {min(own, other)} and {max(own, other)} differ after it: {_some(different)}",
-                "the same changes on all ranks, by gradients of set-up modules from outside of no_backward_sync",
+                f"step {self._steps} of {self._class_name} on rank {rank}",
+                f"the replicas of ranks {first} and {second} differ after it: {_some(different)}",
+                "the same changes on all ranks, by gradients of set-up modules from outside of "
+                "no_backward_sync",
                 f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
             )
 
