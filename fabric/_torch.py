@@ -127,16 +127,23 @@ def full_tensor(tensor: Any) -> Tensor:
     return tensor.full_tensor()
 
 
-def joined_mesh(parts: Sequence[Any], timeout: timedelta) -> Any:
-    """Collective: a mesh of parts of another one, each of which is one dimension of it.
+def joined_mesh(meshes: Sequence[Any], timeout: timedelta) -> Any:
+    """Join meshes, of which each becomes one dimension of the result. Collective.
 
-    FSDP2 shards layers that are split already only along parts of the mesh that they are on, and torch has public names
-    only for parts of whole dimensions.
+    FSDP2 shards layers that are split already only along parts of the mesh that they are on, and
+    torch has public names only for parts of whole dimensions.
+
+    Args:
+        meshes: parts of one mesh.
+        timeout: how long collectives along a dimension may wait that did not exist before.
     """
-    joined = [part._flatten() if part.ndim > 1 else part for part in parts]
-    for made in (each for each in joined if each not in parts):
-        set_group_timeout(made.get_group(), timeout)
-    return dist.DeviceMesh._concatenate(joined)
+    dimensions: list[Any] = []
+    for mesh in meshes:
+        if mesh.ndim > 1:
+            mesh = mesh._flatten()
+            set_group_timeout(mesh.get_group(), timeout)
+        dimensions.append(mesh)
+    return dist.DeviceMesh._concatenate(dimensions)
 
 
 def forget_meshes() -> None:
@@ -165,21 +172,22 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def datasets_iterated_in_full() -> list[str]:
-    """The types of the datasets that DataLoaders are just iterating over in torch's own orders, all of each.
+    """Return the types of the datasets that DataLoaders iterate over now, completely.
 
-    torch exports neither the type of the iterators nor what they have. This goes through all objects of the process.
+    A loader counts if its sampler is torch's own sequential or random one. torch exports neither
+    the type of the iterators nor their attributes. This goes through all objects of the process.
     """
-    whole = (data.SequentialSampler, data.RandomSampler)
-    kind = dataloader._BaseDataLoaderIter
-    iterators: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    orders = (
-        (iterator, getattr(iterator, "_index_sampler", None)) for iterator in iterators
-    )  # none while it is being made
-    return [
-        type(each._dataset).__name__
-        for each, order in orders
-        if type(getattr(order, "sampler", order)) in whole
-    ]
+    samplers = (data.SequentialSampler, data.RandomSampler)
+    names: list[str] = []
+    for iterator in gc.get_objects():
+        if not issubclass(type(iterator), dataloader._BaseDataLoaderIter):
+            continue
+        iterator: Any
+        sampler = getattr(iterator, "_index_sampler", None)  # not there while it is being made
+        sampler = getattr(sampler, "sampler", sampler)  # the sampler of a batch sampler
+        if type(sampler) in samplers:
+            names.append(type(iterator._dataset).__name__)
+    return names
 
 
 def in_backward() -> bool:
@@ -345,13 +353,17 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
-    """FSDP2's records of parameters that are gathered together, of all parts of a module."""
-    for part in (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")):
-        state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
-        groups = getattr(state, "_fsdp_param_groups", None) or [
-            state._fsdp_param_group
-        ]  # the latter up to torch 2.11
-        yield from (group for group in groups if group is not None)
+    """Yield FSDP2's records of parameters that are gathered together, of all submodules."""
+    for submodule in module.modules():
+        if not hasattr(submodule, "set_requires_gradient_sync"):
+            continue
+        state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if not groups:
+            groups = [state._fsdp_param_group]  # up to torch 2.11
+        for group in groups:
+            if group is not None:
+                yield group
 
 
 def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
