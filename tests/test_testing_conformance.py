@@ -55,7 +55,7 @@ class IgnoresTheReduction(LocalCommunicator):
 
 def test_a_wrong_communicator_is_told_which_check_fails() -> None:
     with pytest.raises(
-        AssertionError, match="Reductions, all_gather and all_to_all agree with their oracles"
+        AssertionError, match="reductions, all_gather and all_to_all agree with their oracles"
     ):
         check_communicator(lambda check: check(IgnoresTheReduction(torch.device("cpu"))))
 

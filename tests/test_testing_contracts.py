@@ -26,7 +26,7 @@ from fabric.testing import (
 )
 from fabric.world import World
 
-# -- precision --------------------------------------------------------------------------------------------------------
+# -- precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
@@ -58,7 +58,7 @@ class HoldsFile(Precision):
     ("precision", "text"),
     [
         (ReplacesParameters(name="mine"), "0.weight is another object"),
-        (HoldsFile(name="mine"), "A precision can be pickled"),
+        (HoldsFile(name="mine"), "a precision can be pickled"),
     ],
 )
 def test_a_wrong_precision_is_told_what_it_does_wrong(precision: Precision, text: str) -> None:
@@ -74,7 +74,7 @@ def test_a_context_that_leaves_autocast_on_is_told() -> None:
         torch.set_autocast_enabled("cpu", False)
 
 
-# -- accelerator ------------------------------------------------------------------------------------------------------
+# -- accelerator ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [CPUAccelerator, CUDAAccelerator, MPSAccelerator])
@@ -109,7 +109,7 @@ def test_a_wrong_accelerator_is_told_what_it_does_wrong(accelerator: Any, text: 
         check_accelerator(accelerator)
 
 
-# -- environment ------------------------------------------------------------------------------------------------------
+# -- environment ----------------------------------------------------------------------------------
 
 
 def torchrun_variables(size: int) -> list[dict[str, str]]:
@@ -158,7 +158,7 @@ def test_a_wrong_environment_is_told_what_it_does_wrong(
         check_environment(environment, torchrun_variables(2))
 
 
-# -- launcher ---------------------------------------------------------------------------------------------------------
+# -- launcher -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
@@ -176,7 +176,7 @@ def test_a_launcher_of_scripts_has_no_suite() -> None:
         check_launcher(ScriptLauncher())
 
 
-# -- checkpoint format ------------------------------------------------------------------------------------------------
+# -- checkpoint format ----------------------------------------------------------------------------
 
 
 def test_our_format_conforms(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ class LossyCheckpoint(FullCheckpoint):
 @pytest.mark.parametrize(
     ("checkpoint_io", "text"),
     [
-        (PickledCheckpoint(), "leaves it untouched if it fails"),
+        (PickledCheckpoint(), "keeps the old one if it fails"),
         (AtomicPickledCheckpoint(), "raises a CheckpointError"),
-        (LossyCheckpoint(), "returns what save was given"),
+        (LossyCheckpoint(), "that save was given"),
     ],
 )
 def test_a_wrong_format_is_told_what_it_does_wrong(

@@ -45,7 +45,7 @@ _assert_raises = TestCase().assertRaises
 _TIMEOUT = 120.0  # seconds for the runs of one suite on several ranks
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
+# -- precision ------------------------------------------------------------------------------------
 
 
 def check_precision(precision: Precision, device_type: str = "cpu", rtol: float = 1e-2) -> None:
@@ -75,12 +75,13 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
 
 
 def _check_precision_pickles(precision: Precision, device_type: str) -> None:
-    """A precision can be pickled, and its copy is equal to it."""
-    assert_same(pickle.loads(pickle.dumps(precision)) == precision, True)  # noqa: S301 - pickled here
+    """Check that a precision can be pickled, and that its copy is equal to it."""
+    content = pickle.dumps(precision)
+    assert_same(pickle.loads(content) == precision, True)  # noqa: S301 - pickled just above
 
 
 def _check_conversion(precision: Precision, device_type: str) -> None:
-    """Precision.convert_module keeps the parameter objects, since optimizers hold them."""
+    """Check that Precision.convert_module keeps the parameter objects. Optimizers hold them."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = dict(module.named_parameters())
     precision.convert_module(module)
@@ -91,7 +92,7 @@ def _check_conversion(precision: Precision, device_type: str) -> None:
 
 
 def _check_forward_context(precision: Precision, device_type: str) -> None:
-    """Precision.forward_context gives a new context each time, which restores the modes of torch."""
+    """Check that each Precision.forward_context is new and restores the modes of torch."""
     before = _modes(device_type)
     for _ in range(2):
         with precision.forward_context(device_type), precision.forward_context(device_type):
@@ -129,7 +130,7 @@ def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
     return {"losses": losses}
 
 
-# -- accelerator ------------------------------------------------------------------------------------------------------
+# -- accelerator ----------------------------------------------------------------------------------
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -150,29 +151,30 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def _check_hardware(accelerator: Accelerator) -> None:
-    """An accelerator is stateless, named after a device type of torch, and knows how many devices there are."""
+    """Check that an accelerator is stateless, has a name of torch, and counts its devices."""
     torch.device(accelerator.name)  # raises for a name that torch does not know
     count = accelerator.device_count()
     assert isinstance(count, int), f"device_count() is {count!r}"
     assert count >= 0, f"device_count() is {count}"
-    other = type(accelerator)()
-    assert_same((other.name, other.device_count()), (accelerator.name, count))
-    assert_same(accelerator.is_available(), other.is_available())
+    second = type(accelerator)()
+    assert_same((second.name, second.device_count()), (accelerator.name, count))
+    assert_same(accelerator.is_available(), second.is_available())
     if accelerator.is_available():
         assert count > 0, "is_available() is true, and device_count() is 0"
 
 
 def _check_wrong_devices(accelerator: Accelerator) -> None:
-    """Accelerator.parse_devices refuses what names no device."""
+    """Check that Accelerator.parse_devices refuses what names no device."""
     for devices in (0, -2, "", "x", []):
         with _assert_raises(ConfigurationError):
             accelerator.parse_devices(devices)
     with _assert_raises(ArgumentTypeError):
-        accelerator.parse_devices(object())  # pyright: ignore[reportArgumentType] - wrong on purpose
+        unknown: Any = object()
+        accelerator.parse_devices(unknown)
 
 
 def _check_devices(accelerator: Accelerator) -> None:
-    """Accelerator.parse_devices returns devices of its type, the same for a number and its text."""
+    """Check that Accelerator.parse_devices returns the same for a number and its text."""
     assert len(accelerator.parse_devices("auto")) >= 1, 'devices="auto" selects none'
     devices = accelerator.parse_devices(1)
     assert_same(len(devices), 1)
@@ -181,7 +183,7 @@ def _check_devices(accelerator: Accelerator) -> None:
 
 
 def _check_training_on_device(accelerator: Accelerator) -> None:
-    """A step on one device of the accelerator gives the numbers of the CPU."""
+    """Check that a step on one device of the accelerator gives the numbers of the CPU."""
     losses = []
     for hardware in (accelerator, "cpu"):
         with Fabric(accelerator=hardware, devices=1, strategy="single_device") as fabric:
@@ -191,7 +193,7 @@ def _check_training_on_device(accelerator: Accelerator) -> None:
     accelerator.return_freed_memory()
 
 
-# -- environment ------------------------------------------------------------------------------------------------------
+# -- environment ----------------------------------------------------------------------------------
 
 
 def check_environment(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
@@ -211,28 +213,30 @@ def check_environment(environment: Environment, variables: Sequence[Mapping[str,
 def _check_other_launchers(
     environment: Environment, variables: Sequence[Mapping[str, str]]
 ) -> None:
-    """Environment.detect returns None if its launcher did not start the process."""
+    """Check that Environment.detect returns None if its launcher did not start the process."""
     assert isinstance(environment.name, str), f"name is {environment.name!r}"
     for env in ({}, {"PATH": "/bin", "HOME": "/root"}):
         assert_same(environment.detect(env), None)
 
 
 def _check_worlds(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
-    """Environment.detect returns the ranks of the job, each once."""
-    places = set()
+    """Check that Environment.detect returns the ranks of the job, each once."""
+    node_and_local_ranks = set()
     for rank, env in enumerate(variables):
         world = environment.detect(env)
         assert isinstance(world, World), f"rank {rank}: detect() returned {world!r}"
         assert_same((world.rank, world.world_size), (rank, len(variables)))
-        places.add((world.node_rank, world.local_rank))
+        node_and_local_ranks.add((world.node_rank, world.local_rank))
         if len(variables) > 1:
             has_rendezvous = world.port is not None or world.store is not None
             assert has_rendezvous, f"rank {rank}: {world} has no port and no store to meet at"
-    assert len(places) == len(variables), "two ranks have the same node_rank and local_rank"
+    assert len(node_and_local_ranks) == len(variables), (
+        "two ranks have the same node_rank and local_rank"
+    )
 
 
 def _check_purity(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
-    """Environment.detect reads its argument and nothing else, and changes nothing."""
+    """Check that Environment.detect reads only its argument, and changes nothing."""
     before = dict(os.environ)
     for env in variables:
         mapping = dict(env)
@@ -241,11 +245,11 @@ def _check_purity(environment: Environment, variables: Sequence[Mapping[str, str
     assert_same(dict(os.environ) == before, True)
 
 
-# -- launcher ---------------------------------------------------------------------------------------------------------
+# -- launcher -------------------------------------------------------------------------------------
 
 
 def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
-    """Check that a launcher that runs functions behaves as :class:`fabric.launchers.Launcher` documents.
+    """Check that a launcher of functions behaves as :class:`fabric.launchers.Launcher` documents.
 
     Args:
         launcher: the launcher.
@@ -265,7 +269,10 @@ def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
 
 
 def _check_results(launcher: Launcher, size: int) -> None:
-    """Launcher.launch returns the results that LaunchSpec.results selects, tensors by value and without a graph."""
+    """Check that Launcher.launch returns the results that LaunchSpec.results selects.
+
+    Tensors are returned by value and without a graph.
+    """
     argument = torch.ones(2, requires_grad=True)
     doubled = torch.full((2,), 2.0)
     spec = LaunchSpec(num_processes=size, results="all")
@@ -287,12 +294,14 @@ def _double_and_clear(tensor: Tensor, factor: int) -> Tensor:
 
 
 def _check_processes(launcher: Launcher, size: int) -> None:
-    """Every rank has a process of its own, with the variables from which World.from_env reads its place."""
+    """Check that every rank is a process in which World.from_env finds its rank."""
     spec = LaunchSpec(num_processes=size, results="all")
     worlds = launcher.launch(_world_of_process, (), {}, spec)
-    assert_same([world["rank"] for world in worlds], list(range(size)))
-    assert_same([world["world_size"] for world in worlds], [size] * size)
-    assert len({world["process"] for world in worlds}) == size, "two ranks share a process"
+    processes = set()
+    for rank, world in enumerate(worlds):
+        assert_same((world["rank"], world["world_size"]), (rank, size))
+        processes.add(world["process"])
+    assert len(processes) == size, "two ranks share a process"
 
 
 def _world_of_process() -> dict[str, int]:
@@ -303,7 +312,7 @@ def _world_of_process() -> dict[str, int]:
 
 
 def _check_failing_rank(launcher: Launcher, size: int) -> None:
-    """A rank that raises ends the job: launch raises a RankFailedError with its rank and its traceback."""
+    """Check that a rank that raises ends the job with a RankFailedError of that rank."""
     spec = LaunchSpec(num_processes=size)
     with _assert_raises(RankFailedError) as caught:
         launcher.launch(_raise_in_last_rank, (), {}, spec)
@@ -320,7 +329,7 @@ def _raise_in_last_rank() -> None:
 
 
 def _check_connected_ranks(launcher: Launcher, size: int) -> None:
-    """Fabric connects the ranks that were started, and its collectives work."""
+    """Check that Fabric connects the ranks, and that its collectives work."""
     fabric = Fabric(
         accelerator="cpu", devices=size, strategy="ddp", launcher=launcher, timeout=_TIMEOUT
     )
@@ -332,7 +341,7 @@ def _sum_of_ranks(fabric: Fabric) -> int:
     return fabric.all_reduce(fabric.global_rank, reduce_op="sum")
 
 
-# -- checkpoint format ------------------------------------------------------------------------------------------------
+# -- checkpoint format ----------------------------------------------------------------------------
 
 
 def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
@@ -373,7 +382,7 @@ def _plain_state() -> dict[str, Any]:
 
 
 def _check_round_trip(checkpoint_io: CheckpointIO, folder: Path) -> None:
-    """CheckpointIO.load returns what save was given: the same types, bits and keys, on the CPU."""
+    """Check that CheckpointIO.load returns the types, bits and keys that save was given."""
     path = folder / "round-trip"
     state = _plain_state()
     untouched = copy.deepcopy(state)
@@ -387,7 +396,7 @@ def _check_round_trip(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _check_replacement(checkpoint_io: CheckpointIO, folder: Path) -> None:
-    """CheckpointIO.save replaces what was there, and leaves it untouched if it fails."""
+    """Check that CheckpointIO.save replaces a checkpoint, and keeps the old one if it fails."""
     path = folder / "replaced"
     for number in range(2):
         checkpoint_io.save({"number": number}, path)
@@ -400,7 +409,7 @@ def _check_replacement(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _check_missing(checkpoint_io: CheckpointIO, folder: Path) -> None:
-    """Loading or removing what is not there raises a CheckpointNotFoundError. What is there can be removed."""
+    """Check that loading or removing a missing checkpoint raises a CheckpointNotFoundError."""
     path = folder / "missing"
     for action in (checkpoint_io.load, checkpoint_io.remove):
         with _assert_raises(CheckpointNotFoundError):
@@ -413,12 +422,12 @@ def _check_missing(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _check_truncated(checkpoint_io: CheckpointIO, folder: Path) -> None:
-    """A checkpoint of which half is missing is not loaded: load raises a CheckpointError."""
+    """Check that loading a truncated checkpoint raises a CheckpointError."""
     path = folder / "truncated"
     existing = set(folder.rglob("*"))
     checkpoint_io.save({"tensor": torch.arange(1000.0)}, path)
     checkpoint_io.wait()
-    files = [file for file in set(folder.rglob("*")) - existing if file.is_file()]
+    files = filter(Path.is_file, set(folder.rglob("*")) - existing)
     largest = max(files, key=_size_of_file)
     os.truncate(largest, _size_of_file(largest) // 2)
     with _assert_raises(CheckpointError):
@@ -440,7 +449,7 @@ class _MakesFolder:
 
 
 def _check_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
-    """CheckpointIO.load runs no code of the file: an object that needs code is refused by save or by load."""
+    """Check that CheckpointIO.load runs no code of the file. save may refuse such an object."""
     path = folder / "code"
     trace = folder / "code-has-run"
     try:
@@ -453,7 +462,7 @@ def _check_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _check_fabric_saves(checkpoint_io: CheckpointIO, folder: Path) -> None:
-    """Fabric saves and loads a model and its optimizer in this format, on two ranks."""
+    """Check that Fabric saves and loads a model and its optimizer on two ranks."""
     strategy = DDPStrategy(checkpoint_io=checkpoint_io)
     with RankPool(2, strategy=strategy, timeout=_TIMEOUT) as pool:
         pool.run(_save_and_load, str(folder / "fabric"))
@@ -463,8 +472,8 @@ def _save_and_load(fabric: Fabric, path: str) -> None:
     model, optimizer = fabric.setup(*_trained_model(seed=1))
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
     other_model, other_optimizer = fabric.setup(*_trained_model(seed=2))
-    rest = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
-    assert_same(rest, {"step": 7})
+    unnamed = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
+    assert_same(unnamed, {"step": 7})
     assert_same(dict(other_model.state_dict()), dict(model.state_dict()))
     assert_same(other_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
