@@ -1,4 +1,4 @@
-"""Keeps the newest checkpoints of a run, and the best one, in a folder; restores the newest intact one.
+"""The newest checkpoints of a run, and the best one, in a folder.
 
 [Note: files of a run]
 Each checkpoint has a unique name: ``00000017-step-3000`` is the 17th save. So no save overwrites
@@ -231,14 +231,16 @@ class Checkpoints:
 
     def _check_same(self, request: str, own_step: _Step, first_step: _Step) -> None:
         """Raise a ConfigurationError if this rank saves another step or metric than rank 0."""
-        own = (own_step.number, own_step.best_metric)
-        first = (first_step.number, first_step.best_metric)
-        if own == first:
+        values_here = (own_step.number, own_step.best_metric)
+        values_on_first = (first_step.number, first_step.best_metric)
+        if values_here == values_on_first:
             return
         best_name = None
         if self._best is not None:
             best_name, _ = self._best
-        problem = f"the step and {best_name!r} are {own} here, and {first} on rank 0"
+        problem = (
+            f"the step and {best_name!r} are {values_here} here, and {values_on_first} on rank 0"
+        )
         suggestion = "metrics=fabric.all_reduce(metrics)"
         raise ConfigurationError(request, problem, "the same on all ranks", suggestion)
 
@@ -486,7 +488,9 @@ def _claim(request: str, folder: Location, job_files: ExitStack) -> bytes:
             file.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)
-    lock = job_files.enter_context(open(folder / _LOCK, "a+b", 0))  # noqa: SIM115 - until the job ends
+    # Open until the job ends.
+    lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
+    job_files.enter_context(lock)
     try:
         # Not flock, whose locks forked processes, such as the workers of a loader, keep.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -86,16 +86,20 @@ class RemotePath:
         return self._type() is not None
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Return the paths directly below this path."""
-        names = self.files.ls(self.path, detail=False)
-        return (self / name.rstrip("/").rpartition("/")[2] for name in names)
+        """Yield the paths directly below this path."""
+        for path in self.files.ls(self.path, detail=False):
+            _, _, name = path.rstrip("/").rpartition("/")
+            yield self / name
 
     def unlink(self) -> None:
         """Remove the object."""
         self.files.rm_file(self.path)
 
     def rmdir(self) -> None:
-        """Do nothing: a folder in an object store vanishes with its last object, or is the bucket."""
+        """Do nothing.
+
+        A folder in an object store vanishes with its last object, or is the bucket.
+        """
 
     def read_bytes(self) -> bytes:
         """Return the content of the object."""
