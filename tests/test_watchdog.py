@@ -58,7 +58,7 @@ def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
     phases = []
 
     def evaluate():
-        with record.during("forward"):
+        with record.record_phase("forward"):
             phases.append(record.phase)
         phases.append(record.phase)
 
