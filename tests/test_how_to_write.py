@@ -10,9 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
 
 from fabric import Fabric
+from fabric.precision import PRECISIONS, LossScale
 from fabric.testing import check_checkpoint_io, check_launcher, check_precision
+from tests.ranks import run_in_ranks
 
 PAGES = Path(__file__).parents[1] / "docs" / "how-to"
 
@@ -71,3 +76,79 @@ def test_the_environment_is_found(
         fabric.launch()
         assert fabric.world_size == 1
         assert "farm" in fabric.describe()
+
+
+# -- the precision of the page against its definition ---------------------------------------------
+
+INIT_SCALE = 2.0**10
+
+
+def make_layer() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(4, 2)
+
+
+def global_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for _ in range(4):
+        inputs = torch.randn(8, 4, generator=generator)
+        targets = torch.randn(8, 2, generator=generator)
+        batches.append((inputs, targets))
+    return batches
+
+
+def train_on_grid(job: Fabric, is_mixed: bool) -> dict[str, Tensor]:
+    """Return weight and bias of this rank after training with the precision of the page."""
+    job.teardown()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(definitions("write-a-precision.md"), names)
+    fields: dict[str, Any] = {}
+    if is_mixed:
+        mixed = PRECISIONS["16-mixed"]
+        fields["compute_dtype"] = mixed.compute_dtype
+        fields["output_dtype"] = mixed.output_dtype
+        fields["loss_scale"] = LossScale(init_scale=INIT_SCALE)
+    precision = names["GridPrecision"](name="grid", **fields)
+    with Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision) as fabric:
+        fabric.launch()
+        layer = make_layer()
+        model = fabric.setup_module(layer)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        for inputs, targets in global_batches():
+            rank_inputs = inputs.chunk(2)[fabric.global_rank]
+            rank_targets = targets.chunk(2)[fabric.global_rank]
+            fabric.backward(mse_loss(model(rank_inputs), rank_targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = layer.parametrizations["weight"].original
+        return {"weight": weight.detach().clone(), "bias": layer.bias.detach().clone()}
+
+
+def grid_by_definition(is_mixed: bool) -> dict[str, Tensor]:
+    """Return weight and bias after training on whole batches in one process."""
+    layer = make_layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scale = INIT_SCALE if is_mixed else 1.0
+    for inputs, targets in global_batches():
+        step = layer.weight.detach().abs().max() / 127
+        on_grid = torch.round(layer.weight.detach() / step) * step
+        weight = on_grid.requires_grad_()  # its gradient goes to the weight unchanged
+        with torch.autocast("cpu", torch.float16, enabled=is_mixed):
+            output = linear(inputs, weight, layer.bias)
+        (mse_loss(output.float(), targets) * scale).backward()
+        layer.weight.grad = weight.grad
+        for parameter in layer.parameters():
+            parameter.grad.div_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weight": layer.weight.detach(), "bias": layer.bias.detach()}
+
+
+@pytest.mark.parametrize(("is_mixed", "tolerance"), [(False, 1e-6), (True, 2e-4)])
+def test_the_precision_equals_its_definition_on_two_processes(
+    is_mixed: bool, tolerance: float
+) -> None:
+    expected = grid_by_definition(is_mixed)
+    for actual in run_in_ranks(train_on_grid, is_mixed):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
