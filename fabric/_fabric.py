@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader
 from fabric import checkpoint, collectives
 from fabric._plan import resolve
 from fabric._session import Session, find_fabric_modules, rank_zero_first
+from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
@@ -66,7 +67,7 @@ from fabric.optim.parameter_lists import PARAMETER_LISTS
 from fabric.precision import Precision, PrecisionName
 from fabric.seed import seed_everything
 from fabric.strategies import StrategyName
-from fabric.strategies.base import uncompiled, without_sync
+from fabric.strategies.base import without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.strategies.sequence_parallel import sequence_parallel
@@ -663,11 +664,11 @@ class Fabric:
                 if spec.uneven == "longest":
                     tensor, weight = without_repeats(state, tensor, weight)
         is_weighted = weight is not None or optimizer is not None
-        if session is not None and session.weights is not None:
+        if session is not None and session.loss_weights is not None:
             is_weighted = True
         if is_weighted:
             session = self._running_session("backward")
-            tensor = session.loss_weights().scale_loss(tensor, weight, optimizer)
+            tensor = session.ensure_loss_weights().scale_loss(tensor, weight, optimizer)
         elif session is None:
             tensor.backward(*args, **kwargs)
             return
@@ -1334,12 +1335,12 @@ class Fabric:
         It is the user's own object: if it is called directly, it writes on every process. See
         :meth:`log`.
         """
-        return next(iter(self._loggers.given), None)
+        return next(iter(self._loggers.user_loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
         """All loggers, as the user passed them."""
-        return list(self._loggers.given)
+        return list(self._loggers.user_loggers)
 
     def describe(self) -> str:
         """Return a short text of what was resolved and what was set up. Not a collective."""

@@ -155,10 +155,16 @@ def forget_meshes() -> None:
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
         planned = tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        # Not all of these are there in every release that is supported.
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()
+        # Not all of these functions exist in every supported release.
+        clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _do_nothing)
+        clear()
         for cache in (planned, tensor._redistribute._gen_transform_infos):
-            getattr(cache, "cache_clear", bool)()
+            clear = getattr(cache, "cache_clear", _do_nothing)
+            clear()
+
+
+def _do_nothing() -> None:
+    """Stand in for a function that this release of torch does not have."""
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

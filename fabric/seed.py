@@ -82,22 +82,22 @@ class WorkerSeeding:
     torch seeds each worker from a base seed that the ranks share. Without this class, worker 0 of
     every rank would augment with the same random numbers. Rank 0 is not reseeded.
     ``torch.initial_seed()`` in the worker is the new seed, and ``get_worker_info().seed`` stays
-    torch's. The object can be pickled if ``then`` can, as spawned workers need.
+    torch's. The object can be pickled if ``worker_init_fn`` can, as spawned workers need.
 
     Attributes:
         rank: the global rank of the process that owns the workers.
-        then: the user's own ``worker_init_fn``, called last, or None.
+        worker_init_fn: the user's own ``worker_init_fn``, called last, or None.
     """
 
     rank: int
-    then: Callable[[int], None] | None = None
+    worker_init_fn: Callable[[int], None] | None = None
 
     def __call__(self, worker_id: int) -> None:
         """Seed this worker process. torch calls the object in the worker."""
         if self.rank > 0:
             _seed_streams(torch.initial_seed(), self.rank)
-        if self.then is not None:
-            self.then(worker_id)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
 
 
 @dataclass(frozen=True)

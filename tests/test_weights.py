@@ -374,7 +374,7 @@ def test_weights_on_a_device_are_not_read_before_the_next_step(
     fabric: Fabric, tmp_path: Path
 ) -> None:
     model, optimizer = linear(fabric)
-    fabric._session.loss_weights().reads_at_once = False  # as on CUDA
+    fabric._session.ensure_loss_weights().reads_at_once = False  # as on CUDA
     add(fabric, model, 6.0, torch.tensor(1))
     add(fabric, model, 6.0, 2)
     assert moved(model, optimizer) == 4.0

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fabric._torch import registered_buffers
 from fabric.collectives import broadcast
 from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
 from fabric.data.position import ActiveIterator, EpochState, LoaderSpec
@@ -207,7 +208,7 @@ class Agreement:
             state.is_repeat = False
             set_rng_state(streams)
             for part, name, buffer, value in kept:
-                part._buffers[name] = buffer
+                registered_buffers(part)[name] = buffer
                 buffer.detach().copy_(value)
 
 

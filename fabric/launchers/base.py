@@ -160,9 +160,11 @@ def initialized_backend(device_type: str) -> str | None:
     """The name of a device library initialized in this process, such as ``"CUDA"``; None if there is none."""
     torch = sys.modules.get("torch")
     for name in dict.fromkeys(("cuda", "xpu", device_type)):
-        module = getattr(torch, name, None)
-        # The CPU needs no initialization and calls itself initialized.
-        if name != "cpu" and module is not None and getattr(module, "is_initialized", bool)():
+        if name == "cpu":
+            continue  # needs no initialization and calls itself initialized
+        library = getattr(torch, name, None)
+        is_initialized = getattr(library, "is_initialized", None)
+        if is_initialized is not None and is_initialized():
             return name.upper()
     return None
 

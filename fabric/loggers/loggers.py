@@ -44,11 +44,11 @@ class Logger(Protocol):
 class Loggers:
     """The loggers of one ``Fabric``; used only on global rank 0, except :meth:`add`."""
 
-    def __init__(self, given: Sequence[Any]) -> None:
-        self.given: list[Any] = []  # as the user passed them
+    def __init__(self, loggers: Sequence[Any]) -> None:
+        self.user_loggers: list[Any] = []  # as the user passed them
         self._loggers: list[Any] = []
         self._has_warned = False
-        for logger in given:
+        for logger in loggers:
             self.add(logger)
 
     def add(self, logger: Any) -> None:
@@ -75,7 +75,7 @@ class Loggers:
                 )
                 suggestion = "CSVLogger(); or a class with def log_metrics(self, metrics, step=None): ... (three lines)"
                 raise ArgumentTypeError(f"loggers={logger!r}", problem, expected, suggestion)
-        self.given.append(logger)
+        self.user_loggers.append(logger)
         self._loggers.append(adapted)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:

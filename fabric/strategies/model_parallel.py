@@ -17,14 +17,13 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from typing_extensions import override
 
-from fabric._torch import joined_mesh, local_tensor, real_tensors, registered_parameters
+from fabric._torch import joined_mesh, local_tensor, real_tensors, registered_parameters, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator
 from fabric.contract import GradientContract
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
-from fabric.strategies.base import uncompiled
 from fabric.strategies.fsdp.api import FSDPStrategy
 from fabric.strategies.fsdp.sharding import receive_values, shard_module
 from fabric.strategies.tp_plan import (

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import unreduced_parameters
+from fabric._torch import uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
@@ -28,7 +28,6 @@ from fabric.environments import Environment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
-from fabric.strategies.base import uncompiled
 from fabric.strategies.fsdp.forward import ShardedForward
 from fabric.strategies.fsdp.sharding import (
     check_dtypes,
