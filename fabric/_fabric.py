@@ -660,9 +660,9 @@ class Fabric:
         """
         session = self._session
         if session is not None:
-            for spec, state in session.active_iterators:
+            for spec, position in session.active_loops:
                 if spec.uneven == "longest":
-                    tensor, weight = without_repeats(state, tensor, weight)
+                    tensor, weight = without_repeats(position, tensor, weight)
         is_weighted = weight is not None or optimizer is not None
         if session is not None and session.loss_weights is not None:
             is_weighted = True
@@ -959,7 +959,7 @@ class Fabric:
         """
         session = self._running_session("gather_for_metrics")
         communicator = session.strategy._data_parallel_communicator()
-        return gather_batch(communicator, session.active_iterators, data)
+        return gather_batch(communicator, session.active_loops, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
         """Compute metrics over the samples of all processes, in one exchange. Collective.

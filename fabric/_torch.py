@@ -177,6 +177,15 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def forget_iterator(loader: data.DataLoader[Any]) -> None:
+    """Make a loader begin anew at the next ``iter()``, and leave the workers that it had alone.
+
+    A DataLoader keeps the iterator of persistent workers in ``_iterator``, and a copy of it would share them;
+    torchdata's StatefulDataLoader also reads its own state from there. Set past the ``__setattr__`` of a user's class.
+    """
+    object.__setattr__(loader, "_iterator", None)
+
+
 def datasets_iterated_in_full() -> list[str]:
     """Return the types of the datasets that DataLoaders iterate over now, completely.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.data import FabricDataLoader
+from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.data.copies import OverlappedCopies
 from fabric.tree import to_device
 
@@ -230,7 +230,7 @@ def test_on_a_cpu_nothing_is_pinned_or_moved() -> None:
 
 def test_other_devices_get_their_batches_in_turn() -> None:
     loader = FabricDataLoader(
-        DataLoader(TensorDataset(torch.ones(2))), rank=0, num_replicas=1, device=META
+        DataLoader(TensorDataset(torch.ones(2))), DataParallelJob(), device=META
     )
     assert not loader.pin_memory
     assert [batch.device for [batch] in loader] == [META, META]

@@ -15,13 +15,13 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from fabric.data import FabricDataLoader
+from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
 
 def prepare(loader: Any, rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
     options.setdefault("device", None)
-    return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, **options)
+    return FabricDataLoader(loader, DataParallelJob(rank, num_replicas), **options)
 
 
 class Doubling(DataLoader[Any]):

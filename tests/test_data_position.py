@@ -19,7 +19,7 @@ from torch.utils.data import (
     Sampler,
 )
 
-from fabric.data import FabricDataLoader
+from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state, sample_generator, set_rng_state
 from tests.datasets import ResumableStream
@@ -104,9 +104,14 @@ WITHOUT_LAZY = sorted(LOADERS.keys() - {"lazy"})
 
 
 def prepare(
-    loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any
+    loader: DataLoader[Any],
+    rank: int = 0,
+    num_replicas: int = 1,
+    from_rank0: Any = None,
+    **options: Any,
 ) -> FabricDataLoader:
-    return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, device=None, **options)
+    job = DataParallelJob(rank, num_replicas, from_rank0)
+    return FabricDataLoader(loader, job, device=None, **options)
 
 
 def seed(value: int) -> None:

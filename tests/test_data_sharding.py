@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.data import FabricDataLoader
+from fabric.data import DataParallelJob, FabricDataLoader
 from tests.datasets import Eager
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
@@ -80,9 +80,14 @@ class Rank0:
 
 
 def prepare(
-    loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any
+    loader: DataLoader[Any],
+    rank: int = 0,
+    num_replicas: int = 1,
+    from_rank0: Any = None,
+    **options: Any,
 ) -> FabricDataLoader:
-    return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, device=None, **options)
+    job = DataParallelJob(rank, num_replicas, from_rank0)
+    return FabricDataLoader(loader, job, device=None, **options)
 
 
 def seed(value: int) -> None:

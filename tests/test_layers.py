@@ -41,8 +41,13 @@ ORDER = {
     ),
     "collectives": "buckets objects ops",
     "communicators": "base process_group checked",
-    "data": "metrics position sharding copies uneven loader",
-    "diagnostics": "call_site stacks recorder checker hang_report bypass uneven_inputs training_checks",
+    "data": (
+        "metrics position sharding spec saved_position gather copies lockstep loader accumulate join"
+    ),
+    "diagnostics": (
+        "call_site stacks recorder checker hang_report bypass batch_counts uneven_inputs "
+        "training_checks"
+    ),
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",
     "optim": "loss_scaler clipping parameter_lists loss_weights ema",

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from fabric import Fabric
-from fabric.data import FabricDataLoader
+from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.errors import CheckpointError
 from tests.ranks import outcome, run_in_ranks
 
@@ -65,7 +65,7 @@ LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
 
 def prepare(loader: DataLoader[Any], rank: int, size: int, state: Any = None) -> FabricDataLoader:
     torch.manual_seed(0)
-    prepared = FabricDataLoader(loader, rank=rank, num_replicas=size, device=None)
+    prepared = FabricDataLoader(loader, DataParallelJob(rank, size), device=None)
     if state is not None:
         prepared.load_state_dict(state)
     return prepared

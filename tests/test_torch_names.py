@@ -1,5 +1,6 @@
 """What fabric relies on in names of torch that are private or were renamed."""
 
+import copy
 import pickle
 from collections import OrderedDict, namedtuple
 from contextlib import ExitStack, contextmanager
@@ -393,6 +394,29 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     assert not wrapper._join_config.enable
     wrapper(torch.ones(1, 2)).sum().backward()
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_a_copy_of_a_loader_does_not_share_the_workers_of_the_original():
+    loader = data.DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    workers = loader._iterator
+    assert workers is not None
+    prepared = copy.copy(loader)
+    _torch.forget_iterator(prepared)
+    iterator = iter(prepared)
+    assert iterator is not workers
+    assert [int(batch) for batch in iterator] == [0, 1, 2, 3]
+    assert loader._iterator is workers
+
+
+def test_a_buffer_is_put_back_without_a_change_of_the_state_dict():
+    module = nn.Module()
+    module.register_buffer("count", torch.zeros(1), persistent=False)
+    buffer = module.count
+    module.count = torch.ones(1)
+    _torch.registered_buffers(module)["count"] = buffer
+    assert module.count is buffer
+    assert not module.state_dict()
 
 
 def test_a_mesh_is_made_of_parts_of_another(group):

@@ -375,7 +375,7 @@ def test_join_does_nothing_in_one_process_and_fsdp_says_what_is_possible() -> No
 class Progress:
     def __init__(self) -> None:
         self.received = 0
-        self.finished = False
+        self.is_finished = False
 
 
 def detectors(number: int) -> list[UnevenInputDetector]:
@@ -400,11 +400,11 @@ def test_the_second_of_two_ranks_raises(first: str) -> None:
     early, late = detectors(2)
     progress = [Progress(), Progress()]
     for detector, own, length in zip((early, late), progress, (1, 2), strict=True):
-        detector.on_epoch("0", own, length)
+        detector.on_iteration("0", own, length)
     for detector, own in zip((early, late), progress, strict=True):
         own.received = 1
         take_step(detector)
-    progress[0].finished = True
+    progress[0].is_finished = True
     progress[1].received = 2
     actions = [early.finish, partial(take_step, late)]
     actions = actions if first == "the one that finishes" else actions[::-1]
@@ -428,10 +428,10 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
         BypassChecks(node_worlds(2)[0], Hooks()),
     )
     progress = Progress()
-    detector.on_epoch("0", progress, 9)
+    detector.on_iteration("0", progress, 9)
     for _ in range(9):
         progress.received += 1
         take_step(detector)
-    progress.finished = True
+    progress.is_finished = True
     detector.finish()
     assert written == ["batches/0", "step"]

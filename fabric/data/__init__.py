@@ -1,16 +1,29 @@
-"""DataLoaders: sharded over the ranks, their batches moved to the device, and resumed at the batch.
+"""DataLoaders: sharded over the ranks, their batches moved to the device, resumed at the batch.
 
-``state`` defines the terms and gathers the results of all ranks for a batch, ``sharding`` selects the samples of a
-rank, ``agreed`` looks ahead and agrees on the end of a loop, ``copies`` moves batches, and ``loader`` is the loader
-that the user gets.
+``position`` and ``spec`` define the terms, ``sharding`` selects the samples of a rank,
+``saved_position`` saves where a loop is, ``copies`` moves batches, ``lockstep`` ends a loop on all
+ranks together, and ``loader`` is the loader that the user gets. ``gather``, ``accumulate`` and
+``join`` are what else the body of a loop may ask for.
 """
 
-from fabric.data.loader import FabricDataLoader, LoaderOptions
-from fabric.data.position import ActiveIterator, gather_batch
-from fabric.data.sharding import Uneven
-from fabric.data.uneven import Agreement, Windows, check_no_window, without_repeats
+from fabric.data.accumulate import Windows, check_no_window
+from fabric.data.gather import gather_batch
+from fabric.data.join import JoinedPasses, follow_last_rank
+from fabric.data.loader import DataParallelJob, FabricDataLoader, LoaderOptions
+from fabric.data.lockstep import Lockstep, without_repeats
+from fabric.data.spec import ActiveLoop, Uneven
 
 __all__ = [
-    "ActiveIterator", "Agreement", "FabricDataLoader", "LoaderOptions", "Uneven", "Windows", "check_no_window",
-    "gather_batch", "without_repeats",
-]  # fmt: skip
+    "ActiveLoop",
+    "DataParallelJob",
+    "FabricDataLoader",
+    "JoinedPasses",
+    "LoaderOptions",
+    "Lockstep",
+    "Uneven",
+    "Windows",
+    "check_no_window",
+    "follow_last_rank",
+    "gather_batch",
+    "without_repeats",
+]

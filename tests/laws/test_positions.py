@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from fabric import Fabric
-from fabric.data import FabricDataLoader
+from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.errors import RankFailedError
 from fabric.seed import rng_state, set_rng_state
 from tests import datasets
@@ -124,9 +124,8 @@ def run(
     states = []
     for rank, own in enumerate(received):
         seed(0 if rank == 0 else 100 + rank)  # rank 0's are agreed on
-        loader = FabricDataLoader(
-            make(), rank=rank, num_replicas=ranks, device=None, from_rank0=published.setdefault
-        )
+        job = DataParallelJob(rank, ranks, from_rank0=published.setdefault)
+        loader = FabricDataLoader(make(), job, device=None)
         if saved is not None:
             set_rng_state(saved["streams"])
             loader.load_state_dict(saved["loader"])

@@ -1,0 +1,97 @@
+"""Windows of micro-batches whose gradients are accumulated."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+from fabric.data.loader import FabricDataLoader
+from fabric.data.position import EpochPosition
+from fabric.data.spec import ActiveLoop
+from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
+
+__all__ = ["Windows", "check_no_window"]
+
+
+class Windows:
+    """A loop over a set-up loader in windows of ``steps`` micro-batches; ``fabric.accumulate``.
+
+    Each iteration over it iterates the loader once, and yields pairs ``(batch, last)``. ``last`` is
+    true for the last micro-batch of a window, and the same on all processes. The last window of an
+    epoch may be shorter; resuming from a loaded position begins a new one::
+
+        for batch, last in fabric.accumulate(loader, steps=4):
+            with fabric.no_backward_sync(model, enabled=not last):
+                fabric.backward(loss_sum(model, batch), weight=len(batch))
+            if last:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    If the number of batches is known, nothing is fetched earlier than in a loop over the loader.
+    Otherwise one batch is fetched ahead, which the loader's ``state_dict`` does not count.
+    ``fabric.save`` inside a window raises a :class:`fabric.errors.CheckpointError`, since a
+    checkpoint does not contain accumulated gradients.
+
+    Args:
+        loader: what ``setup_dataloaders`` returned.
+        steps: micro-batches in a window, 1 or more.
+
+    Raises:
+        ArgumentTypeError: another kind of loader.
+        ConfigurationError: ``steps`` is less than 1, or not an integer.
+        UsageError: processes may have different numbers of batches, and ``uneven`` does not say
+            how that is handled.
+    """
+
+    def __init__(self, loader: FabricDataLoader, steps: int) -> None:
+        request = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
+        if not isinstance(loader, FabricDataLoader):
+            raise ArgumentTypeError(
+                request, "the loader is not set up", suggestion="fabric.setup_dataloaders(loader)"
+            )
+        if type(steps) is not int or steps < 1:
+            raise ConfigurationError(request, expected="an integer number of steps, 1 or more")
+        if loader._may_end_unevenly():
+            raise UsageError(
+                request,
+                "fabric does not shard this data: processes with more batches would wait for ever",
+                suggestion='fabric.setup_dataloaders(loader, uneven="shortest")',
+            )
+        self.loader = loader
+        self.steps = steps
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches in an epoch."""
+        return len(self.loader)
+
+    @property
+    def resumed_at(self) -> int:
+        """Number of batches that the latest iteration skipped; see the loader's ``resumed_at``."""
+        return self.loader.resumed_at
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        position, batches = self.loader._begin(finds_final=True)
+        return self._pairs(position, batches)
+
+    def _pairs(self, position: EpochPosition, batches: Any) -> Iterator[tuple[Any, bool]]:
+        with closing(batches):
+            for number, batch in enumerate(batches):
+                micro_batch = number % self.steps + 1
+                is_last = micro_batch == self.steps or position.is_final
+                position.window = None
+                if not is_last:
+                    position.window = (micro_batch, self.steps)
+                yield batch, is_last
+
+
+def check_no_window(active_loops: Sequence[ActiveLoop]) -> None:
+    """Raise a CheckpointError if a window of one of these loops is open."""
+    for _, position in active_loops:
+        if position.window is not None:
+            micro_batch, steps = position.window
+            raise CheckpointError(
+                "fabric.save(...) inside a window of fabric.accumulate",
+                f"micro-batch {micro_batch} of {steps} is out, at batch {position.received} of "
+                f"epoch {position.epoch}: gradients so far are in no checkpoint",
+                suggestion="if last: optimizer.step(); optimizer.zero_grad(); fabric.save(...)",
+            )
