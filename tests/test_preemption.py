@@ -118,7 +118,7 @@ def test_in_another_thread_a_time_limit_counts_and_signals_keep_their_meaning(al
     asked: list[Any] = []
 
     def loop() -> None:
-        with pytest.warns(UserWarning, match="read it in the main one first"):
+        with pytest.warns(UserWarning, match="read it in the main thread first"):
             asked.append(fabric.should_stop)
         asked.append(signal.getsignal(signal.SIGUSR2))
         while not fabric.should_stop:

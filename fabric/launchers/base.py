@@ -1,4 +1,4 @@
-"""The interface of launchers, the description of a launch, and checks of what this process may start."""
+"""The interface of launchers."""
 
 import os
 import subprocess
@@ -13,27 +13,35 @@ from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
 __all__ = [
-    "InlineLauncher", "LaunchSpec", "Launcher", "initialized_backend", "is_interactive", "node_worlds",
-    "notebook_start_method", "refuse_while_importing_main", "start_interpreter",
-]  # fmt: skip
+    "InlineLauncher",
+    "LaunchSpec",
+    "Launcher",
+    "initialized_backend",
+    "is_interactive",
+    "node_worlds",
+    "notebook_start_method",
+    "refuse_while_importing_main",
+    "start_interpreter",
+]
 
 _ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """How many processes a launcher starts on this node, and which results it returns.
+    """The description of a launch.
 
-    A launcher starts single-node jobs only; use ``torchrun``, ``fabric run`` or SLURM for several nodes.
+    A launcher starts jobs of one node. Use ``torchrun``, ``fabric run`` or SLURM for several nodes.
 
     Attributes:
-        num_processes: number of processes, at least 1.
-        device_type: type of the devices they will use, such as ``"cpu"`` or ``"cuda"``; some start methods are unsafe
-            with some devices.
-        results: ``"first"`` is what rank 0 returned, ``"all"`` a list by rank, ``"none"`` None.
+        num_processes: the number of processes, at least 1.
+        device_type: the type of the devices that the processes will use, such as ``"cpu"`` (the
+            default) or ``"cuda"``. Some start methods are unsafe with some devices.
+        results: ``"first"`` (the default) returns what rank 0 returned, ``"all"`` a list by rank,
+            ``"none"`` returns None.
 
     Raises:
-        ConfigurationError: a value is not one of those listed here.
+        ConfigurationError: an attribute has an invalid value.
     """
 
     num_processes: int
@@ -48,18 +56,22 @@ class LaunchSpec:
 
 
 class Launcher(ABC):
-    """Starts the processes of a job and runs a function in each of them.
+    """The way in which the processes of a job are started.
 
     Attributes:
         name: the name under which the launcher is selected.
-        runs_function: False when the launcher re-runs the script, so that ``launch`` needs no function.
+        runs_function: whether the launcher runs a function in the processes. Otherwise it runs the
+            script again, and ``launch`` needs no function.
     """
 
     name: str
     runs_function: ClassVar[bool] = True
 
     def check(self, spec: LaunchSpec) -> None:
-        """Raise a :class:`~fabric.errors.FabricError` when this launch cannot work; starts no process."""
+        """Raise a :class:`~fabric.errors.FabricError` if this launch cannot work.
+
+        This method starts no process.
+        """
 
     @abstractmethod
     def launch(
@@ -71,16 +83,26 @@ class Launcher(ABC):
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` in every process of the job, and wait for all of them.
 
+        Args:
+            fn: the function. None if the launcher runs the script.
+            args: the positional arguments of the function.
+            kwargs: the keyword arguments of the function.
+            spec: the number of processes, and which results to return.
+
         Returns:
-            The results that ``spec.results`` selects; tensors by value, detached, on the CPU.
+            The results that ``spec.results`` selects. Tensors are copies, detached, on the CPU.
 
         Raises:
-            RankFailedError: a process raised, exited early or was killed; the others have been ended.
+            RankFailedError: a process raised, exited early or was killed. The other processes have
+                been ended.
         """
 
 
 class InlineLauncher(Launcher):
-    """Runs a function in this process: the only one of its job, or one that another launcher started."""
+    """A launcher that starts nothing and runs a function in this process.
+
+    This process is the only one of its job, or another launcher has started the job.
+    """
 
     name = "inline"
 
@@ -91,14 +113,42 @@ class InlineLauncher(Launcher):
         kwargs: Mapping[str, Any],
         spec: LaunchSpec,
     ) -> Any:
-        """Run ``fn(*args, **kwargs)`` here and return its result untouched; without ``fn`` return None."""
-        return None if fn is None else fn(*args, **kwargs)
+        """Run ``fn(*args, **kwargs)`` in this process and return its result unchanged."""
+        if fn is None:
+            return None
+        return fn(*args, **kwargs)
 
 
-def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> list[World]:
-    """The places of the ``size`` processes of one node, in a job with ``size`` processes on every node."""
-    common = {"node_rank": node, "world_size": nodes * size, "local_world_size": size, **rendezvous}
-    return [World(rank=node * size + each, local_rank=each, **common) for each in range(size)]
+def node_worlds(
+    size: int,
+    node: int = 0,
+    nodes: int = 1,
+    *,
+    address: str = "127.0.0.1",
+    port: int | None = None,
+) -> list[World]:
+    """Return the places of the processes of one node.
+
+    Args:
+        size: the number of processes on every node.
+        node: the number of this node, from 0.
+        nodes: the number of nodes.
+        address: the host on which rank 0 can be reached.
+        port: the port of the rendezvous store on that host. None if no rendezvous is needed.
+    """
+    worlds: list[World] = []
+    for local_rank in range(size):
+        world = World(
+            rank=node * size + local_rank,
+            local_rank=local_rank,
+            node_rank=node,
+            world_size=nodes * size,
+            local_world_size=size,
+            address=address,
+            port=port,
+        )
+        worlds.append(world)
+    return worlds
 
 
 def start_interpreter(
@@ -109,59 +159,78 @@ def start_interpreter(
     stdin: int | None = None,
     output: int | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start an interpreter with this one's options, and call a function in it.
+    """Start an interpreter with the options of this one, and call a function in it.
 
-    Unlike that of ``multiprocessing``, it imports ``__main__`` only if needed, and starts no resource tracker.
+    ``multiprocessing`` would always import ``__main__``, and would start a resource tracker.
 
     Args:
         fn: a module-level function, imported by name.
-        fd: an open file that it inherits; its number is the first argument.
+        fd: an open file that the new process inherits. Its number is the first argument.
         arguments: further arguments, shown in process lists.
-        cwd: its working directory.
-        stdin: its standard input.
-        output: its standard output and error; None for those of this process.
+        cwd: the working directory. None uses that of this process.
+        stdin: the standard input. None uses that of this process.
+        output: the standard output and error. None uses those of this process.
     """
-    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] - as multiprocessing does
+    # The private function that multiprocessing uses for the same purpose.
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.__stdout__, "write_through", False):
         options.append("-u")
-    name = fn.__name__
-    first = os.environ.get(
-        "FABRIC_PRELOAD"
-    )  # modules, such as an import hook, that the script's imports need
-    statement = f"from {fn.__module__} import {name}; {f'import {first}; ' if first else ''}sys.path.pop(); {name}()"
+    statements = [
+        "import sys",
+        f"sys.path.append({_ROOT!r})",
+        f"from {fn.__module__} import {fn.__name__}",
+        "sys.path.pop()",
+        f"{fn.__name__}()",
+    ]
+    # Modules, such as an import hook, that the imports of the script need.
+    preload = os.environ.get("FABRIC_PRELOAD")
+    if preload:
+        statements.insert(3, f"import {preload}")
     # -P: files in the current folder must not shadow modules of fabric or of the standard library.
-    statement = f"import sys; sys.path.append({_ROOT!r}); {statement}"
-    command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
+    command = [sys.executable, *options, "-P", "-c", "; ".join(statements), str(fd), *arguments]
     return subprocess.Popen(
         command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
     )
 
 
 def is_interactive() -> bool:
-    """Whether this process is a notebook, a Python or IPython prompt, or ``python -i``."""
-    ipython_shell = getattr(sys.modules.get("IPython"), "get_ipython", bool)()
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive or ipython_shell)
+    """Return whether this process is a notebook, a Python or IPython prompt, or ``python -i``."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return True
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and get_ipython() is not None
 
 
 def notebook_start_method(
     can_pickle_functions: bool, platform: str = sys.platform
 ) -> Literal["forkserver", "fork"]:
-    """The start method for functions of a notebook: ``"fork"`` only if they cannot be pickled and it is safe.
+    """Return the start method for functions of a notebook.
+
+    It is ``"fork"`` only if functions cannot be pickled and a fork is safe.
 
     Args:
         can_pickle_functions: whether ``cloudpickle`` is installed.
-        platform: as in ``sys.platform``; the libraries of macOS do not survive a fork.
+        platform: as in ``sys.platform``. The libraries of macOS do not survive a fork.
     """
     is_fork_safe = platform != "darwin" and initialized_backend("cuda") is None
-    return "fork" if is_fork_safe and not can_pickle_functions else "forkserver"
+    if is_fork_safe and not can_pickle_functions:
+        return "fork"
+    return "forkserver"
 
 
 def initialized_backend(device_type: str) -> str | None:
-    """The name of a device library initialized in this process, such as ``"CUDA"``; None if there is none."""
+    """Return the name of a device library that is initialized in this process, or None.
+
+    Args:
+        device_type: the type of the devices of the job. CUDA and XPU are looked at in any case.
+
+    Returns:
+        The name in upper case, such as ``"CUDA"``.
+    """
     torch = sys.modules.get("torch")
     for name in dict.fromkeys(("cuda", "xpu", device_type)):
-        if name == "cpu":
-            continue  # needs no initialization and calls itself initialized
+        if name == "cpu":  # the CPU needs no initialization and calls itself initialized
+            continue
         library = getattr(torch, name, None)
         is_initialized = getattr(library, "is_initialized", None)
         if is_initialized is not None and is_initialized():
@@ -170,18 +239,21 @@ def initialized_backend(device_type: str) -> str | None:
 
 
 def refuse_while_importing_main() -> None:
-    """Raise if a script without a guard attempts a launch while a rank imports it: it would launch for ever.
+    """Raise if a launch is attempted while a rank imports an unguarded script.
 
-    A rank imports the script to find its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
+    Each rank of such a launch would launch again, without end. A rank imports the script to find
+    its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
     """
     importing = sys.modules.get("__mp_main__")
-    # Elsewhere the name is the script itself, even if a debugger or `fabric run` has replaced `__main__`.
-    if (
-        importing is not sys.modules["__main__"]
-        and getattr(importing, "__name__", None) == "__mp_main__"
-    ):
+    # In other processes the name is an alias of the script itself, even if a debugger or
+    # `fabric run` has replaced `__main__`.
+    if importing is sys.modules["__main__"]:
+        return
+    if getattr(importing, "__name__", None) == "__mp_main__":
         raise UsageError(
             "launch() at the top level of a script",
-            "another process imports the script to find the function it has to run, and so reaches launch() again",
-            suggestion="if __name__ == '__main__': above the lines that create Fabric and launch; or launcher='fork'",
+            "another process imports the script to find the function that it has to run, and so "
+            "reaches launch() again",
+            suggestion="if __name__ == '__main__': above the lines that create Fabric and launch; "
+            "or launcher='fork'",
         )

@@ -1,4 +1,4 @@
-"""The launcher that runs the script again, once for every rank, and the supervision of scripts for ``fabric run``."""
+"""The launcher that runs the script again in every rank, and the runner of ``fabric run``."""
 
 import io
 import multiprocessing.process
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
@@ -21,8 +21,7 @@ from fabric.launchers.rank import RankConfig, main
 from fabric.launchers.supervisor import StartedProcess, Supervisor, exit_status
 from fabric.world import World
 
-__all__ = ["Script", "ScriptLauncher", "run_script"]
-
+__all__ = ["Script", "ScriptEnd", "ScriptLauncher", "run_script"]
 
 # Read before the script has a chance to change it.
 _START_DIRECTORY: str | None = vars(multiprocessing.process)["ORIGINAL_DIR"]
@@ -33,10 +32,10 @@ class Script:
     """A script with its arguments, which a rank runs as the interpreter would.
 
     Attributes:
-        name: path of a script, a folder or an archive; or the name of a module.
-        is_module: whether ``name`` is that of a module.
-        arguments: its ``sys.argv``, the name of the script first.
-        directory: its initial working directory.
+        name: the path of a script, a folder or an archive, or the name of a module.
+        is_module: whether ``name`` is the name of a module.
+        arguments: the ``sys.argv`` of the script, whose first item is its name.
+        directory: the initial working directory.
         extends_path: whether the interpreter prepends the script's folder to ``sys.path``.
     """
 
@@ -48,81 +47,105 @@ class Script:
 
     @classmethod
     def of(cls, main: ModuleType, command: Sequence[str] = tuple(sys.orig_argv)) -> "Script":
-        """The script that this process runs.
+        """Return the script that this process runs.
 
         Args:
             main: the module ``__main__``.
-            command: the command line; the script may have removed arguments from ``sys.argv``.
+            command: the command line of the process. The script may have removed arguments from
+                ``sys.argv``.
 
         Raises:
             ConfigurationError: there is no script that could be run again.
         """
-        interactive = base.is_interactive()
         file = getattr(main, "__file__", None)
         spec = getattr(main, "__spec__", None)
-        if interactive or file in (None, "<stdin>"):
-            raise ConfigurationError(
-                "the launcher 'popen', which runs the script again in every rank",
-                "this is a notebook or a prompt"
-                if interactive
-                else "the code came from `python -c` or standard input",
-                suggestion='Fabric(..., launcher="forkserver").launch(train)',
-            )
-        name = os.path.abspath(file) if spec is None else spec.name.removesuffix(".__main__")
-        if name == "__main__":
+        if base.is_interactive():
+            raise _no_script_error("this is a notebook or a prompt")
+        if file in (None, "<stdin>"):
+            raise _no_script_error("the code came from `python -c` or standard input")
+
+        is_module = False
+        if spec is None:
+            name = os.path.abspath(file)
+        elif spec.name == "__main__":
             # A directory or a zip archive with a __main__.py.
             name = str(Path(file).parent)
-            spec = None
-        paths = [os.path.abspath(os.path.join(_START_DIRECTORY or "", word)) for word in command]
-        words = paths if spec is None else command
-        arguments = command[words.index(name) :] if name in words else sys.argv
-        return cls(name=name, is_module=spec is not None, arguments=_in_hydras_folder(arguments))
+        else:
+            name = spec.name.removesuffix(".__main__")
+            is_module = True
+        words = command
+        if not is_module:
+            directory = _START_DIRECTORY or ""
+            words = [os.path.abspath(os.path.join(directory, word)) for word in command]
+        arguments = sys.argv
+        if name in words:
+            arguments = command[words.index(name) :]
+        return cls(name=name, is_module=is_module, arguments=_in_hydra_folder(arguments))
 
     def __call__(self) -> Callable[[], None]:
-        """Prepare this process to run the script."""
+        """Prepare this process to run the script, and return the function that runs it."""
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # Line buffering: a killed rank flushes nothing, and partial lines would mix with those of other ranks.
+            # Line buffering: a killed rank flushes nothing, and partial lines would mix with the
+            # lines of other ranks.
             sys.stdout.reconfigure(line_buffering=True)
         sys.argv[:] = self.arguments
-        if self.extends_path and self.is_module:
-            sys.path.insert(0, os.getcwd())
-        elif self.extends_path and os.path.isfile(self.name):
-            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
+        if self.extends_path:
+            self._extend_path()
         return self._run
 
+    def _extend_path(self) -> None:
+        if self.is_module:
+            sys.path.insert(0, os.getcwd())
+        elif os.path.isfile(self.name):
+            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
+
     def _run(self) -> None:
-        # Returns nothing, so that the script's globals are freed before it counts as finished.
+        # The result is dropped, so that the script's globals are freed before it counts as
+        # finished.
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
-def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments, and if Hydra runs this script, an override: every rank uses this process's output folder."""
+def _no_script_error(problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        "the launcher 'popen', which runs the script again in every rank",
+        problem,
+        suggestion='Fabric(..., launcher="forkserver").launch(train)',
+    )
+
+
+def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments with the output folder of Hydra, if Hydra runs this script.
+
+    Every rank then uses the folder of this process instead of making another one.
+    """
     hydra: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return arguments
     config = hydra.HydraConfig.get()
-    kind = "run"
-    folder = config.runtime.output_dir
     if "MULTIRUN" in str(config.mode):  # every rank runs all jobs
-        kind = "sweep"
+        option = "hydra.sweep.dir"
         folder = os.path.join(config.runtime.cwd, config.sweep.dir)
+    else:
+        option = "hydra.run.dir"
+        folder = config.runtime.output_dir
+    escaped_folder = folder.replace("'", r"\'")
     # After the other overrides, which must be consecutive.
-    last = max(
-        (at for at, word in enumerate(arguments) if re.match("[^-]*=", word)),
-        default=len(arguments),
-    )
-    escaped = folder.replace("'", r"\'")
-    return [*arguments[: last + 1], f"hydra.{kind}.dir='{escaped}'", *arguments[last + 1 :]]
+    position = len(arguments)
+    for index, argument in enumerate(arguments):
+        if re.match("[^-]*=", argument):
+            position = index + 1
+    return [*arguments[:position], f"{option}='{escaped_folder}'", *arguments[position:]]
 
 
 class ScriptLauncher(base.Launcher):
-    """Re-runs the script of this process, once for every rank; this process only supervises.
+    """A launcher that runs the script of this process again in every rank.
 
-    Every rank is a child. Rank 0 inherits the standard input, the others read nothing; all write to the standard output
-    and error of this process.
+    Every rank is a child of this process, which only supervises. Rank 0 inherits the standard
+    input, and the other ranks read nothing. All ranks write to the standard output and error of
+    this process.
     """
 
     name = "popen"
@@ -132,16 +155,20 @@ class ScriptLauncher(base.Launcher):
         """Refuse a script that cannot be run again.
 
         Raises:
-            ConfigurationError: this is an interactive session, a notebook, ``python -c`` or a script on standard input.
+            ConfigurationError: this is an interactive session, a notebook, ``python -c`` or a
+                script on standard input.
             UsageError: this process is a rank already, or a rank is importing the script.
         """
         base.refuse_while_importing_main()
         if "FABRIC_STORE" in os.environ:
             raise UsageError(
                 f"a launch of {spec.num_processes} processes by re-running the script",
-                f"this process is rank {os.environ.get('RANK')} of a job that fabric launched: it would never end",
-                suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start a job of its own from within a rank",
+                f"this process is rank {os.environ.get('RANK')} of a job that fabric launched: it "
+                "would never end",
+                suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start another job from "
+                "within a rank",
             )
+        # Called for its error.
         Script.of(sys.modules["__main__"])
 
     def launch(
@@ -151,18 +178,29 @@ class ScriptLauncher(base.Launcher):
         kwargs: Mapping[str, Any],
         spec: base.LaunchSpec,
     ) -> NoReturn:
-        """Run the script in ``spec.num_processes`` processes, wait for them, and exit. Never returns.
+        """Run the script in ``spec.num_processes`` processes, wait for them, and exit.
 
-        ``fn`` runs in the ranks, when they reach the same line.
+        This method never returns. The ranks call ``fn`` when they reach the same line.
 
         Raises:
-            SystemExit: the code of :func:`run_script`.
+            SystemExit: the exit code of :func:`run_script`.
         """
         self.check(spec)
-        code, _ = run_script(
-            Script.of(sys.modules["__main__"]), base.node_worlds(spec.num_processes)
-        )
-        raise SystemExit(code)
+        script = Script.of(sys.modules["__main__"])
+        end = run_script(script, base.node_worlds(spec.num_processes))
+        raise SystemExit(end.exit_code)
+
+
+class ScriptEnd(NamedTuple):
+    """The end of a script that ran in several processes.
+
+    Attributes:
+        exit_code: the exit code for this process.
+        is_interrupted: whether a signal to this process has ended the job.
+    """
+
+    exit_code: int
+    is_interrupted: bool
 
 
 def run_script(
@@ -170,31 +208,42 @@ def run_script(
     worlds: Sequence[World],
     variables: Mapping[str, str] = {},
     logs: RankLogs | None = None,
-) -> tuple[int, bool]:
-    """Run a script in one process for each of these places, and wait for them.
+) -> ScriptEnd:
+    """Run a script in one process for each place, and wait for the processes.
 
     Args:
         script: the script.
-        worlds: the places of this machine's ranks. Without a port they connect through a store of this process.
-        variables: added to the environment that the ranks inherit, besides their place.
-        logs: files for their output; None for the standard output and error of this process.
+        worlds: the places of this machine's ranks. Ranks without a port connect through a store of
+            this process.
+        variables: variables for the environment of the ranks, besides their place.
+        logs: files for the output of the ranks. None uses the standard output and error of this
+            process.
 
     Returns:
-        The exit code for this process: 0 when all ranks ended with 0; that of the rank that failed first, 128 + n for
-        signal n, after one report on standard error; 128 + n if signal n interrupted this process. And whether one did.
+        The exit code for this process. It is 0 if all ranks ended with 0. If a rank failed, it is
+        the exit code of the rank that failed first, or 128 + n for signal n, and this call has
+        written one report to standard error. It is 128 + n if signal n interrupted this process.
 
     Raises:
         SystemExit: the job was preempted; see :meth:`Supervisor.run`.
     """
 
     def start(control: Connection, config: RankConfig) -> StartedProcess:
-        stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
-        shown = [script.name, *script.arguments[1:]]
-        output = logs and logs.open(config.world.rank)
+        stdin = None
+        if config.world.local_rank != 0:
+            stdin = subprocess.DEVNULL
+        output = None
+        if logs is not None:
+            output = logs.open(config.world.rank)
         process = base.start_interpreter(
-            main, control.fileno(), shown, script.directory, stdin, output
+            main,
+            control.fileno(),
+            arguments=[script.name, *script.arguments[1:]],
+            cwd=script.directory,
+            stdin=stdin,
+            output=output,
         )
-        return process.pid, process.poll
+        return StartedProcess(process.pid, process.poll)
 
     job = Supervisor()
     try:
@@ -202,12 +251,12 @@ def run_script(
             job.start(start, worlds, script, variables=variables, runs_script=True)
             job.run()
     except KeyboardInterrupt:
-        return 128 + job.signals[0][0], True
+        return ScriptEnd(128 + job.signals[0].number, is_interrupted=True)
     except RankFailedError as error:
         print(end="", flush=True)  # standard output may be None
         print(f"\n{error}", file=sys.stderr, flush=True)
-        return exit_status(error.exit_code), bool(job.signals)
+        return ScriptEnd(exit_status(error.exit_code), is_interrupted=bool(job.signals))
     finally:
         if logs is not None:
             logs.close(job.ranks)
-    return 0, False
+    return ScriptEnd(0, is_interrupted=False)

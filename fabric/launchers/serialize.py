@@ -1,4 +1,4 @@
-"""Pickles a call for the ranks, and its result for the launching process."""
+"""Pickling of a call for the ranks, and of its result for the launching process."""
 
 import copyreg
 import io
@@ -26,62 +26,78 @@ class Call(NamedTuple):
 def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> tuple[bytes, bool]:
     """Pickle a call once, for all ranks.
 
-    Functions and classes of importable modules and of a script are pickled by name: the ranks import the script, as
-    with the standard library's ``multiprocessing``, and can pickle its classes in turn. Closures, lambdas and
-    definitions of a notebook are pickled by value if ``cloudpickle`` is installed.
+    Functions and classes of importable modules and of a script are pickled by name: the ranks
+    import the script, as with the standard library's ``multiprocessing``, and can pickle its
+    classes in turn. Closures, lambdas and definitions of a notebook are pickled by value if
+    ``cloudpickle`` is installed.
 
     Args:
-        call: function, positional and keyword arguments.
-        main_is_importable: whether a rank could import ``__main__`` instead.
-        by_name: whether the standard library's ``pickle`` may be tried first.
+        call: the function and its arguments.
+        main_is_importable: whether a rank could import ``__main__``.
+        by_name: whether to try the standard library's ``pickle`` first.
 
     Returns:
-        The bytes, and whether ``__main__`` has to be imported before they are loaded.
+        The bytes, and whether ``__main__`` has to be imported before the bytes are loaded.
 
     Raises:
-        MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not installed.
-        ArgumentTypeError: a part of the call cannot be pickled; the text names it.
+        MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not
+            installed.
+        ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
-    packed = _attempt(pickle.dumps, call) if by_name else None
-    # Pickling by name stores the name of the module: without the text "__main__" nothing refers to it.
-    if isinstance(packed, bytes) and (main_is_importable or b"__main__" not in packed):
-        return packed, b"__main__" in packed
-    by_value = has_cloudpickle()
-    dump = (
-        import_module("cloudpickle").dumps if by_value else pickle.dumps
-    )  # an optional dependency
-    if by_value and isinstance(packed := _attempt(dump, call), bytes):
+    if by_name:
+        packed = _try_dump(pickle.dumps, call)
+        if isinstance(packed, bytes):
+            # Without the text "__main__" nothing refers to that module: pickling by name stores the
+            # name of the module.
+            needs_main = b"__main__" in packed
+            if main_is_importable or not needs_main:
+                return packed, needs_main
+    if not has_cloudpickle():
+        raise _call_error(call, pickle.dumps, by_value=False)
+    dump_by_value = import_module("cloudpickle").dumps  # an optional dependency
+    packed = _try_dump(dump_by_value, call)
+    if isinstance(packed, bytes):
         return packed, False
-    name, part, error = _culprit(call, dump)
+    raise _call_error(call, dump_by_value, by_value=True)
+
+
+def _call_error(
+    call: Call, dump: Callable[[Any], bytes], *, by_value: bool
+) -> MissingDependencyError | ArgumentTypeError:
+    """Return the error for a call that cannot be pickled, which names the part that cannot."""
     request = f"launch({getattr(call.fn, '__qualname__', call.fn)}, ...)"
-    if isinstance(error, bytes) or (
-        not by_value and isinstance(part, FunctionType | MethodType | type)
-    ):
-        raise MissingDependencyError(
+    unpicklable = _find_unpicklable(call, dump)
+    is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
+    # Without an error the call can be pickled by name, and the ranks could not import that name.
+    if unpicklable.error is None or (is_definition and not by_value):
+        return MissingDependencyError(
             request,
-            "it is defined where another process cannot import it, and cloudpickle is not installed",
+            "it is defined where another process cannot import it, and cloudpickle is not "
+            "installed",
             suggestion='pip install "torch-fabric[notebook]"',
         )
-    raise ArgumentTypeError(
+    path = unpicklable.path.lstrip(".") or "it"
+    return ArgumentTypeError(
         request,
-        f"{name.lstrip('.') or 'it'} is a {type(part).__qualname__}, which cannot be pickled: {error}",
-        suggestion="build it inside the function, or use the start method 'fork', which inherits it",
+        f"{path} is {unpicklable.description}",
+        suggestion="build it inside the function, or use the start method 'fork', which inherits "
+        "it",
     )
 
 
 def dump_result(value: Any) -> bytes:
-    """Pickle a rank's result: tensors detached, on the CPU, without shared memory.
+    """Pickle the result of a rank, with tensors detached, on the CPU, without shared memory.
 
     Raises:
-        ArgumentTypeError: a part of it cannot be pickled; the text names it.
+        ArgumentTypeError: a part of the result cannot be pickled. The text names the part.
     """
-    packed = _attempt(_dump_by_value, value)
+    packed = _try_dump(_dump_by_value, value)
     if isinstance(packed, bytes):
         return packed
-    name, part, error = _culprit(value, _dump_by_value)
+    unpicklable = _find_unpicklable(value, _dump_by_value)
     raise ArgumentTypeError(
         "what the function returned in a rank has to reach the launching process",
-        f"result{name} is a {type(part).__qualname__}, which cannot be pickled: {error}",
+        f"result{unpicklable.path} is {unpicklable.description}",
         "numbers, texts, tensors, state dicts, and collections of them",
         "return the values that you need; or None, or launch(..., return_result=False)",
     ) from packed
@@ -89,33 +105,58 @@ def dump_result(value: Any) -> bytes:
 
 def load(packed: bytes) -> Any:
     """Unpickle the output of :func:`dump_call` or :func:`dump_result`."""
-    return pickle.loads(packed)  # noqa: S301 (our own parent or child wrote it, on a pipe that no other process holds)
+    # The parent or a child of this process wrote the bytes, on a pipe that no other process holds.
+    return pickle.loads(packed)  # noqa: S301
 
 
 def has_cloudpickle() -> bool:
-    """Whether functions can be pickled by value."""
-    # Takes 30 ms to import; only processes that start ranks need it.
+    """Return whether functions can be pickled by value."""
+    # This import takes 30 ms, and only processes that start ranks need it.
     from lightning_utilities.core.imports import RequirementCache
 
     return bool(RequirementCache("cloudpickle>=3.0"))
 
 
-def _attempt(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
+def _try_dump(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
+    """Return the pickled value, or the error if it cannot be pickled."""
     try:
         return dump(value)
     except Exception as error:  # noqa: BLE001 (a __reduce__ may raise anything; it is reported)
         return error
 
 
-def _culprit(value: Any, dump: Callable[[Any], bytes]) -> tuple[str, Any, bytes | Exception]:
-    """Path, value and error of the first leaf that cannot be pickled; else of the whole collection."""
+class _Unpicklable(NamedTuple):
+    """A value that cannot be pickled.
+
+    Attributes:
+        path: where the value is in its collection, such as ``".args[0]"``. Empty for the whole
+            collection.
+        value: the value.
+        error: the error of pickling it. None if pickling succeeds after all.
+    """
+
+    path: str
+    value: Any
+    error: Exception | None
+
+    @property
+    def description(self) -> str:
+        """The type and the error, to follow the name of the value in a sentence."""
+        return f"a {type(self.value).__qualname__}, which cannot be pickled: {self.error}"
+
+
+def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
+    """Return the first leaf of a collection that cannot be pickled, or else the collection."""
     from fabric.tree import flatten, leaf_paths  # imports torch, without which a rank starts faster
 
     leaves, structure = flatten(value)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-        if isinstance(error := _attempt(dump, leaf), Exception):
-            return path, leaf, error
-    return "", value, _attempt(dump, value)
+        packed = _try_dump(dump, leaf)
+        if isinstance(packed, Exception):
+            return _Unpicklable(path, leaf, packed)
+    packed = _try_dump(dump, value)
+    error = packed if isinstance(packed, Exception) else None
+    return _Unpicklable("", value, error)
 
 
 def _dump_by_value(value: Any) -> bytes:
@@ -130,19 +171,19 @@ def _dump_by_value(value: Any) -> bytes:
 def _dump_with(pickler_type: Any, value: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = pickler_type(buffer, pickle.HIGHEST_PROTOCOL)
+    reducers: dict[type, Callable[[Any], Any]] = {}
     torch = sys.modules.get("torch")
-    tensors = (
-        {} if torch is None else dict.fromkeys((torch.Tensor, torch.nn.Parameter), _reduce_tensor)
-    )
-    pickler.dispatch_table = ChainMap(
-        tensors, getattr(pickler, "dispatch_table", copyreg.dispatch_table)
-    )
+    if torch is not None:
+        reducers[torch.Tensor] = _reduce_tensor
+        reducers[torch.nn.Parameter] = _reduce_tensor
+    default_reducers = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
+    pickler.dispatch_table = ChainMap(reducers, default_reducers)
     pickler.dump(value)
     return buffer.getvalue()
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    # The copy keeps a view from dragging all of its storage along.
+    # The copy keeps a view from pickling all of its storage.
     copy = tensor.detach().cpu().clone()
     if type(tensor) is not type(copy):  # a Parameter
         copy = type(tensor)(copy, tensor.requires_grad)

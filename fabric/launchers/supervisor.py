@@ -1,14 +1,15 @@
-"""Starts the ranks of a job, waits for them, and ends them when one fails or the user interrupts.
+"""The supervisor of a job: starts its ranks, waits for them, and ends them when one fails.
 
-[Note: The end of a failed job] The first process to end is often a secondary failure: the rank that failed first is
-still in its ``finally``. So the supervisor waits briefly for the errors of all ranks, asks the remaining ranks which
-error they are handling, and only then names the root cause. Errors that do not look like a lost connection come first;
-among them, the earliest.
+[Note: The end of a failed job] The first process to end is often a secondary failure: the rank
+that failed first is still in its ``finally`` block. So the supervisor waits briefly for the errors
+of all ranks, asks the remaining ranks which error they are handling, and only then names the root
+cause. Errors that do not look like a lost connection come first. Among them, the earliest is the
+cause.
 
-[Note: Unresponsive ranks] A rank handles a signal in Python code. If it waits for another rank in C++ code, it
-handles the signal only after the other rank makes the same call or ends. So the supervisor waits as long as some rank
-has acted on the signal, has just ended, or uses the CPU. Otherwise the ranks wait for each other and will not run their
-``finally`` blocks.
+[Note: Unresponsive ranks] A rank handles a signal in Python code. If it waits for another rank in
+C++ code, it handles the signal only after the other rank makes the same call or ends. So the
+supervisor waits as long as some rank has acted on the signal, has just ended, or uses the CPU.
+Otherwise the ranks wait for each other and will not run their ``finally`` blocks.
 """
 
 import linecache
@@ -27,14 +28,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from fabric.errors import RankFailedError
-from fabric.launchers.rank import PREEMPTED, Failure, Payload, RankConfig, ending_signals
+from fabric.launchers.rank import (
+    PREEMPTED,
+    Failure,
+    Message,
+    MessageKind,
+    Payload,
+    RankConfig,
+    ending_signals,
+)
 from fabric.world import World, available_cores
 
 __all__ = [
     "RankProcess",
+    "StartProcess",
     "StartedProcess",
     "Supervisor",
     "describe_exit",
@@ -42,38 +52,71 @@ __all__ = [
     "rank_variables",
 ]
 
-StartedProcess = tuple[int, Callable[[], int | None]]
-"""A process id, and a function that returns the exit code: negative for a signal, None while it runs."""
-StartProcess = Callable[[Connection, RankConfig], StartedProcess]
-"""Starts a process and gives it this end of the control pipe."""
 
-# Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
-# failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
-# one that repeats it. What a user waits for after a fault must total less than five: a test checks this.
+class StartedProcess(NamedTuple):
+    """A process that has been started.
+
+    Attributes:
+        pid: the process id.
+        poll: returns the exit code: negative for a signal, None while the process runs.
+    """
+
+    pid: int
+    poll: Callable[[], int | None]
+
+
+StartProcess = Callable[[Connection, RankConfig], StartedProcess]
+"""Starts a process and passes it its end of the control pipe."""
+
+# All in seconds. What a user waits for after a fault must total less than five: a test checks this.
+# For the errors of the other ranks to arrive.
 COLLECT_TIMEOUT = 1.0
+# For the ranks that remain to describe their errors.
 DESCRIBE_TIMEOUT = 0.3
+# For ``finally`` blocks after a failure.
 END_GRACE = 2.0
+# For ``finally`` blocks after an interruption.
 INTERRUPT_GRACE = 3.0
+# For a rank to show that it has noticed a signal.
 RESPONSE_TIME = 1.0
+# For the system to reap a killed process.
 REAP_TIMEOUT = 5.0
+# `timeout` and other programs send each signal twice. A signal that follows the first within this
+# time is such a repetition.
 REPEAT_WINDOW = 0.3
-# Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
+# For a script that asks fabric.should_stop to write its checkpoint. The default of torchrun and of
+# Kubernetes.
 SAVE_GRACE = 30.0
-# Signals that conventionally end a process; programs choose the meaning of the others.
-_STANDARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_POLL = 0.1  # seconds between two looks at the processes
-_IDLE = 0.05  # of a core: the threads of fabric and of gloo poll now and then
-_LINES = 16  # number of ranks whose last call an error shows
-# A frame of user code: the innermost frame is the last in a traceback, the first in a faulthandler stack.
+# Between two looks at the processes.
+_POLL_INTERVAL = 0.1
+
+# Signals that conventionally end a process. Programs choose the meaning of the others.
+_STANDARD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The share of a core that an idle rank uses: the threads of fabric and of gloo poll now and then.
+_IDLE_LOAD = 0.05
+# The number of ranks whose last call an error shows.
+_MAX_LAST_CALLS = 16
+# A frame of user code. The innermost frame is the last in a traceback, and the first in a stack of
+# faulthandler, whose lines do not continue with a comma.
 _LIBRARIES = rf'<|{re.escape(str(Path(__file__).parents[1]))}/|[^"]*-packages/torch/'
-_FRAME = re.compile(rf'File "(?!{_LIBRARIES})(.+?)", line (\d+)(,?)')
+_FRAME = re.compile(rf'File "(?!{_LIBRARIES})(?P<file>.+?)", line (?P<line>\d+)(?P<comma>,?)')
 
 
 def _open_standard_streams() -> None:
-    # Otherwise the next open files would get the numbers of closed streams, and ranks would print to them.
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+    """Open the standard streams that are closed.
+
+    Otherwise the next open files would get the numbers of closed streams, and ranks would print to
+    these files.
+    """
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd < 3:
         os.set_inheritable(fd, True)
+        fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
+
+
+def _never() -> bool:
+    return False
 
 
 class _PrivateFile:
@@ -84,20 +127,28 @@ class _PrivateFile:
     """
 
     def __init__(self) -> None:
+        self._file = self._open()
         if sys.platform == "linux":
-            # Without a name; other users cannot read /proc/<pid>/fd. An interpreter that was built for an
-            # older C library, as some of conda's are, cannot make one in memory.
-            in_memory = getattr(os, "memfd_create", None)
-            if in_memory is not None:
-                self._file: Any = open(in_memory("fabric"), "rb")  # noqa: SIM115 - open as long as this object
-            else:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115 - likewise
             # The process id as this /proc has it, which may belong to an outer namespace.
             self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
-            self._file = tempfile.NamedTemporaryFile(prefix="fabric-")  # noqa: SIM115 - likewise
             self.path = self._file.name
-        self.close = self._file.close
+
+    def _open(self) -> Any:
+        """Return a new open file.
+
+        On Linux it has no name, and its path is in /proc/<pid>/fd, which other users cannot read.
+        """
+        if sys.platform != "linux":
+            return tempfile.NamedTemporaryFile(prefix="fabric-")
+        if hasattr(os, "memfd_create"):
+            return open(os.memfd_create("fabric"), "rb")
+        # The interpreter was built for an older C library, as some of conda's are.
+        return tempfile.TemporaryFile()
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        self._file.close()
 
 
 @dataclass(kw_only=True)
@@ -105,159 +156,209 @@ class RankProcess:
     """One rank, as its supervisor sees it.
 
     Attributes:
-        config: its configuration.
-        pid: its process id.
-        read_exit_code: returns its exit code, or None.
-        control: this end of its control pipe; see ``rank.py``.
+        config: the configuration of the rank.
+        process: the process of the rank.
+        control: the supervisor's end of the control pipe; see ``[Note: Control pipe]`` in rank.py.
         stack: the file with the stack of a fatal signal.
-        messages: the content of its latest message of each kind.
-        exit_code: its exit code, once it has ended.
-        ended: when its end was noticed, on the monotonic clock.
+        messages: the content of the latest message of each kind.
+        exit_code: the exit code of the rank, once it has ended.
+        end_time: when the end was noticed, on the monotonic clock.
     """
 
     config: RankConfig
-    pid: int
-    read_exit_code: Callable[[], int | None]
+    process: StartedProcess
     control: Connection
     stack: _PrivateFile
-    messages: dict[str, Any] = field(default_factory=dict)
+    messages: dict[MessageKind, Any] = field(default_factory=dict)
     exit_code: int | None = None
-    ended: float = 0.0
+    end_time: float = 0.0
 
     @property
     def rank(self) -> int:
-        """Its global rank."""
+        """The global rank."""
         return self.config.world.rank
 
     @property
     def failure(self) -> Failure | None:
-        """Its error, if it has sent one."""
+        """The error of the rank, if it has sent one."""
         return self.messages.get("error") or self.messages.get("described")
 
     @property
     def is_exiting(self) -> bool:
-        """Whether its payload has returned or failed."""
+        """Whether the payload has returned or failed."""
         return "finished" in self.messages or "error" in self.messages
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the rank has ended."""
         if self.exit_code is None:
-            self.exit_code = self.read_exit_code()
-            self.ended = monotonic()
+            self.exit_code = self.process.poll()
+            self.end_time = monotonic()
         return self.exit_code is not None
 
     def has_failed(self) -> bool:
-        """Whether it has sent an error, or has ended in an unexpected way."""
-        if "error" in self.messages or self.exit_code is None:
-            return "error" in self.messages
-        return self.exit_code not in (0, PREEMPTED) or not (
-            "finished" in self.messages or self.config.runs_script
-        )
+        """Return whether the rank has sent an error, or has ended in an unexpected way."""
+        if "error" in self.messages:
+            return True
+        if self.exit_code is None:
+            return False
+        if self.exit_code not in (0, PREEMPTED):
+            return True
+        return "finished" not in self.messages and not self.config.runs_script
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the rank has ended."""
         if not self.poll():
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.process.pid, number)
 
-    def send(self, kind: Any, content: Any = None) -> None:
-        """Send a message; :meth:`poll` finds a rank that has died."""
+    def send(self, kind: MessageKind, content: Any = None) -> None:
+        """Send a message. :meth:`poll` finds a rank that has died."""
         with suppress(OSError):
-            self.control.send((kind, content))
+            self.control.send(Message(kind, content))
+
+    def send_payload(self, payload: Payload) -> None:
+        """Send the configuration and the payload, which the rank reads before any message."""
+        with suppress(OSError):
+            self.control.send((self.config, payload))
 
     def receive(self) -> None:
         """Read the messages that have arrived."""
         try:
             while not self.control.closed and self.control.poll():
-                kind, content = self.control.recv()
-                self.messages[kind] = content
+                message: Message = self.control.recv()
+                self.messages[message.kind] = message.content
         except (EOFError, OSError):
             self.control.close()
 
     def read_stack(self) -> str:
-        """The stack that it has written: of the thread that failed or, if that is no Python thread, of the main one."""
-        reason, *threads = (
-            Path(self.stack.path)
-            .read_text(errors="replace")
-            .partition("\n\nExtension")[0]
-            .split("\n\n")
-        )
-        failed = [thread for thread in threads if thread.startswith("Current")]
-        return "\n\n".join([reason, *(failed or threads[-1:])])
+        """Return the stack of the thread that failed, as the rank has written it.
+
+        If the thread that failed is not a Python thread, the stack is that of the main thread.
+        """
+        text = Path(self.stack.path).read_text(errors="replace")
+        stacks, _, _ = text.partition("\n\nExtension")
+        reason, *threads = stacks.split("\n\n")
+        failed_threads = [thread for thread in threads if thread.startswith("Current")]
+        return "\n\n".join([reason, *(failed_threads or threads[-1:])])
 
     def last_call(self) -> str:
-        """The innermost line of user code in its error or stack, as a line of a table."""
-        text = (
-            self.failure.text if self.failure else self.messages.get("stack") or self.read_stack()
-        )
-        frames = _FRAME.findall(text)
-        place = "it had finished" if "finished" in self.messages else "unknown"
+        """Return the innermost line of user code in the error or stack, as a line of a table."""
+        if self.failure is not None:
+            text = self.failure.text
+        else:
+            text = self.messages.get("stack") or self.read_stack()
+        frames = list(_FRAME.finditer(text))
         if frames:
-            file, line, _ = frames[-1 if frames[0][2] else 0]
-            place = f"{file}:{line}: {linecache.getline(file, int(line)).strip()}"
-        return f"\n    rank {self.rank}: {place}"
+            is_traceback = frames[0]["comma"] != ""
+            frame = frames[-1] if is_traceback else frames[0]
+            code = linecache.getline(frame["file"], int(frame["line"])).strip()
+            call = f"{frame['file']}:{frame['line']}: {code}"
+        elif "finished" in self.messages:
+            call = "it had finished"
+        else:
+            call = "unknown"
+        return f"\n    rank {self.rank}: {call}"
 
     def processor_seconds(self) -> float:
-        """CPU time of all threads of the process; NaN if it is unknown or the main thread is not sleeping."""
+        """Return the CPU time of all threads of the process, in seconds.
+
+        The result is NaN if the time is unknown, or if the main thread is not sleeping.
+        """
         try:
-            state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended, or this is not Linux
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:  # the process has ended, or this is not Linux
             return math.nan
-        return sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK") if state == "S" else math.nan
+        # The name of the program, in parentheses, may contain spaces.
+        _, _, after_name = stat.rpartition(")")
+        state, *fields = after_name.split()
+        if state != "S":
+            return math.nan
+        user_ticks = int(fields[10])
+        system_ticks = int(fields[11])
+        return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
     def cause_order(self, peer_lost: bool) -> tuple[int, float, int]:
-        """A sort key that puts the root cause first, and ranks that cannot be the cause last.
+        """Return a sort key that puts the root cause first.
 
         Args:
-            peer_lost: whether a rank reports that it has lost another one.
+            peer_lost: whether a rank reports that it has lost another rank.
+
+        Returns:
+            How unlikely the rank is to be the cause, from 0; when it failed; and its rank.
         """
         failure = self.failure
         if failure is not None:
-            return (
-                3 if failure.secondary else int("error" not in self.messages),
-                failure.time,
-                self.rank,
-            )
-        # A rank that has finished did so too early only if another rank reports that it has lost a peer.
-        if peer_lost if "finished" in self.messages else self.exit_code == 0:
-            return 2, self.ended, self.rank
-        return 4 if self.exit_code in (None, 0, PREEMPTED) else 0, self.ended, self.rank
+            if failure.secondary:
+                unlikeliness = 3
+            elif "error" in self.messages:
+                unlikeliness = 0
+            else:
+                unlikeliness = 1  # the rank is handling this error, and may recover from it
+            return unlikeliness, failure.time, self.rank
+
+        if "finished" in self.messages:
+            # A rank that has finished did so too early only if another rank has lost a peer.
+            has_left_early = peer_lost
+        else:
+            has_left_early = self.exit_code == 0
+        if has_left_early:
+            unlikeliness = 2
+        elif self.exit_code in (None, 0, PREEMPTED):
+            unlikeliness = 4
+        else:
+            unlikeliness = 0
+        return unlikeliness, self.end_time, self.rank
+
+
+class ReceivedSignal(NamedTuple):
+    """A signal that has arrived.
+
+    Attributes:
+        number: the number of the signal.
+        time: when it arrived, on the monotonic clock.
+    """
+
+    number: int
+    time: float
 
 
 class Supervisor:
-    """The ranks of one job on this machine. Leaving the ``with`` block kills those that still run.
+    """The ranks of one job on this machine. Leaving the ``with`` block kills ranks that still run.
 
     Attributes:
         ranks: the ranks that have been started.
-        signals: the job-ending signals that have arrived since the block was entered, each with its time.
+        signals: the job-ending signals that have arrived since the block was entered.
     """
 
     def __init__(self) -> None:
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
-        self.signals: list[tuple[int, float]] = []
+        self.signals: list[ReceivedSignal] = []
         self._store = _PrivateFile()
         self._handlers: dict[int, Any] = {}
-        # Users of SLURM have it send SIGUSR1 for another purpose.
-        self._report_signal = (
-            signal.SIGQUIT if signal.SIGUSR1 in ending_signals() else signal.SIGUSR1
-        )
-        self._report_requested = False
+        self._report_signal = signal.SIGUSR1
+        if signal.SIGUSR1 in ending_signals():  # users of SLURM have it send SIGUSR1
+            self._report_signal = signal.SIGQUIT
+        self._is_report_requested = False
 
     def __enter__(self) -> Self:
-        # Only the main thread may install handlers; in another thread the signals keep their handlers.
+        # Only the main thread may install handlers. In another thread the signals keep theirs.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
-                handler = signal.getsignal(number)
-                # An ignored signal stays ignored, as the shell or nohup wants. SIGQUIT is the exception: the shell
-                # ignores it for all "&" jobs, but means the keyboard. None: installed from C, cannot be restored.
-                is_ours = (
-                    handler != signal.SIG_IGN if number in _STANDARD else handler is signal.SIG_DFL
-                )
-                is_ours |= number == self._report_signal and handler is signal.SIG_IGN
-                if is_ours and handler is not None:
-                    self._handlers[number] = signal.signal(number, self._note)
+                if self._should_handle(number):
+                    self._handlers[number] = signal.signal(number, self._on_signal)
         return self
+
+    def _should_handle(self, number: int) -> bool:
+        """Return whether the supervisor handles a signal, rather than the handler of now."""
+        handler = signal.getsignal(number)
+        if handler is None:  # installed from C: it could not be restored
+            return False
+        if handler is signal.SIG_IGN:
+            # An ignored signal stays ignored, as the shell or nohup wants. The shell also ignores
+            # SIGQUIT for all "&" jobs, but only because of the keyboard.
+            return number == self._report_signal
+        return number in _STANDARD_SIGNALS or handler is signal.SIG_DFL
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -291,43 +392,58 @@ class Supervisor:
         Args:
             start: starts a process.
             worlds: the place of each rank. In a job of one machine the store is added.
-            payload: sent to the ranks; None if they share the memory of this process.
-            results: which ranks send back their results, as in :class:`~fabric.launchers.LaunchSpec`.
-            variables: added to their environment, besides their place and :func:`rank_variables`.
-            runs_script: whether they run a script. A rank that runs a function fails if it exits before it returns.
+            payload: the work, which is sent to the ranks. None if the ranks share the memory of
+                this process.
+            results: which ranks send back their results, as in
+                :class:`~fabric.launchers.LaunchSpec`.
+            variables: variables for the environment of the ranks, besides their place and
+                :func:`rank_variables`.
+            runs_script: whether the ranks run a script. A rank that runs a function fails if it
+                exits before it returns.
         """
-        for place in worlds:
-            world = (
-                replace(place, store=f"file://{self._store.path}") if place.port is None else place
-            )
-            added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(
-                variables
-            )
-            stack = _PrivateFile()
-            config = RankConfig(
-                world=world,
-                variables=world.to_env() | added,
-                # OpenMP allows a list, one number per level of nesting.
-                threads=int(added["OMP_NUM_THREADS"].split(",")[0]),
-                stack_file=stack.path,
-                runs_script=runs_script,
-                returns=results == "all" or (results == "first" and world.rank == 0),
-            )
-            control, theirs = multiprocessing.Pipe()
-            # On Ctrl-C a process that is still starting would print a long traceback. Blocked signals are inherited,
-            # and are delivered when the rank unblocks them.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                with theirs:
-                    pid, read_exit_code = start(theirs, config)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            rank = RankProcess(
-                config=config, pid=pid, read_exit_code=read_exit_code, control=control, stack=stack
-            )
-            self.ranks.append(rank)
-        for rank in self.ranks if payload else ():
-            rank.send(rank.config, payload)
+        for world in worlds:
+            self._start_rank(start, world, results, variables, runs_script)
+        if payload is not None:
+            for rank in self.ranks:
+                rank.send_payload(payload)
+
+    def _start_rank(
+        self,
+        start: StartProcess,
+        world: World,
+        results: str,
+        variables: Mapping[str, str],
+        runs_script: bool,
+    ) -> None:
+        if world.port is None:
+            world = replace(world, store=f"file://{self._store.path}")
+        rank_environment = {
+            **world.to_env(),
+            **rank_variables(os.environ, world, available_cores(), sys.platform),
+            **variables,
+        }
+        # OpenMP allows a list, one number per level of nesting.
+        threads, _, _ = rank_environment["OMP_NUM_THREADS"].partition(",")
+        stack = _PrivateFile()
+        config = RankConfig(
+            world=world,
+            variables=rank_environment,
+            threads=int(threads),
+            stack_file=stack.path,
+            runs_script=runs_script,
+            returns=results == "all" or (results == "first" and world.rank == 0),
+        )
+        control, rank_control = multiprocessing.Pipe()
+        # On Ctrl-C a process that is still starting would print a long traceback. Blocked signals
+        # are inherited, and are delivered when the rank unblocks them.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with rank_control:
+                process = start(rank_control, config)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        rank = RankProcess(config=config, process=process, control=control, stack=stack)
+        self.ranks.append(rank)
 
     def run(self) -> list[bytes]:
         """Wait for all ranks.
@@ -336,155 +452,244 @@ class Supervisor:
             The pickled result of each rank, in the order in which they were started.
 
         Raises:
-            RankFailedError: a rank failed; the others have had their grace period.
-            KeyboardInterrupt: a job-ending signal arrived, see ``signals``; the ranks have had a grace period.
-            SystemExit: the job was preempted: all ranks have ended, at least one with :data:`PREEMPTED`.
+            RankFailedError: a rank failed. The other ranks have had a grace period.
+            KeyboardInterrupt: a job-ending signal arrived, see ``signals``. The ranks have had a
+                grace period.
+            SystemExit: the job was preempted: all ranks have ended, at least one of them with
+                :data:`PREEMPTED`.
         """
-        over = False
-        while not over:
-            over = self._collect(_POLL)
-            saving = [rank for rank in self.ranks if "saving" in rank.messages]
-            if self.signals and saving and self.signals[0][0] not in _STANDARD:
-                # A scheduler sent it, and will end the job itself when the time to save is over.
-                number, _ = self.signals.pop(0)
-                for rank in saving:
-                    rank.kill(number)
-            elif self.signals:
-                number, _ = self.signals[0]
-                # A second signal ends the wait, unless it follows at once: `timeout` and others send each signal twice.
-                grace = SAVE_GRACE if saving and number != signal.SIGINT else INTERRUPT_GRACE
-                self._end(
-                    number, grace, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT_WINDOW
-                )
-                if any(rank.exit_code != PREEMPTED for rank in self.ranks):
-                    raise KeyboardInterrupt
+        have_ended = False
+        while not have_ended:
+            have_ended = self._collect(_POLL_INTERVAL)
+            if self.signals:
+                self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
-                self._conclude()
+                self._end_failed_job()
         if any(rank.exit_code == PREEMPTED for rank in self.ranks):
             raise SystemExit(PREEMPTED)
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
-    def collect_until(self, seconds: float, done: Callable[[], object] = bool) -> None:
-        """Collect messages and exit codes until all ranks have ended, ``done()`` is true, or the time is over."""
+    def collect_until(self, seconds: float, done: Callable[[], object] = _never) -> None:
+        """Collect messages and exit codes until all ranks have ended.
+
+        Args:
+            seconds: how long to wait at most.
+            done: a condition that ends the wait earlier.
+        """
         deadline = monotonic() + seconds
-        while not self._collect(min(_POLL, max(0.0, deadline - monotonic()))) and not done():
-            if monotonic() >= deadline:
+        while True:
+            timeout = min(_POLL_INTERVAL, max(0.0, deadline - monotonic()))
+            have_ended = self._collect(timeout)
+            if have_ended or done() or monotonic() >= deadline:
                 return
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == self._report_signal:
-            self._report_requested = True
+            self._is_report_requested = True
         else:
-            self.signals.append((number, monotonic()))
+            self.signals.append(ReceivedSignal(number, monotonic()))
+
+    def _handle_signal(self) -> None:
+        """Pass the first signal on to the ranks, and end the job unless the ranks save on it.
+
+        Raises:
+            KeyboardInterrupt: the ranks have ended, unless all of them were preempted.
+        """
+        number = self.signals[0].number
+        saving_ranks = [rank for rank in self.ranks if "saving" in rank.messages]
+        if saving_ranks and number not in _STANDARD_SIGNALS:
+            # A scheduler sent it, and will end the job itself when the time to save is over.
+            self.signals.pop(0)
+            for rank in saving_ranks:
+                rank.kill(number)
+            return
+        grace = INTERRUPT_GRACE
+        if saving_ranks and number != signal.SIGINT:
+            grace = SAVE_GRACE
+        self._end(number, grace, self._is_signal_followed)
+        if any(rank.exit_code != PREEMPTED for rank in self.ranks):
+            raise KeyboardInterrupt
+
+    def _is_signal_followed(self) -> bool:
+        """Return whether a second signal has arrived that does not just repeat the first one."""
+        return self.signals[-1].time - self.signals[0].time > REPEAT_WINDOW
 
     def _alive(self) -> list[RankProcess]:
+        """Return the ranks that have not ended."""
         return [rank for rank in self.ranks if not rank.poll()]
 
     def _collect(self, timeout: float) -> bool:
-        """Wait for messages or an exit for at most this many seconds; whether all ranks have ended."""
-        if self._report_requested:
-            self._report_requested = False
+        """Wait for messages or an exit. Return whether all ranks have ended.
+
+        Args:
+            timeout: how long to wait at most, in seconds.
+        """
+        if self._is_report_requested:
+            self._is_report_requested = False
             request = os.urandom(8).hex()
             for rank in self._alive():
                 rank.send("report", request)
         controls = [rank.control for rank in self.ranks if not rank.control.closed]
-        wait(controls, timeout if controls else min(timeout, 0.005))
+        if not controls:
+            timeout = min(timeout, 0.005)  # nothing will end this wait early
+        wait(controls, timeout)
         for rank in self.ranks:
             # In this order: once a rank has ended, all its messages are in the pipe.
             rank.poll()
             rank.receive()
         return all(rank.exit_code is not None for rank in self.ranks)
 
-    def _conclude(self) -> None:
-        self.collect_until(
-            COLLECT_TIMEOUT, lambda: self.signals or all(rank.is_exiting for rank in self._alive())
-        )
+    def _end_failed_job(self) -> NoReturn:
+        """End the other ranks and raise the root cause. See ``[Note: The end of a failed job]``."""
+        self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
         for rank in self._alive():
             rank.send("describe")
-        self.collect_until(
-            DESCRIBE_TIMEOUT,
-            lambda: self.signals or all("described" in one.messages for one in self._alive()),
-        )
+        self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
         error = self._root_cause()
         self._end(signal.SIGTERM, END_GRACE)
         raise error
 
-    def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
-        """Signal the ranks to end, and wait for a grace period; :meth:`close` kills those that remain."""
+    def _are_errors_complete(self) -> bool:
+        """Return whether all ranks are ending, or a signal asks not to wait for them."""
+        return bool(self.signals) or all(rank.is_exiting for rank in self._alive())
+
+    def _are_descriptions_complete(self) -> bool:
+        """Return whether all ranks have described their errors, or a signal asks not to wait."""
+        return bool(self.signals) or all("described" in rank.messages for rank in self._alive())
+
+    def _end(self, number: int, grace: float, stop: Callable[[], object] = _never) -> None:
+        """Signal the ranks to end, and wait. :meth:`close` kills the ranks that remain.
+
+        The wait stops early if the ranks do not respond; see ``[Note: Unresponsive ranks]``.
+
+        Args:
+            number: the signal to send.
+            grace: how long to wait at most, in seconds.
+            stop: a condition that ends the wait earlier.
+        """
         for rank in self.ranks:
-            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. A signal to a rank that is
-            # exiting would only replace its exit code.
-            if not rank.is_exiting:
-                rank.kill(number if "ready" in rank.messages else signal.SIGKILL)
-        # Stops early if the ranks do not respond: [Note: Unresponsive ranks].
-        until = monotonic() + grace
-        while (alive := self._alive()) and (left := until - monotonic()) > 0 and not stop():
-            before = sum(rank.processor_seconds() for rank in alive)
-            self.collect_until(min(RESPONSE_TIME, left), stop)
-            worked = sum(rank.processor_seconds() for rank in alive) - before
-            responding = any("signal" in rank.messages or rank.is_exiting for rank in alive)
-            if self._alive() == alive and worked < _IDLE * RESPONSE_TIME and not responding:
-                break
+            # A signal to a rank that is exiting would only replace its exit code.
+            if rank.is_exiting:
+                continue
+            if "ready" in rank.messages:
+                rank.kill(number)
+            else:
+                rank.kill()  # a rank that starts has no ``finally`` to run, and ignores Ctrl-C
+        deadline = monotonic() + grace
+        while not stop():
+            ranks = self._alive()
+            seconds_left = deadline - monotonic()
+            if not ranks or seconds_left <= 0:
+                return
+            seconds_before = _processor_seconds(ranks)
+            self.collect_until(min(RESPONSE_TIME, seconds_left), stop)
+            seconds_used = _processor_seconds(ranks) - seconds_before
+            is_responding = any("signal" in rank.messages or rank.is_exiting for rank in ranks)
+            # The time may be NaN, which is not less than anything: then the wait goes on.
+            is_idle = seconds_used < _IDLE_LOAD * RESPONSE_TIME
+            if self._alive() == ranks and is_idle and not is_responding:
+                return
 
     def _root_cause(self) -> RankFailedError:
-        """The error of the rank that has ended the job."""
+        """Return the error of the rank that has ended the job."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         peer_lost = any(failure.peer_lost for failure in failures)
         rank = min(self.ranks, key=lambda rank: rank.cause_order(peer_lost))
         failure = rank.failure
-        code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
-        text = failure.text if failure else rank.read_stack()
+        if rank.exit_code is not None:
+            code = rank.exit_code
+        elif failure is not None:
+            code = failure.exit_code
+        else:
+            code = 0
+
         if code == 0:
-            # The early exit raised no error itself: show the first error that it caused.
-            text = min(failures, key=lambda failure: failure.time).text if failures else ""
-        how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
-        # C++ code often aborts because another rank made a different call.
-        calls = (
-            "".join(rank.last_call() for rank in self.ranks[:_LINES])
-            if code == -signal.SIGABRT
-            else ""
-        )
-        request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
-        return RankFailedError(
-            request, rank.rank, code, text, calls and f"where each rank was:{calls}"
-        )
+            # The early exit raised no error: show the first error that it caused.
+            text = _first_text(failures)
+        elif failure is not None:
+            text = failure.text
+        else:
+            text = rank.read_stack()
+        if text and code == 1:
+            end = "failed (exit code 1)"
+        else:
+            end = describe_exit(code)
+        last_calls = ""
+        if code == -signal.SIGABRT:
+            # C++ code often aborts because another rank made a different call.
+            calls = "".join(rank.last_call() for rank in self.ranks[:_MAX_LAST_CALLS])
+            last_calls = f"where each rank was:{calls}"
+        request = f"rank {rank.rank} of {rank.config.world.world_size} {end}"
+        return RankFailedError(request, rank.rank, code, text, last_calls)
+
+
+def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
+    """Return the CPU time of all ranks, or NaN if the time of one is unknown."""
+    return sum(rank.processor_seconds() for rank in ranks)
+
+
+def _first_text(failures: Sequence[Failure]) -> str:
+    """Return the text of the earliest failure, or an empty text."""
+    if not failures:
+        return ""
+    return min(failures, key=lambda failure: failure.time).text
 
 
 def rank_variables(
     environ: Mapping[str, str], world: World, cores: int, platform: str
 ) -> dict[str, str]:
-    """The environment variables of a rank besides its place; the user's values take precedence.
+    """Return the environment variables of a rank besides its place.
+
+    Variables that the user has set keep their values.
 
     Args:
         environ: the environment of the launching process.
-        world: place of the rank.
-        cores: number of cores that the ranks of this machine share.
+        world: the place of the rank.
+        cores: the number of cores that the ranks of this machine share.
         platform: as in ``sys.platform``.
     """
-    # torchrun sets one thread and warns; without a limit every rank would use all cores and slow the others down.
-    # gloo listens on the address that the host name resolves to, unless it is given an interface.
+    # torchrun sets one thread and warns. Without a limit every rank would use all cores and slow
+    # down the others.
     variables = {"OMP_NUM_THREADS": str(max(1, cores // world.local_world_size))}
     if world.port is None:
-        variables["GLOO_SOCKET_IFNAME"] = "lo0" if platform == "darwin" else "lo"
-    return {name: environ.get(name) or value for name, value in variables.items()}
+        # gloo listens on the address that the host name resolves to, unless an interface is set.
+        loopback = "lo0" if platform == "darwin" else "lo"
+        variables["GLOO_SOCKET_IFNAME"] = loopback
+    for name in variables:
+        variables[name] = environ.get(name) or variables[name]
+    return variables
 
 
 def exit_status(code: int) -> int:
-    """The exit code of the launching process after a rank ended with this code: as a shell shows it, never 0."""
-    return 128 - code if code < 0 else code or 1
+    """Return the exit code of the launching process for the exit code of a rank.
+
+    The code is as a shell shows it: 128 + n for a rank that signal n has killed. It is never 0.
+    """
+    if code < 0:
+        return 128 - code
+    return code or 1
 
 
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: ": fabric did not do it; the system kills this way when memory runs out",
-    signal.SIGABRT: ": C++ code aborted, as when ranks make different calls, which FABRIC_CHECK=1 compares",
+    signal.SIGKILL: (": fabric did not kill it; the system kills this way when memory runs out"),
+    signal.SIGABRT: (
+        ": C++ code aborted, as when ranks make different calls, which FABRIC_CHECK=1 compares"
+    ),
 }
 
 
 def describe_exit(code: int) -> str:
-    """How a rank ended and the usual reason, to follow the rank's name in a sentence."""
+    """Return how a rank ended and the usual reason, to follow the rank's name in a sentence."""
     if code == 0:
-        return "exited with exit code 0: it ended early, without an error, while the other ranks still needed it"
+        return (
+            "exited with exit code 0: it ended early, without an error, while the other ranks "
+            "still needed it"
+        )
     if code > 0:
         return f"exited with exit code {code}"
-    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
-    return f"was killed by {name} (exit code {code}){_HINTS.get(-code, '')}"
+    number = -code
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"was killed by {name} (exit code {code}){_HINTS.get(number, '')}"
