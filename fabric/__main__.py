@@ -1,4 +1,4 @@
-"""``python -m fabric`` does what the command ``fabric`` does."""
+"""The entry point of ``python -m fabric``, which does what the command ``fabric`` does."""
 
 import sys
 
