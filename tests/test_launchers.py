@@ -253,8 +253,9 @@ def test_an_argument_that_cannot_be_pickled_is_named(method):
 
 
 def test_a_result_that_cannot_be_pickled_is_named(launcher):
-    with pytest.raises(RankFailedError, match=r"result\['deep'\]\[1\] is a generator"):
+    with pytest.raises(RankFailedError, match=r"result\['deep'\]\[1\] is a generator") as failure:
         launcher.launch(lambda: {"deep": [1, (x for x in ())]}, (), {}, TWO)
+    assert failure.value.exit_code == 1
 
 
 def test_a_call_instead_of_a_function_is_refused(launcher):
