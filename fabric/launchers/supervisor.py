@@ -44,6 +44,7 @@ from fabric.world import World, available_cores
 
 __all__ = [
     "RankProcess",
+    "ReceivedSignal",
     "StartProcess",
     "StartedProcess",
     "Supervisor",
