@@ -397,7 +397,10 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
 
 
 def test_a_copy_of_a_loader_does_not_share_the_workers_of_the_original():
-    loader = data.DataLoader(range(4), num_workers=1, persistent_workers=True)
+    # Not forked: this process has threads of other tests.
+    loader = data.DataLoader(
+        range(4), num_workers=1, persistent_workers=True, multiprocessing_context="spawn"
+    )
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
     workers = loader._iterator
     assert workers is not None
