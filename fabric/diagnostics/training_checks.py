@@ -1,18 +1,20 @@
 """Checks in the first steps of each optimizer that find silent training mistakes.
 
-[Note: Training checks] Some mistakes raise no error and only spoil the result: gradients that never arrive or are not
-reduced yet, replicas that drift apart. Hooks around an optimizer's first steps check for them and are then removed.
-Fingerprints of the replicas are compared through the store, never by a collective: the rank that is first writes its
-own; each other rank compares with that and, if they differ, writes its own beside it. The other ranks check for one
-again after the next backward pass, which needs every rank. So the store, which is in the memory of one node, holds at
-most two fingerprints, however many ranks there are.
+[Note: Training checks] Some mistakes raise no error and only spoil the result: gradients that never
+arrive or are not reduced yet, replicas that drift apart. Hooks around an optimizer's first steps
+check for them and are then removed. Fingerprints of the replicas are compared through the store,
+never by a collective: the first rank writes its fingerprint. If the fingerprint of another rank
+differs, that rank writes a second one. The ranks look for the second fingerprint again after the
+next backward pass, which needs every rank. So the store, which is in the memory of one node, holds
+at most two fingerprints, however many ranks there are.
 
-Only certain mistakes are errors. A missing gradient is an error if the strategy needs it, and otherwise a warning at
-the last of these steps. Parameters outside of set-up modules count as replicas, since the user may synchronize them:
-they must not differ.
+Only certain mistakes are errors. A missing gradient is an error if the strategy needs it, and
+otherwise a warning at the last of these steps. Parameters outside of set-up modules count as
+replicas, since the user may synchronize them: they must not differ.
 
-One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer that steps with
-scaled gradients or with parameters that a model no longer has, or a module or loader that is separate on each rank.
+One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer
+that steps with scaled gradients or with parameters that a model no longer has, or a module or
+loader that is separate on each rank.
 """
 
 import hashlib
@@ -35,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fabric._torch import datasets_iterated_in_full, local_tensor, real_tensors
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
-from fabric.errors import UsageError
+from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
 from fabric.store import JobStore
 from fabric.tree import parameters_of
@@ -51,7 +53,7 @@ _MOST_STEPS = 20
 _OFF = "Fabric(check_training=False) if this is meant"
 _GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 # Characters of a list of parameters.
-_LONGEST = 400
+_MAX_CHARACTERS = 400
 # Elements that a checksum converts to int64 at a time.
 _CHUNK = 1 << 20
 # The integers with as many bytes as an element.
@@ -194,7 +196,7 @@ class TrainingChecks:
             empty = _ids(parameter for parameter in parameters if _has_nan(parameter))
             if empty:
                 self._refuse(
-                    f"these are not a number before the first step: {_named(contract, empty)}",
+                    f"these are not a number before the first step: {_names_of(contract, empty)}",
                     "a checkpoint for a module that was built with empty_init=True, or values of "
                     "the user's own",
                     'fabric.load(path, {"model": model}) after fabric.setup(...); or '
@@ -207,7 +209,7 @@ class TrainingChecks:
         if unreduced:
             self._refuse(
                 "the last backward pass did not reduce the gradients of "
-                f"{_named(contract, unreduced)}",
+                f"{_names_of(contract, unreduced)}",
                 "a step after a backward pass with synchronization",
                 "with fabric.no_backward_sync(model, enabled=accumulating): around all "
                 "micro-batches but the last",
@@ -219,7 +221,7 @@ class TrainingChecks:
         without = parameters - self._had_gradient
         if contract.expects_unused or not self._backwards or without in (set(), parameters):
             return
-        names = _named(contract, without)
+        names = _names_of(contract, without)
         if contract.needs_forward:
             self._refuse(
                 f"no gradient has arrived at {names}, and without these the others are not "
@@ -254,8 +256,8 @@ class TrainingChecks:
 
     def _record_gradients(self, optimizer: Optimizer) -> set[int]:
         """Record which parameters have gradients, and return the ids of all trained ones."""
-        trained = _trained(optimizer)
-        self._had_gradient |= _with_gradient(trained)
+        trained = _trained_parameters(optimizer)
+        self._had_gradient |= _ids_with_gradient(trained)
         return _ids(trained)
 
     def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
@@ -266,9 +268,9 @@ class TrainingChecks:
     # -- after a step ---------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        trained = _trained(optimizer)
+        trained = _trained_parameters(optimizer)
         # A step that is skipped after an overflow has no gradients either.
-        if self._is_finished or not _with_gradient(trained):
+        if self._is_finished or not _ids_with_gradient(trained):
             return
         self._steps += 1
         if self._store.size == 1:
@@ -289,7 +291,7 @@ class TrainingChecks:
         if replicated:
             self._replicated_names = [names[id(parameter)] for parameter in replicated]
             self._fingerprint = fingerprint(replicated)
-        elif _set_up(self._contracts) & _ids(trained):  # shards
+        elif _ids_of_modules(self._contracts) & _ids(trained):  # shards
             options: list[tuple[str, float]] = []
             for group in optimizer.param_groups:
                 for key, value in group.items():
@@ -306,7 +308,7 @@ class TrainingChecks:
                 names[id(parameter)] = name
         # Sharded parameters reduce their gradients.
         plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
-        outside_of_modules = _with_gradient(plain) - _set_up(self._contracts)
+        outside_of_modules = _ids_with_gradient(plain) - _ids_of_modules(self._contracts)
         for number, parameter in enumerate(parameters_of(optimizer)):
             if id(parameter) in outside_of_modules:
                 names[id(parameter)] = (
@@ -342,7 +344,8 @@ class TrainingChecks:
             first, second = sorted((rank, published.rank))
             raise UsageError(
                 f"step {self._steps} of {self._class_name} on rank {rank}",
-                f"the replicas of ranks {first} and {second} differ after it: {_some(different)}",
+                f"the replicas of ranks {first} and {second} differ after it: "
+                f"{_join_names(different)}",
                 "the same changes on all ranks, by gradients of set-up modules from outside of "
                 "no_backward_sync",
                 f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
@@ -350,64 +353,77 @@ class TrainingChecks:
 
 
 class SetupChecks:
-    """Checks in the first steps of all optimizers for what was not set up; see ``[Note: Training checks]``.
+    """Checks in the first steps of all optimizers for what was not set up.
+
+    See ``[Note: Training checks]``.
 
     Args:
-        contracts, store, backward: as for :class:`TrainingChecks`.
-        optimizers: set-up optimizers.
-        loaders: set-up loaders.
-        check: raises for optimizers that cannot be set up.
-        scales: whether backward passes scale gradients.
+        contracts: the contracts of the set-up modules.
+        store: the store in which ranks exchange fingerprints.
+        backward: the hooks around backward passes.
+        optimizers: the set-up optimizers.
+        loaders: the set-up loaders.
+        check_setup: raises for optimizers that cannot be set up.
+        scales_loss: whether backward passes scale gradients.
     """
 
     def __init__(
-        self, contracts: Contracts, store: JobStore, backward: Hooks, *, optimizers: Collection[Optimizer],
-        loaders: Collection[object], check: Callable[[Sequence[Optimizer]], object], scales: bool,
-    ) -> None:  # fmt: skip
+        self,
+        contracts: Contracts,
+        store: JobStore,
+        backward: Hooks,
+        *,
+        optimizers: Collection[Optimizer],
+        loaders: Collection[object],
+        check_setup: Callable[[Sequence[Optimizer]], object],
+        scales_loss: bool,
+    ) -> None:
         self._contracts = contracts
         self._store = store
         self._backward = backward
         self._optimizers = optimizers
         self._loaders = loaders
-        self._check = check
-        self._scales = scales
+        self._check_setup = check_setup
+        self._scales_loss = scales_loss
         self._backwards = 0
         self._calls = 0
-        self._seen: WeakSet[Optimizer] = WeakSet()
-        # has one been set up
+        self._stepped: WeakSet[Optimizer] = WeakSet()
         self._numbers = count()
-        self._is_used = False
-        self._all = ExitStack()
+        self._has_set_up_optimizer = False
+        # The hooks of this object, which are removed first, and those of each optimizer.
         self._hooks = ExitStack()
-        self._all.callback(self._hooks.close)
+        self._all_hooks = ExitStack()
+        self._all_hooks.callback(self._hooks.close)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
-    def watch(self, optimizer: Optimizer, name: str = "") -> None:
-        """Check an optimizer's first steps (again, once it has more parameters)."""
-        self._is_used |= not name
-        name = name or str(next(self._numbers))
-        self._all.callback(
-            TrainingChecks(optimizer, name, self._contracts, self._store, self._backward).close
-        )
+    def watch(self, optimizer: Optimizer) -> None:
+        """Check the first steps of a set-up optimizer; again, once it has more parameters."""
+        self._has_set_up_optimizer = True
+        self._start_checks(optimizer, str(next(self._numbers)))
 
     def on_param_group(self, optimizer: Optimizer) -> None:
-        """Check an optimizer that got parameters after setup: at once, and after the next backward."""
-        self._check([optimizer])
-        held_weakly = ref(optimizer)
+        """Check an optimizer that got parameters after setup, now and in its first steps."""
+        self._check_setup([optimizer])
+        optimizer_ref = ref(optimizer)
 
-        def watch(*_: object) -> None:
-            self._backward.after.remove(watch)
-            if (extended := held_weakly()) is not None:
-                self.watch(extended)
+        def watch_after_backward(*_: object) -> None:
+            self._backward.after.remove(watch_after_backward)
+            extended_optimizer = optimizer_ref()
+            if extended_optimizer is not None:
+                self.watch(extended_optimizer)
 
-        # This runs in an optimizer's hook, where no other can be added.
-        self._backward.after.append(watch)
+        # This runs in an optimizer's hook, where no other hook can be added.
+        self._backward.after.append(watch_after_backward)
 
     def close(self) -> None:
-        """Remove the hooks of all checks; not to be called in an optimizer's hook."""
-        self._all.close()
+        """Remove the hooks of all checks. Not to be called in an optimizer's hook."""
+        self._all_hooks.close()
+
+    def _start_checks(self, optimizer: Optimizer, name: str) -> None:
+        checks = TrainingChecks(optimizer, name, self._contracts, self._store, self._backward)
+        self._all_hooks.callback(checks.close)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         self._backwards += 1
@@ -418,113 +434,163 @@ class SetupChecks:
         self._calls += 1
         if self._calls > _STEPS_OF_ALL:
             return
-        is_first = optimizer not in self._seen
-        self._seen.add(optimizer)
-        request = f"{type(optimizer).__name__}.step() on rank {self._store.rank}"
-        trained = _trained(optimizer)
-        set_up = _set_up(self._contracts)
-        arrived = _with_gradient(trained)
+        is_first_step = optimizer not in self._stepped
+        self._stepped.add(optimizer)
+        trained = _trained_parameters(optimizer)
         if optimizer not in self._optimizers:
-            self._check([optimizer])
-            if (
-                self._scales
-                and self._backwards
-                and arrived
-                and (arrived & set_up or not self._contracts)
-            ):
-                raise UsageError(
-                    request,
-                    "it has not been set up, and steps with the gradients of the loss times its scale",
-                    "every optimizer of gradients that fabric.backward() computes is set up",
-                    "model, optimizer = fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer)",
-                )
-        held = _ids(each for known in (*self._optimizers, *self._seen) for each in _trained(known))
-        for contract in self._contracts if _ids(trained) - set_up - arrived else ():
-            if left_out := _with_gradient(contract.parameters().values()) - held:
-                raise UsageError(
-                    request,
-                    "no gradient has arrived at parameters of it that no set-up module has, and no optimizer has "
-                    f"{_named(contract, left_out)}",
-                    "an optimizer of the parameters that the module has when it is set up",
-                    "optimizer = torch.optim.SGD(model.parameters()) after a layer is replaced, then fabric.setup(...)",
-                )
-        if self._store.size == 1 or not is_first:
+            self._check_setup([optimizer])
+            self._check_not_scaled(optimizer, trained)
+        self._check_parameters_in_use(optimizer, trained)
+        if is_first_step and self._store.size > 1:
+            self._check_synchronized(optimizer, trained)
+
+    def _check_not_scaled(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Raise if an optimizer that was not set up would step with scaled gradients."""
+        arrived = _ids_with_gradient(trained)
+        if not arrived or not self._scales_loss or not self._backwards:
             return
-        missing = ""
-        # Each rank may have latent tensors of its own; sharded parameters are no problem.
-        if not (self._contracts or self._is_used) and nn.Parameter in map(type, trained):
-            self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
-            missing = (
-                "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
-            )
-        elif arrived & set_up and not self._loaders and self._store.rank == 0:
-            for dataset in datasets_iterated_in_full():
-                missing = (
-                    f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
+        # Without a set-up module, the gradients may be those of any model.
+        if self._contracts and arrived.isdisjoint(_ids_of_modules(self._contracts)):
+            return
+        raise UsageError(
+            self._request(optimizer),
+            "it has not been set up, and steps with the gradients of the loss times its scale",
+            "every optimizer of gradients that fabric.backward() computes is set up",
+            "model, optimizer = fabric.setup(model, optimizer), or "
+            "fabric.setup_optimizers(optimizer)",
+        )
+
+    def _check_parameters_in_use(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Raise if an optimizer has parameters that a model has replaced by others."""
+        without_gradient = _ids(trained) - _ids_with_gradient(trained)
+        if without_gradient <= _ids_of_modules(self._contracts):
+            return
+        in_optimizers: set[int] = set()
+        for other_optimizer in (*self._optimizers, *self._stepped):
+            in_optimizers |= _ids(_trained_parameters(other_optimizer))
+        for contract in self._contracts:
+            left_out = _ids_with_gradient(contract.parameters().values()) - in_optimizers
+            if left_out:
+                raise UsageError(
+                    self._request(optimizer),
+                    "no gradient has arrived at parameters of it that no set-up module has, and no "
+                    f"optimizer has {_names_of(contract, left_out)}",
+                    "an optimizer of the parameters that the module has when it is set up",
+                    "optimizer = torch.optim.SGD(model.parameters()) after a layer is replaced, "
+                    "then fabric.setup(...)",
                 )
-        if missing and self._store.rank == 0:
-            warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=2)
+
+    def _check_synchronized(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Warn on rank 0 if each rank has its own model, or reads the whole dataset."""
+        is_rank_0 = self._store.rank == 0
+        has_setup = bool(self._contracts) or self._has_set_up_optimizer
+        # Each rank may have latent tensors of its own, and sharded parameters are no problem.
+        if not has_setup and any(type(parameter) is nn.Parameter for parameter in trained):
+            num_elements = sum(parameter.numel() for parameter in trained)
+            self._start_checks(optimizer, f"{self._calls} {num_elements}")
+            if is_rank_0:
+                self._warn(
+                    "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
+                )
+            return
+        trains_module = _ids_with_gradient(trained) & _ids_of_modules(self._contracts)
+        if is_rank_0 and trains_module and not self._loaders:
+            datasets = datasets_iterated_in_full()
+            if datasets:
+                self._warn(
+                    f"each reads the whole {datasets[-1]}: "
+                    "loader = fabric.setup_dataloaders(loader)"
+                )
+
+    def _warn(self, problem: str) -> None:
+        message = f"of {self._store.size} processes {problem}; or {_OFF}"
+        # At the hook in torch's optimizer, past the three methods of this class.
+        warnings.warn(message, stacklevel=4)
+
+    def _request(self, optimizer: Optimizer) -> str:
+        return f"{type(optimizer).__name__}.step() on rank {self._store.rank}"
 
 
 def check_same_model(
-    communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None
+    communicator: Communicator,
+    root: nn.Module,
+    error: FabricError | None = None,
+    plan: object = None,
 ) -> None:
-    """Raise on every rank the first rank's error, or a UsageError if the models differ. Collective.
+    """Raise on every rank if the models differ, or if a rank has an error.
+
+    Collective: every rank must call it.
 
     Args:
         communicator: all ranks.
         root: the model.
-        error: the FabricError of this rank, which cannot set it up; or None.
-        plan: how each part will be set up; compared by its ``repr``.
+        error: the error for which this rank cannot set up the model. None if there is none.
+        plan: how each submodule will be set up. Plans are compared by their ``repr``.
+
+    Raises:
+        UsageError: the models or plans differ.
+        FabricError: the error of the first rank that has one.
     """
     with real_tensors():  # in a dry run, too
-        own = torch.tensor(0 if error else _digest(root, plan), device=communicator.device)
-        digests = communicator.run(Collective(Operation.ALL_GATHER, own)).tolist()
+        digest = 0
+        if error is None:
+            digest = _digest(root, plan)
+        message = torch.tensor(digest, device=communicator.device)
+        digests = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
     if 0 in digests:
-        communicator.gather_objects(None, error=error)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        request = f"setup({type(root).__name__}) on rank {communicator.rank}"
-        problem = f"it is another model on rank {others[0]} than on rank 0, by names, shapes, dtypes or parts of it"
-        raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
+        communicator.gather_objects(None, error=error)  # raises the error on every rank
+    for rank, digest_of_rank in enumerate(digests):
+        if digest_of_rank != digests[0]:
+            raise UsageError(
+                f"setup({type(root).__name__}) on rank {communicator.rank}",
+                f"it is another model on rank {rank} than on rank 0, by the names, shapes, dtypes "
+                "or parts of it",
+                suggestion="a build that does not depend on the rank",
+            )
 
 
 def _digest(root: nn.Module, plan: object) -> int:
-    """A nonzero digest of parameters and buffers: names, shapes, dtypes, and which names share a tensor."""
-    tensors = (
+    """Return a nonzero digest of a model's parameters and buffers, and of a plan.
+
+    The digest depends on names, shapes and dtypes, and on which names share a tensor.
+    """
+    tensors: list[tuple[str, Tensor]] = [
         *root.named_parameters(remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),
-    )
-    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
-    layout = [
-        (
-            name,
-            numbers[id(each)],
-            not is_lazy(each) and each.shape,
-            each.dtype,
-            each.requires_grad,
-            type(each),
-        )
-        for name, each in tensors
     ]
-    return 1 + int.from_bytes(hashlib.sha256(repr((layout, plan)).encode()).digest()[:7])
+    last_numbers = {id(tensor): number for number, (_, tensor) in enumerate(tensors)}
+    layout: list[object] = []
+    for name, tensor in tensors:
+        shape = None
+        if not is_lazy(tensor):
+            shape = tensor.shape
+        number = last_numbers[id(tensor)]
+        layout.append((name, number, shape, tensor.dtype, tensor.requires_grad, type(tensor)))
+    content = repr((layout, plan)).encode()
+    return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7])
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
-    """A 64-bit number for each tensor, which depends on all bits and their places.
+    """Return a 64-bit number for each tensor, which depends on all bits and their positions.
 
     Waits for the device once.
     """
-    sums = [_checksum(local_tensor(tensor).detach()) for tensor in tensors]
-    return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+    checksums = [_checksum(local_tensor(tensor).detach()) for tensor in tensors]
+    device = checksums[0].device
+    return torch.stack([checksum.to(device) for checksum in checksums]).tolist()
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A checksum: odd weights make every bit count; integers wrap around alike on all devices."""
+    """Return a checksum of a tensor's bits.
+
+    The weights are odd, so that every bit counts. Integers wrap around in the same way on all
+    devices.
+    """
     bits = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.split(_CHUNK):
-        weights = 2 * torch.arange(part.numel(), dtype=torch.int64, device=bits.device) + 1
-        total = total * _PRIME + (part.to(torch.int64) * weights).sum()
+    for chunk in bits.split(_CHUNK):
+        weights = 2 * torch.arange(chunk.numel(), dtype=torch.int64, device=bits.device) + 1
+        total = total * _PRIME + (chunk.to(torch.int64) * weights).sum()
     return total
 
 
@@ -532,38 +598,38 @@ def _ids(parameters: Iterable[Tensor]) -> set[int]:
     return {id(parameter) for parameter in parameters}
 
 
-def _with_gradient(parameters: Iterable[Tensor]) -> set[int]:
+def _ids_with_gradient(parameters: Iterable[Tensor]) -> set[int]:
     return _ids(parameter for parameter in parameters if parameter.grad is not None)
 
 
-def _set_up(contracts: Iterable[GradientContract]) -> set[int]:
-    return _ids(parameter for contract in contracts for parameter in contract.parameters().values())
+def _ids_of_modules(contracts: Iterable[GradientContract]) -> set[int]:
+    ids: set[int] = set()
+    for contract in contracts:
+        ids |= _ids(contract.parameters().values())
+    return ids
 
 
 def _has_nan(parameter: Tensor) -> bool:
-    # One-byte and quantized dtypes have no isnan, or no NaN.
     tensor = local_tensor(parameter)
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.element_size() > 1
-        and bool(tensor.isnan().any())
-    )
+    # One-byte and quantized dtypes have no isnan, or no NaN.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.element_size() == 1:
+        return False
+    return bool(tensor.isnan().any())
 
 
-def _trained(optimizer: Optimizer) -> list[Tensor]:
-    # A rank may hold an empty shard of a parameter, and then has no gradient for it.
-
-    return [
-        each
-        for each in parameters_of(optimizer)
-        if each.requires_grad and local_tensor(each).numel()
-    ]
-
-
-def _named(contract: GradientContract, wanted: set[int]) -> str:
-    names = [name for name, parameter in contract.parameters().items() if id(parameter) in wanted]
-    return f"{_some(names)} of {contract.title}"
+def _trained_parameters(optimizer: Optimizer) -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for parameter in parameters_of(optimizer):
+        # A rank may hold an empty shard of a parameter, and then has no gradient for it.
+        if parameter.requires_grad and local_tensor(parameter).numel():
+            parameters.append(parameter)
+    return parameters
 
 
-def _some(names: Iterable[str]) -> str:
-    return shorten(", ".join(names), _LONGEST, placeholder=" ...")
+def _names_of(contract: GradientContract, ids: set[int]) -> str:
+    names = [name for name, parameter in contract.parameters().items() if id(parameter) in ids]
+    return f"{_join_names(names)} of {contract.title}"
+
+
+def _join_names(names: Iterable[str]) -> str:
+    return shorten(", ".join(names), _MAX_CHARACTERS, placeholder=" ...")
