@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fabric
 from fabric import Fabric
 from fabric._plan import resolve
+from fabric.diagnostics import stacks
 from fabric.diagnostics.hang_report import HangReporter, RankState, compose_report
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
 from fabric.diagnostics.stacks import Stacks, read_stack
@@ -71,6 +73,18 @@ def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
         optimizer.step()
     evaluate()
     assert phases == ["forward", None, "forward", None]
+
+
+def test_a_stack_has_the_callers_of_should_stop_but_not_those_of_the_rank():
+    folder = f"{Path(fabric.__file__).parent}/launchers"
+    frames = [
+        f'File "{folder}/preemption.py", line 1 in is_due',
+        'File "train.py", line 2 in train',
+    ]
+    launcher_frame = f'File "{folder}/rank.py", line 3 in run'
+    lines = "".join(f"  {frame}\n" for frame in [*frames, launcher_frame])
+    dump = f"Thread 0x000000000001 (most recent call first):\n{lines}"
+    assert stacks._of_thread(dump.encode(), 1) == "\n".join(frames)
 
 
 def test_a_report_of_a_group_is_about_its_members():

@@ -21,9 +21,10 @@ from pathlib import Path
 __all__ = ["Address", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
 
 _FRAMES = 16  # innermost frames kept
-# This frame and those outside of it are fabric's launchers.
+# This frame and those outside of it are fabric's launchers. The rank itself calls preemption.py.
 _LAUNCH = re.compile(
-    rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/(launchers/|'
+    rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/'
+    r'(launchers/(?!preemption\.py")|'
     r'_fabric\.py", line \d+ in _run_in_rank$))'
 )
 _SIGNAL = signal.SIGRTMIN + 11 if os.path.exists("/proc/self/status") else 0
