@@ -4,10 +4,10 @@
 value                     devices with an index           a number of processes (CPU)
 ========================  ==============================  =============================
 ``2`` or ``"2"``          the first two: 0 and 1          two
-``-1`` or ``"-1"``        all of them                     one per core
-``"auto"``                all of them                     one
-``[0, 2]`` or ``"0,2"``   those with index 0 and 2        an error
-``[2]`` or ``"2,"``       the one with index 2            an error
+``-1`` or ``"-1"``        all devices                     one per core
+``"auto"``                all devices                     one
+``[0, 2]`` or ``"0,2"``   the devices 0 and 2             an error
+``[2]`` or ``"2,"``       the device 2                    an error
 ========================  ==============================  =============================
 """
 
@@ -24,27 +24,43 @@ from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.world import available_cores
 
 __all__ = [
-    "ACCELERATORS", "Accelerator", "AcceleratorName", "CPUAccelerator", "CUDAAccelerator", "EntryPoint",
+    "ACCELERATORS",
+    "Accelerator",
+    "AcceleratorName",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "EntryPoint",
     "MPSAccelerator",
-]  # fmt: skip
+]
 
 EntryPoint = NewType("EntryPoint", str)
-"""The name of an entry point of another package, which type checkers do not know: ``strategy=EntryPoint("theirs")``."""
+"""The name of another package's entry point, for type checkers, which know only fabric's names.
+
+For example, ``strategy=EntryPoint("theirs")``.
+"""
 
 AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps"] | EntryPoint
 
-# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3), with our values in bytes. Smaller blocks stay with the process:
-# each page that the system hands out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of
-# `python -m benchmarks gpt-fsdp`; from 4 MiB on, a third of it).
-_MALLOPT = ((-1, 32 * 2**20), (-3, 4 * 2**20))
+# Parameters of mallopt(3), and our values in bytes. Blocks smaller than _MMAP_THRESHOLD stay with
+# the process, since each page that the system hands out again is a fault. In a step of
+# `python -m benchmarks gpt-fsdp`, a threshold of 1 MiB causes ten times as many faults as glibc's
+# default, and one of 4 MiB a third as many.
+_M_TRIM_THRESHOLD = -1
+_TRIM_THRESHOLD = 32 * 2**20
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD = 4 * 2**20
+
+# A number of devices, the indices of devices, or "auto".
+_Devices = int | tuple[int, ...] | Literal["auto"]
 
 
 class Accelerator(ABC):
-    """A kind of hardware: whether it is available, how many devices it has, and how a process selects one.
+    """A kind of hardware: its devices, and how a process selects one.
 
-    Stateless: two instances are interchangeable, and none remembers a device. :meth:`is_available`,
-    :meth:`device_count` and :meth:`parse_devices` run in a process that may still fork, so they leave the hardware
-    uninitialized; :meth:`activate` is the first call that may touch it.
+    An accelerator has no state: two instances are interchangeable, and none remembers a device.
+    :meth:`is_available`, :meth:`device_count` and :meth:`parse_devices` run in a process that may
+    still fork, so they must not initialize the hardware. :meth:`activate` is the first call that
+    may initialize the hardware.
 
     Attributes:
         name: the ``type`` of the :class:`torch.device` of this hardware, such as ``"cuda"``.
@@ -53,143 +69,174 @@ class Accelerator(ABC):
     name: ClassVar[str]
 
     def is_available(self) -> bool:
-        """Whether this process could use at least one such device."""
+        """Return whether this process can use at least one device of this hardware."""
         return self.device_count() > 0
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of such devices that this process may use; 0 when there is none."""
+        """Return the number of devices that this process may use. 0 if there is none."""
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
-        """The devices of this node that ``devices`` selects, one per process.
+        """Return the devices of this node that ``devices`` selects, one for each process.
 
         Args:
-            devices: a number, a list of indices, their spelling as a string, or ``"auto"``; see the table above.
+            devices: a number of devices, a list of indices, the spelling of either as a string, or
+                ``"auto"``. The table at the top of :mod:`fabric.accelerators` explains each.
 
         Returns:
             The devices in the order of the local ranks, at least one.
 
         Raises:
-            ConfigurationError: there are not so many devices, an index is out of range or repeated, or none is named.
+            ConfigurationError: ``devices`` selects more devices than there are, an index twice or
+                out of range, or no device.
             ArgumentTypeError: the value is neither an integer, a string nor a sequence of integers.
         """
         count = self.device_count()
-        expected = f'a number from 1 to {count}, a list of distinct indices below {count}, or "auto" for all'
-        value = _parse(devices, expected)
-        if value in ("auto", -1):
-            value = count
-        # One index too many is enough for the error below.
-        indices = tuple(range(min(value, count + 1))) if isinstance(value, int) else value
-        if not indices or not set(indices) <= set(range(count)) or len(set(indices)) < len(indices):
-            problem = f"this process sees {count} devices of type {self.name!r}"
+        expected = (
+            f"a number from 1 to {count}, a list of distinct indices below {count}, or "
+            '"auto" for all'
+        )
+        parsed = _parse(devices, expected)
+        if isinstance(parsed, tuple):
+            indices = parsed
+        elif parsed in ("auto", -1):
+            indices = tuple(range(count))
+        else:
+            # One index too many is enough for the error below.
+            indices = tuple(range(min(parsed, count + 1)))
+        distinct = set(indices)
+        if not indices or len(distinct) < len(indices) or not distinct.issubset(range(count)):
             suggestion = 'devices="auto"' if count else 'accelerator="cpu"'
-            raise ConfigurationError(f"devices={devices!r}", problem, expected, suggestion)
+            raise ConfigurationError(
+                f"devices={devices!r}",
+                f"this process sees {count} devices of type {self.name!r}",
+                expected,
+                suggestion,
+            )
         return tuple(torch.device(self.name, index) for index in indices)
 
     def activate(self, device: torch.device) -> None:
-        """Make ``device`` the current one of this process; nothing to do where torch has no current device."""
+        """Make ``device`` the current device of this process.
+
+        Does nothing by default, for hardware of which torch has no current device.
+        """
 
     def return_freed_memory(self) -> None:
-        """From now on, return freed large blocks to the system; does nothing where that is the default.
+        """Return large blocks to the system when they are freed, until the process ends.
 
-        For strategies that allocate and free whole parameters in every step. It lasts as long as the process.
+        Strategies that allocate and free whole parameters in every step call it. Does nothing by
+        default, for hardware whose allocator returns blocks anyway.
         """
 
     def release(self) -> None:
-        """Give cached memory back to the system; live tensors keep theirs."""
+        """Return cached memory to the system. The memory of live tensors is kept."""
 
     @property
     def default_backend(self) -> str:
-        """Name of the process-group backend that torch uses for this hardware, such as ``"gloo"`` or ``"nccl"``.
+        """The process-group backend that torch uses for this hardware, such as ``"nccl"``.
 
         Raises:
-            ValueError: torch has no backend for it; ``DDPStrategy(process_group_backend=...)`` names one.
+            ValueError: torch has no backend for this hardware. Name one with
+                ``DDPStrategy(process_group_backend=...)``.
         """
         return torch.distributed.get_default_backend_for_device(self.name)
 
 
 @final
 class CPUAccelerator(Accelerator):
-    """The CPU: always available; its devices are processes, which share the cores."""
+    """The CPU. It is always available, and its devices are processes, which share the cores."""
 
     name = "cpu"
 
     def device_count(self) -> int:
-        """Number of cores that this process may use, at least 1; fewer than the machine has under an affinity mask."""
+        """Return the number of cores that this process may use, at least 1.
+
+        An affinity mask makes it smaller than the number of cores of the machine.
+        """
         return available_cores()
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
-        """The CPU once per process; there may be more processes than cores. See :meth:`Accelerator.parse_devices`."""
+        """Return the CPU once for each process. See :meth:`Accelerator.parse_devices`.
+
+        There may be more processes than cores.
+        """
         expected = 'a number of processes >= 1, -1 for one process per core, or "auto" for one'
-        value = _parse(devices, expected)
-        value = {"auto": 1, -1: self.device_count()}.get(value, value)
-        if not isinstance(value, int) or value < 1:
+        num_processes = _parse(devices, expected)
+        if num_processes == "auto":
+            num_processes = 1
+        elif num_processes == -1:
+            num_processes = self.device_count()
+        if not isinstance(num_processes, int) or num_processes < 1:
             problem = "it is not a number of processes, and CPU cores have no index"
             raise ConfigurationError(f"devices={devices!r}", problem, expected, 'devices="auto"')
-        return (torch.device(self.name),) * value
+        return (torch.device(self.name),) * num_processes
 
     def return_freed_memory(self) -> None:
-        """From now on, blocks of 4 MiB or more go back to the system when they are freed, under glibc.
+        """Return blocks of 4 MiB or more to the system when they are freed, under glibc.
 
-        glibc does so at first, but with each such block it raises the size from which it does, up to 32 MiB, so that
-        what a strategy gathers and frees would stay with the process. A user's setting in the environment
-        (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) wins.
+        glibc does so at first. But each freed block raises the size from which glibc returns
+        blocks, up to 32 MiB, so that what a strategy gathers and frees would stay with the process.
+        A user's setting in the environment (``MALLOC_TRIM_THRESHOLD_``,
+        ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) wins.
         """
-        # Other C libraries have no such function, and give large blocks back at once.
+        if "MALLOC_TRIM_THRESHOLD_" in os.environ or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+            return
+        if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+            return
+        # Other C libraries have no such function, and return large blocks at once.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        is_set = any(
-            name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-        )
-        if (
-            mallopt is not None
-            and not is_set
-            and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", "")
-        ):
-            for parameter, value in _MALLOPT:
-                mallopt(parameter, value)
+        if mallopt is not None:
+            mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+            mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 
 
 @final
 class CUDAAccelerator(Accelerator):
-    """NVIDIA GPUs, and AMD GPUs through ROCm; those hidden by ``CUDA_VISIBLE_DEVICES`` do not count."""
+    """The GPUs of NVIDIA, and those of AMD under ROCm, that ``CUDA_VISIBLE_DEVICES`` shows."""
 
     name = "cuda"
 
     def device_count(self) -> int:
-        """Number of visible GPUs, 0 without a driver or in a torch that was built without CUDA."""
-        # We rely on torch asking NVML (amdsmi under ROCm), which leaves the driver uninitialized and honors
-        # CUDA_VISIBLE_DEVICES. Only where NVML itself is missing or fails does torch ask the CUDA runtime, and then a
-        # process that is forked later cannot use CUDA. torch.cuda.is_available() asks the runtime in any case, unless
-        # PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
+        """Return the number of visible GPUs.
+
+        It is 0 without a driver, or if torch was built without CUDA.
+        """
+        # torch asks NVML (amdsmi under ROCm), which does not initialize the driver and honors
+        # CUDA_VISIBLE_DEVICES. If NVML is missing or fails, torch asks the CUDA runtime, and then a
+        # process that is forked later cannot use CUDA. torch.cuda.is_available() always asks the
+        # runtime, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
         return torch.cuda.device_count()
 
     def activate(self, device: torch.device) -> None:
-        """Make ``device`` the current GPU of this process, where ``"cuda"`` without an index then points."""
+        """Make ``device`` the current GPU of this process, which ``"cuda"`` then stands for."""
         torch.cuda.set_device(device)
 
     def release(self) -> None:
-        """Return the caching allocator's free blocks to the driver; nothing happens when CUDA was never used."""
+        """Return the caching allocator's free blocks to the driver.
+
+        Does nothing if CUDA was never used.
+        """
         torch.cuda.empty_cache()
 
 
 @final
 class MPSAccelerator(Accelerator):
-    """The GPU of a Mac with Apple silicon: there is exactly one, with index 0."""
+    """The GPU of a Mac with Apple silicon. There is exactly one, with index 0."""
 
     name = "mps"
 
     def device_count(self) -> int:
-        """1, or 0 where this Mac or this torch cannot use it."""
+        """Return 1, or 0 if this machine or this torch cannot use MPS."""
         return int(torch.backends.mps.is_available())
 
     def release(self) -> None:
         """Return the allocator's free blocks to the system."""
-        # Without the guard torch raises on a machine that has no such device.
+        # torch.mps raises on a machine without such a device.
         if self.is_available():
             torch.mps.empty_cache()
 
 
-# In the order in which "auto" asks for them; the CPU is always there.
+# In the order in which "auto" tries them. The CPU is always available.
 ACCELERATORS = {
     "cuda": CUDAAccelerator,
     "gpu": CUDAAccelerator,
@@ -198,21 +245,32 @@ ACCELERATORS = {
 }
 
 
-def _parse(devices: Any, expected: str) -> Any:
-    """``"auto"``, a number, or a tuple of indices, from any of their spellings; the numbers are not checked."""
+def _parse(devices: Any, expected: str) -> _Devices:
+    """Return a value of ``devices`` in its plain form. Whether such devices exist is not checked.
+
+    Args:
+        devices: the user's value.
+        expected: the valid values, for errors.
+
+    Raises:
+        ConfigurationError: a string is neither a number, a list of numbers nor ``"auto"``.
+        ArgumentTypeError: the value has another type.
+    """
     try:
-        if not isinstance(devices, str):
-            return (
-                tuple(map(operator.index, devices))
-                if isinstance(devices, Sequence)
-                else operator.index(devices)
-            )
-        text = devices.strip()
-        if text == "auto":
-            return text
-        # "2" is a number of devices; the comma in "2," says that it is a list, as it does in Python.
-        numbers = tuple(map(int, text.removesuffix(",").split(",")))
-        return numbers if "," in text else numbers[0]
+        if isinstance(devices, str):
+            return _parse_text(devices.strip())
+        if isinstance(devices, Sequence):
+            return tuple(map(operator.index, devices))
+        return operator.index(devices)
     except (TypeError, ValueError) as error:
         kind = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
         raise kind(f"devices={devices!r}", str(error), expected, 'devices="auto"') from error
+
+
+def _parse_text(text: str) -> _Devices:
+    if text == "auto":
+        return "auto"
+    # "2" is a number of devices. The comma in "2," makes a list, as in Python.
+    if "," not in text:
+        return int(text)
+    return tuple(map(int, text.removesuffix(",").split(",")))
