@@ -1,15 +1,17 @@
 """The dtypes of parameters, computation and outputs: one row of a table for each precision.
 
-[Note: Precision] A ``*-true`` precision keeps everything in one dtype: parameters are converted in ``setup`` and
-floating inputs are cast to the parameters' dtype. ``32-true`` converts nothing: the parameters stay as they were built
-(float32, unless the model was built or loaded in something else), and inputs follow them. A ``*-mixed`` precision keeps
-float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-bit outputs are returned as float32.
-Integers and booleans are never touched.
+[Note: Precision] A ``*-true`` precision keeps everything in one dtype: parameters are converted in
+``setup`` and floating inputs are cast to the parameters' dtype. ``32-true`` converts nothing: the
+parameters keep the dtype in which the model was built or loaded, usually float32, and inputs are
+cast to that dtype. A ``*-mixed`` precision keeps float32 parameters and runs the forward pass under
+:class:`torch.autocast`. 16-bit outputs are returned as float32. Integers and booleans are never
+cast.
 """
 
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -62,12 +64,15 @@ _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the loss is scaled so that float16 gradients do not underflow; the names are those of torch's ``GradScaler``.
+    """The scale of the loss, which keeps float16 gradients from underflowing.
+
+    The attributes have the names that torch's ``GradScaler`` gives them.
 
     Attributes:
-        init_scale: the first scale, a power of two, so that scaling costs no rounding. A checkpoint restores its own.
-        growth_interval: number of steps in a row without an overflow after which the scale doubles. After an overflow,
-            the step is skipped and the scale is halved.
+        init_scale: the first scale, a power of two, so that scaling does not round. A checkpoint
+            restores the scale that it holds. Default: 2.0**16.
+        growth_interval: the number of steps in a row without an overflow after which the scale
+            doubles. After an overflow, the step is skipped and the scale is halved. Default: 2000.
 
     Raises:
         ConfigurationError: a value is invalid.
@@ -99,13 +104,17 @@ class Precision:
 
     Attributes:
         name: the canonical name, such as ``"bf16-mixed"``.
-        param_dtype: dtype that floating parameters and buffers are converted to in ``setup``; None leaves them.
-        compute_dtype: dtype of the autocast region of a mixed precision; None means there is none.
-        reduce_dtype: dtype in which sharded strategies reduce gradients; None means the gradients' own.
-        output_dtype: dtype that 16-bit outputs of the forward pass are cast to; None leaves them.
-        loss_scale: how the loss is scaled; None means it is not. Custom settings:
-            ``Fabric(precision=replace(PRECISIONS["16-mixed"], loss_scale=LossScale(init_scale=2.0**10)))``, with
-            ``replace`` of :mod:`dataclasses`.
+        param_dtype: the dtype to which ``setup`` converts floating parameters and buffers. None,
+            the default, converts none.
+        compute_dtype: the dtype of the autocast region of a mixed precision. None, the default,
+            does not use autocast.
+        reduce_dtype: the dtype in which sharded strategies reduce gradients. None, the default, is
+            the dtype of the gradients.
+        output_dtype: the dtype to which 16-bit outputs of the forward pass are cast. None, the
+            default, does not cast them.
+        loss_scale: the scale of the loss. None, the default, does not scale it. To change the
+            settings of a precision, use ``replace`` of :mod:`dataclasses`:
+            ``replace(PRECISIONS["16-mixed"], loss_scale=LossScale(init_scale=2.0**10))``.
 
     Raises:
         ConfigurationError: torch cannot compute in one of the dtypes.
@@ -145,8 +154,9 @@ class Precision:
             module: the user's module.
         """
         if self.param_dtype is not None:
-            # Not module.to(dtype), which converts complex tensors too, and drops their imaginary part.
-            getattr(module, _CONVERTERS[self.param_dtype])()
+            # Not module.to(dtype), which drops the imaginary part of complex tensors.
+            convert = getattr(module, _CONVERTERS[self.param_dtype])
+            convert()
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return a new context for one forward pass: autocast to ``compute_dtype`` if it is set.
@@ -196,7 +206,7 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
     name = PRECISION_ALIASES.get(name, name)
     if name in PRECISIONS:
         return PRECISIONS[name]
-    # Looked up only for other names: reading what all installed packages declare takes milliseconds.
+    # Only for other names: it takes milliseconds to read what all installed packages declare.
     plugins = {plugin.name: plugin for plugin in entry_points(group="fabric.precisions")}
     if name not in plugins:
         expected = ", ".join(map(repr, (*PRECISIONS, *PRECISION_ALIASES, *plugins)))
@@ -208,7 +218,8 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
         raise ArgumentTypeError(
             f"precision={precision!r}",
             f"its entry point {plugins[name].value!r} is of type {type(loaded).__name__}",
-            "a fabric.precision.Precision, or a subclass or function that returns one without arguments",
+            "a fabric.precision.Precision, or a subclass or function that returns one without "
+            "arguments",
         )
     return loaded
 
@@ -218,26 +229,36 @@ def cast_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast the floating tensors among the arguments of a forward pass to ``dtype``.
 
-    Arguments that are tensors of that dtype, or of integers, take one check each, and nothing is allocated.
+    Positional tensors that need no cast take one check each, and nothing is allocated for them.
     """
+    needs_map = bool(kwargs)
     for value in args:
-        if not isinstance(value, Tensor) or (
-            value.dtype is not dtype and value.is_floating_point()
-        ):
+        if not isinstance(value, Tensor):
+            needs_map = True
             break
-    else:
-        if not kwargs:
-            return args, kwargs
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
+        if value.dtype is not dtype and value.is_floating_point():
+            needs_map = True
+            break
+    if not needs_map:
+        return args, kwargs
+    cast = partial(_cast_floating, dtype)
     return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
+def _cast_floating(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor
+
+
 def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
-    """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else is returned unchanged."""
-    if isinstance(output, Tensor):
-        # By keyword: otherwise torch first tries the other signatures of ``to``, which takes a microsecond.
-        return output.to(dtype=dtype) if output.dtype in (torch.float16, torch.bfloat16) else output
-    return map_tensors(lambda tensor: cast_outputs(dtype, tensor), output)
+    """Cast the 16-bit floating tensors in the output of a forward pass to ``dtype``.
+
+    Everything else is returned unchanged.
+    """
+    if not isinstance(output, Tensor):
+        return map_tensors(partial(cast_outputs, dtype), output)
+    if output.dtype not in (torch.float16, torch.bfloat16):
+        return output
+    # By keyword: otherwise torch first tries other signatures of to(), which takes a microsecond.
+    return output.to(dtype=dtype)
