@@ -79,9 +79,8 @@ class Cards(Accelerator):
 
 @pytest.mark.parametrize(("devices", "available", "expected"), INDICES)
 def test_a_value_names_these_indices(devices, available, expected) -> None:
-    assert Cards(available).parse_devices(devices) == tuple(
-        torch.device("cuda", index) for index in expected
-    )
+    expected_devices = [torch.device("cuda", index) for index in expected]
+    assert list(Cards(available).parse_devices(devices)) == expected_devices
 
 
 @pytest.mark.parametrize(("devices", "available"), REFUSED_INDICES)
@@ -126,7 +125,7 @@ def test_a_value_of_another_type_is_refused(accelerator, devices) -> None:
 
 
 class MetaAccelerator(Accelerator):
-    """What a user's own accelerator has to define, on a device type that torch has no backend for."""
+    """The least that an accelerator has to define, for a device type without a backend in torch."""
 
     name = "meta"
 
@@ -178,11 +177,11 @@ def test_torch_chooses_the_backend(accelerator: Accelerator, backend: str) -> No
 
 
 def test_an_accelerator_of_ones_own_needs_two_methods() -> None:
-    own = MetaAccelerator()
-    assert own.parse_devices("auto") == (torch.device("meta", 0), torch.device("meta", 1))
-    assert own.parse_devices([1]) == (torch.device("meta", 1),)
-    own.activate(torch.device("meta", 0))
-    own.release()
+    meta = MetaAccelerator()
+    assert meta.parse_devices("auto") == (torch.device("meta", 0), torch.device("meta", 1))
+    assert meta.parse_devices([1]) == (torch.device("meta", 1),)
+    meta.activate(torch.device("meta", 0))
+    meta.release()
 
 
 def test_activating_and_releasing_the_cpu_changes_nothing() -> None:
@@ -218,9 +217,8 @@ class TestOnCudaDevices:
 
     def test_all_gpus_are_named_by_auto(self) -> None:
         cuda = CUDAAccelerator()
-        assert cuda.parse_devices("auto") == tuple(
-            torch.device("cuda", n) for n in range(cuda.device_count())
-        )
+        gpus = [torch.device("cuda", index) for index in range(cuda.device_count())]
+        assert list(cuda.parse_devices("auto")) == gpus
 
     def test_an_activated_gpu_is_the_current_one(self) -> None:
         cuda = CUDAAccelerator()

@@ -1,4 +1,4 @@
-"""What fabric costs, in counts that do not depend on the machine, and the record of what it costs in time."""
+"""The costs of fabric: counts that do not depend on the machine, and the record of times."""
 
 import gc
 import json
@@ -30,30 +30,32 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "results.json"
 
 
-def warm_calls(one: Callable[[], Any]) -> int:
-    # The first steps are watched, and on several ranks until the others' results have come through the store.
+def warm_calls(run_step: Callable[[], Any]) -> int:
+    # The first steps are checked. With several ranks, the results of all must be in the store.
     for _ in range(8):
-        one()
-    return count_calls(one, number=10)
+        run_step()
+    return count_calls(run_step, number=10)
 
 
 # The raw loops have autocast and a GradScaler of their own.
 @pytest.mark.parametrize(
-    ("precision", "most"), [("32-true", 3), ("bf16-mixed", 4), ("16-mixed", 14)]
+    ("precision", "max_calls"), [("32-true", 3), ("bf16-mixed", 4), ("16-mixed", 14)]
 )
 def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(
-    precision: str, most: int
+    precision: str, max_calls: int
 ) -> None:
-    assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
+    assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= max_calls
 
 
 # Five of them note for the hang reports where this rank is.
-@pytest.mark.parametrize(("strategy", "most"), [("ddp", 16), ("fsdp", 15)])
+@pytest.mark.parametrize(("strategy", "max_calls"), [("ddp", 16), ("fsdp", 15)])
 def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(
-    strategy: str, most: int
+    strategy: str, max_calls: int
 ) -> None:
-    ours, by_hand = (run_in_ranks(count, strategy=strategy) for count in (count_ours, count_raw))
-    assert all(mine - other <= most for mine, other in zip(ours, by_hand, strict=True))
+    calls_of_ranks = run_in_ranks(count_ours, strategy=strategy)
+    raw_calls_of_ranks = run_in_ranks(count_raw, strategy=strategy)
+    for calls, raw_calls in zip(calls_of_ranks, raw_calls_of_ranks, strict=True):
+        assert calls - raw_calls <= max_calls
 
 
 def count_ours(fabric: Fabric) -> int:
@@ -63,9 +65,11 @@ def count_ours(fabric: Fabric) -> int:
 
 def count_raw(fabric: Fabric) -> int:
     model, _, inputs, targets = tiny()
-    prepared: Any = (
-        fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
-    )
+    prepared: Any
+    if fabric.strategy.name == "fsdp":
+        prepared = fully_shard(model)
+    else:
+        prepared = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     return warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
 
@@ -91,11 +95,13 @@ def test_a_batch_on_the_cpu_makes_one_more_python_call_than_in_the_raw_loop() ->
         return count_calls(lambda: deque(loader, maxlen=0), number=3)
 
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        extra = [
-            calls(count, fabric.setup_dataloaders) - calls(count, lambda plain: plain)
-            for count in (10, 110)
-        ]
-    assert extra[1] - extra[0] == 100
+        calls_of_10 = calls(10, fabric.setup_dataloaders) - calls(10, keep_loader)
+        calls_of_110 = calls(110, fabric.setup_dataloaders) - calls(110, keep_loader)
+    assert calls_of_110 - calls_of_10 == 100
+
+
+def keep_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return loader
 
 
 def test_the_number_of_python_calls_is_that_of_the_python_functions_called() -> None:
@@ -113,10 +119,9 @@ def test_to_ask_whether_to_stop_costs_three_python_calls_and_no_collective() -> 
 def count_asking(fabric: Fabric) -> tuple[int, int]:
     with CommDebugMode() as mode:
         assert not fabric.should_stop
-        calls = count_calls(lambda: fabric.should_stop, number=10) - count_calls(
-            lambda: None, number=10
-        )
-    return mode.get_total_counts(), calls
+        calls = count_calls(lambda: fabric.should_stop, number=10)
+        calls_of_lambda = count_calls(lambda: None, number=10)
+    return mode.get_total_counts(), calls - calls_of_lambda
 
 
 def test_a_tree_costs_one_collective_for_each_dtype() -> None:
@@ -139,22 +144,25 @@ def count_collectives(fabric: Fabric, tree: Any) -> list[int]:
     return counts
 
 
-# -- the record of what it costs in time -----------------------------------------------------------------------------
+# -- the record of what it costs in time -----------------------------------------------------------
 
 
 def rounds(raw: list[float], ours: list[float]) -> list[dict[str, dict[str, float]]]:
-    return [{RAW: {"time": a}, OURS: {"time": b}} for a, b in zip(raw, ours, strict=True)]
+    measured: list[dict[str, dict[str, float]]] = []
+    for raw_time, our_time in zip(raw, ours, strict=True):
+        measured.append({RAW: {"time": raw_time}, OURS: {"time": our_time}})
+    return measured
 
 
 def test_numbers_are_compared_within_their_round() -> None:
-    # The machine is ten times slower in the last round; the ratio of that round is like the others'.
+    # The machine is ten times slower in the last round, but the ratio of that round is the same.
     actual = compare(rounds([1, 2, 10], [1.1, 2.2, 11]), "time", OURS, RAW, "ratio")
     assert actual is not None
     assert actual.low == pytest.approx(actual.high) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(
-    ("row", "ours", "said"),
+    ("row", "ours", "message"),
     [
         (Row("us", "difference", 3), [12.0, 12.0, 12.0], None),
         (Row("us", "difference", 3), [14.0, 14.0, 14.0], "beyond the spread"),
@@ -164,11 +172,14 @@ def test_numbers_are_compared_within_their_round() -> None:
         (Row("tokens/s", "ratio", 0.99), [8.0, 8.0, 8.0], "beyond the spread"),
     ],
 )
-def test_a_missed_budget_is_told(row: Row, ours: list[float], said: str | None) -> None:
+def test_a_missed_budget_is_told(row: Row, ours: list[float], message: str | None) -> None:
     case = Case("case", "A case", {"time": row}, {})
     lines = missed(to_record(case, rounds([10.0] * 3, ours), {}))
-    assert len(lines) == (said is not None)
-    assert all(said in line for line in lines if said)
+    if message is None:
+        assert lines == []
+    else:
+        [line] = lines
+        assert message in line
 
 
 def test_a_missing_peer_is_a_dash_with_its_reason() -> None:

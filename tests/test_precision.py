@@ -36,13 +36,22 @@ class Batch:
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
-    [(None, "32-true"), (32, "32-true"), ("32", "32-true"), (64, "64-true"), ("64", "64-true")]
-    + [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), ("BF16-Mixed", "bf16-mixed")]
-    + [(name, name) for name in PRECISIONS],
-)  # fmt: skip
-def test_names_and_aliases_find_their_row(given, name):
-    assert parse_precision(given) is PRECISIONS[name]
+    ("value", "name"),
+    [
+        (None, "32-true"),
+        (32, "32-true"),
+        ("32", "32-true"),
+        (64, "64-true"),
+        ("64", "64-true"),
+        (16, "16-mixed"),
+        ("16", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("BF16-Mixed", "bf16-mixed"),
+        *[(name, name) for name in PRECISIONS],
+    ],
+)
+def test_names_and_aliases_find_their_row(value, name):
+    assert parse_precision(value) is PRECISIONS[name]
     assert PRECISIONS[name].name == name
 
 
@@ -54,14 +63,15 @@ def test_a_row_of_ones_own_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "given", ["fp16", "8", 8, 0, True, False, "", "16-mix", 16.0, torch.float16, "bf16true"]
+    "value", ["fp16", "8", 8, 0, True, False, "", "16-mix", 16.0, torch.float16, "bf16true"]
 )
-def test_an_unknown_precision_lists_the_valid_ones(given):
+def test_an_unknown_precision_lists_the_valid_ones(value):
     with pytest.raises(ConfigurationError) as caught:
-        parse_precision(given)
+        parse_precision(value)
     error = caught.value
-    assert error.request == f"precision={given!r}"
-    assert all(repr(name) in error.expected for name in (*PRECISIONS, *PRECISION_ALIASES))
+    assert error.request == f"precision={value!r}"
+    for name in (*PRECISIONS, *PRECISION_ALIASES):
+        assert repr(name) in error.expected
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,7 @@ def test_only_16_mixed_scales_the_loss():
     assert [name for name, row in PRECISIONS.items() if row.loss_scale] == ["16-mixed"]
 
 
-# -- inputs ---------------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 
 def test_inputs_of_the_right_dtype_pass_without_a_copy():
@@ -151,17 +161,16 @@ def test_floating_inputs_are_cast_wherever_they_are():
         "p": Pair(torch.ones(1).half(), 3),
         "b": Batch(torch.ones(1), torch.ones(1).int()),
     }
-    (first, text, number), kwargs = cast_inputs(
-        torch.float64, (torch.ones(2), "text", 1.5), {"nested": nested}
-    )
-    assert first.dtype is torch.float64
+    args = (torch.ones(2), "text", 1.5)
+    (tensor, text, number), kwargs = cast_inputs(torch.float64, args, {"nested": nested})
+    assert tensor.dtype is torch.float64
     assert (text, number) == ("text", 1.5)
-    nested = kwargs["nested"]
-    assert (
-        nested["x"][0].dtype is nested["p"].left.dtype is nested["b"].image.dtype is torch.float64
-    )
-    assert nested["b"].label.dtype is torch.int32
-    assert nested["b"].name == "x"
+    cast = kwargs["nested"]
+    assert cast["x"][0].dtype is torch.float64
+    assert cast["p"].left.dtype is torch.float64
+    assert cast["b"].image.dtype is torch.float64
+    assert cast["b"].label.dtype is torch.int32
+    assert cast["b"].name == "x"
 
 
 @pytest.mark.parametrize(
@@ -191,16 +200,16 @@ def test_gradients_flow_back_through_the_cast():
     assert x.grad.dtype is torch.float32
 
 
-# -- outputs --------------------------------------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_outputs_come_back_wider(dtype):
     assert cast_outputs(torch.float32, torch.ones(1, dtype=dtype)).dtype is torch.float32
-    output = cast_outputs(
-        torch.float32, {"a": [torch.ones(1, dtype=dtype)], "b": Pair(torch.ones(1, dtype=dtype), 1)}
-    )
-    assert output["a"][0].dtype is output["b"].left.dtype is torch.float32
+    tree = {"a": [torch.ones(1, dtype=dtype)], "b": Pair(torch.ones(1, dtype=dtype), 1)}
+    output = cast_outputs(torch.float32, tree)
+    assert output["a"][0].dtype is torch.float32
+    assert output["b"].left.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -213,7 +222,7 @@ def test_other_outputs_come_back_themselves(dtype):
     assert cast_outputs(torch.float32, output) is output
 
 
-# -- a precision of the user's own ------------------------------------------------------------------------------------
+# -- a precision of the user's own -----------------------------------------------------------------
 
 
 class RoundedPrecision(Precision):

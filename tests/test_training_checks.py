@@ -1,7 +1,8 @@
-"""The first steps of an optimizer: what trains nothing raises, what is only unusual does not."""
+"""Mistakes in the first steps of an optimizer raise. Steps that are only unusual do not."""
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ class TwoParts(nn.Module):
 def make(
     fabric: Fabric, net: nn.Module | None = None, lr: float = 0.1
 ) -> tuple[Any, torch.optim.Optimizer]:
-    net = Net() if net is None else net
+    if net is None:
+        net = Net()
     return fabric.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
 
 
@@ -52,11 +54,11 @@ def hooks(optimizer: torch.optim.Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
-# -- on two ranks: what raises ------------------------------------------------------------------------------------
+# -- on two ranks: what raises ---------------------------------------------------------------------
 
 
 def step_and_look_again(fabric: Fabric, optimizer: torch.optim.Optimizer) -> None:
-    """The rank that comes first sees nothing yet; it looks again as soon as it goes on."""
+    """Make two steps, since the first rank finds another rank's difference in its next step."""
     try:
         optimizer.step()
     finally:
@@ -116,36 +118,39 @@ RAISE = {
     changed_on_one_rank: "ranks 0 and 1 differ after it: head.weight",
     other_hyperparameters: "ranks 0 and 1 differ after it: encoder.weight, encoder.bias",
     step_on_local_gradients: "outside of no_backward_sync",
-    foreign_parameter: "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has",
+    foreign_parameter: (
+        "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has"
+    ),
     unused_parameter: "no gradient has arrived at left_out.weight, left_out.bias of TwoParts",
-    unfrozen_parameter: "frozen when it was set up, or absent, and their gradients would not be synchronized: encoder",
+    unfrozen_parameter: (
+        "frozen when it was set up, or absent, and their gradients would not be synchronized: "
+        "encoder"
+    ),
     unfrozen_module: "their gradients would not be synchronized: weight",
 }
 
 
-def each_mistake(fabric: Fabric) -> dict[str, str]:
+def run_mistakes(fabric: Fabric) -> dict[str, str]:
     results = {}
     for mistake in RAISE:
-        results[mistake.__name__] = outcome(lambda mistake=mistake: mistake(fabric))
+        results[mistake.__name__] = outcome(partial(mistake, fabric))
         fabric.barrier(mistake.__name__)
     return results
 
 
 def test_what_trains_wrongly_on_two_ranks_raises_on_each() -> None:
-    for rank, results in enumerate(run_in_ranks(each_mistake)):
+    for rank, results in enumerate(run_in_ranks(run_mistakes)):
         for mistake, text in RAISE.items():
-            assert text in results[mistake.__name__], (
-                rank,
-                mistake.__name__,
-                results[mistake.__name__],
-            )
-            assert f"rank {rank}" in results[mistake.__name__]
-            assert "Write: " in results[mistake.__name__]
+            error = results[mistake.__name__]
+            assert text in error, (rank, mistake.__name__, error)
+            assert f"rank {rank}" in error
+            assert "Write: " in error
 
 
 def test_without_the_check_nothing_is_watched() -> None:
-    others = 2  # of the watchdog, which notes the step
-    assert run_in_ranks(hooks_without_check, check_training=False) == [(others, "fine")] * 2
+    watchdog_hooks = 2  # they record the step
+    results = run_in_ranks(hooks_without_check, check_training=False)
+    assert results == [(watchdog_hooks, "fine")] * 2
 
 
 def hooks_without_check(fabric: Fabric) -> tuple[int, str]:
@@ -153,7 +158,7 @@ def hooks_without_check(fabric: Fabric) -> tuple[int, str]:
     return hooks(optimizer), outcome(lambda: step(fabric, model, optimizer, times=3))
 
 
-# -- on two ranks: what does not ----------------------------------------------------------------------------------
+# -- on two ranks: what does not -------------------------------------------------------------------
 
 
 def adversaries(fabric: Fabric) -> None:
@@ -208,23 +213,28 @@ def closures(fabric: Fabric) -> None:
 
 
 def turns(fabric: Fabric) -> None:
-    (first, optimizer), (second, other) = make(fabric), make(fabric)
-    for number in range(4):
-        fabric.backward((first, second)[number % 2](X).sum())
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
+    model, optimizer = make(fabric)
+    second_model, second_optimizer = make(fabric)
+    for model_in_turn in (model, second_model, model, second_model):
+        fabric.backward(model_in_turn(X).sum())
+        for optimizer_of_both in (optimizer, second_optimizer):
+            optimizer_of_both.step()
+            optimizer_of_both.zero_grad()
 
 
 def step_in_backward(fabric: Fabric) -> None:
-    # One process's gradients would do here: under DDP they are not reduced yet when such a hook runs.
+    # All ranks have the same batch: under DDP, gradients are not reduced yet when this hook runs.
     net = Net()
-    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in net.parameters()}
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    for parameter in net.parameters():
+        optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1)
     model, *_ = fabric.setup(net, *optimizers.values())
-    for parameter, optimizer in optimizers.items():
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, optimizer=optimizer: (optimizer.step(), None)[1]
-        )
+
+    def step_of_parameter(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step_of_parameter)
     for _ in range(3):
         fabric.backward(model(X).sum())
         model.zero_grad()
@@ -260,7 +270,8 @@ def dropped(fabric: Fabric) -> None:
     watched = [weakref.ref(model.module), weakref.ref(optimizer)]
     del model, optimizer
     gc.collect()
-    assert [each() for each in watched] == [None, None]
+    for reference in watched:
+        assert reference() is None
 
 
 def compiled(fabric: Fabric) -> None:
@@ -269,20 +280,33 @@ def compiled(fabric: Fabric) -> None:
 
 
 ALLOWED = (
-    adversaries, accumulation, frozen_part, gradients_dropped_on_purpose, closures, turns, step_in_backward,
-    reduced_by_the_user, sharded_in_place, dropped, compiled,
-)  # fmt: skip
+    adversaries,
+    accumulation,
+    frozen_part,
+    gradients_dropped_on_purpose,
+    closures,
+    turns,
+    step_in_backward,
+    reduced_by_the_user,
+    sharded_in_place,
+    dropped,
+    compiled,
+)
 
 
-def each_habit(fabric: Fabric) -> dict[str, str]:
-    # Closures: LBFGS does not know sharded parameters.
-    habits = [habit for habit in ALLOWED if habit is not closures or fabric.strategy.name != "fsdp"]
-    return {habit.__name__: outcome(lambda habit=habit: habit(fabric)) for habit in habits}
+def run_allowed(fabric: Fabric) -> dict[str, str]:
+    results: dict[str, str] = {}
+    for habit in ALLOWED:
+        # LBFGS does not support sharded parameters.
+        if habit is closures and fabric.strategy.name == "fsdp":
+            continue
+        results[habit.__name__] = outcome(partial(habit, fabric))
+    return results
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"ranks": 1}], ids=str)
 def test_what_is_only_unusual_does_not_raise(options: dict[str, Any]) -> None:
-    for results in run_in_ranks(each_habit, **options):
+    for results in run_in_ranks(run_allowed, **options):
         assert set(results.values()) == {"fine"}, results
 
 
@@ -298,7 +322,7 @@ def test_parts_may_stay_unused_where_that_was_said(option: str) -> None:
     assert run_in_ranks(unused_under_find_unused, strategy=strategy) == ["fine", "fine"]
 
 
-# -- in one process -----------------------------------------------------------------------------------------------
+# -- in one process --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -322,8 +346,8 @@ def test_hooks_are_gone_after_teardown(fabric: Fabric) -> None:
 
 def test_an_optimizer_that_never_gets_a_gradient_raises_at_its_second_step(fabric: Fabric) -> None:
     _, optimizer = make(fabric)
-    other, _ = make(fabric)
-    fabric.backward(other(X).sum())
+    other_model, _ = make(fabric)
+    fabric.backward(other_model(X).sum())
     optimizer.step()
     with pytest.raises(
         RuntimeError, match="no gradient has arrived at any of its parameters in 1 backward"
@@ -344,10 +368,10 @@ def test_steps_that_are_skipped_do_not_count() -> None:
         model, optimizer = make(fabric, OneWeight())
         step(fabric, model, optimizer, X[0] * float("inf"))
         step(fabric, model, optimizer, X[0], times=2)
-        of_scaler = 2
-        assert hooks(optimizer) > of_scaler
+        scaler_hooks = 2
+        assert hooks(optimizer) > scaler_hooks
         step(fabric, model, optimizer, X[0])
-        assert hooks(optimizer) == of_scaler
+        assert hooks(optimizer) == scaler_hooks
 
 
 def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabric) -> None:
@@ -368,21 +392,21 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8]
 )
-def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> None:
+def test_a_fingerprint_depends_on_every_element_and_its_position(dtype: torch.dtype) -> None:
     values = torch.arange(1, 7).reshape(2, 3).to(dtype)
-    seen = {*fingerprint([values]), *fingerprint([values.flip(0)]), *fingerprint([values.t()])}
-    for place in range(6):
+    numbers = {*fingerprint([values]), *fingerprint([values.flip(0)]), *fingerprint([values.t()])}
+    for index in range(6):
         changed = values.clone()
-        changed.view(-1)[place] += 1
-        seen.update(fingerprint([changed]))
-    assert len(seen) == 9
+        changed.view(-1)[index] += 1
+        numbers.update(fingerprint([changed]))
+    assert len(numbers) == 9
     assert fingerprint([values.t().contiguous().t()]) == fingerprint([values])
 
 
-def test_a_fingerprint_sees_single_bits_beyond_one_chunk() -> None:
+def test_a_fingerprint_depends_on_single_bits_beyond_one_chunk() -> None:
     values = torch.zeros(2**20 + 3)
     before = fingerprint([values, torch.zeros(0)])
-    for place in (0, 2**20 - 1, 2**20, -1):
+    for index in (0, 2**20 - 1, 2**20, -1):
         changed = values.clone()
-        changed.view(torch.int32)[place] = -(2**31)  # minus zero: equal as a number
+        changed.view(torch.int32)[index] = -(2**31)  # minus zero: equal as a number
         assert fingerprint([changed, torch.zeros(0)]) != before
