@@ -23,7 +23,7 @@ from fabric._plan import resolve
 from fabric.diagnostics import stacks
 from fabric.diagnostics.hang_report import HangReporter, RankState, compose_report
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
-from fabric.diagnostics.stacks import Stacks, read_stack
+from fabric.diagnostics.stacks import StackAddress, Stacks, read_stack
 from fabric.errors import ConfigurationError
 from fabric.store import JobStore
 from fabric.strategies import DDPStrategy
@@ -36,12 +36,12 @@ NEVER = threading.Event()
 
 
 def state(place="in no collective", number=0, *, inside=True, **others):
-    return RankState(place, inside=inside, key="job", counts={"job": number}, **others)
+    return RankState(place, is_inside=inside, key="job", counts={"job": number}, **others)
 
 
 def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the_others():
     states = {
-        0: state("in barrier('a') at t.py:1", 3, waited=60, stack="zero"),
+        0: state("in barrier('a') at t.py:1", 3, seconds_waited=60, stack="zero"),
         1: state(stack="one"),
         2: state(),
     }
@@ -436,14 +436,17 @@ def test_a_process_that_is_gone_or_elsewhere_has_no_stack():
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     stacks = Stacks(threading.get_ident())
     node, _, fd, thread = stacks.address
-    assert "in test_a_process_that_is_gone" in stacks.own()
+    assert "in test_a_process_that_is_gone" in stacks.dump()
     assert "in test_a_process_that_is_gone" in read_stack(stacks.address)
     stacks.close()
-    assert "has ended" in read_stack((node, gone.pid, fd, thread))
-    assert "has ended" in read_stack((node, zombie.pid, fd, thread)) or sys.platform != "linux"
+    assert "has ended" in read_stack(StackAddress(node, gone.pid, fd, thread))
+    assert (
+        "has ended" in read_stack(StackAddress(node, zombie.pid, fd, thread))
+        or sys.platform != "linux"
+    )
     zombie.wait(timeout=60)
-    assert "another node" in read_stack(("another", os.getpid(), fd, thread))
-    assert "does not answer" in read_stack((node, os.getpid(), fd, thread))
+    assert "another node" in read_stack(StackAddress("another", os.getpid(), fd, thread))
+    assert "does not answer" in read_stack(StackAddress(node, os.getpid(), fd, thread))
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Python stacks of this process and of others on its node, even while C++ code holds the GIL.
 
-[Note: Stacks] The interpreter writes the stacks into an open, unnamed file. A process dumps its own by a call. Another
-process sends it a signal, which the interpreter handles in C, and reads the file through ``/proc``. So nothing is left
-on disk, and the user's ``faulthandler`` settings are not changed: the signal is a real-time signal, used only if
-nothing else catches it.
+[Note: Stacks] The interpreter writes the stacks into an open, unnamed file. A process dumps its own
+stacks by a call. To read the stacks of another process, fabric sends it a signal, which the
+interpreter of that process handles in C, and reads the file through ``/proc``. So nothing is left
+on disk, and the user's ``faulthandler`` settings are not changed: the signal is a real-time signal,
+used only if nothing else catches it.
 """
 
 import faulthandler
@@ -15,12 +16,12 @@ import tempfile
 import time
 from contextlib import suppress
 from functools import cache
-from itertools import islice, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Address", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
+__all__ = ["StackAddress", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
 
-_FRAMES = 16  # innermost frames kept
+_FRAMES = 16  # innermost frames of a stack that are shown
 # This frame and those outside of it are fabric's launchers. The rank itself calls preemption.py.
 _LAUNCH = re.compile(
     rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/'
@@ -28,22 +29,38 @@ _LAUNCH = re.compile(
     r'_fabric\.py", line \d+ in _run_in_rank$))'
 )
 _SIGNAL = signal.SIGRTMIN + 11 if os.path.exists("/proc/self/status") else 0
-# seconds
+
+# In seconds.
 _ANSWER_WITHIN = 1.0
 _PAUSE = 0.01
 
-Address = tuple[str, int, int, int]
-"""Where to find a process's stack: node, process id, file descriptor (-1: none), thread."""
+
+class StackAddress(NamedTuple):
+    """Where to find the stack of a process.
+
+    Attributes:
+        node: the node, as :func:`node` returns it.
+        pid: the process id.
+        file: the descriptor of the file of stacks in that process. -1 if there is none.
+        thread: the reported thread, by ``threading.get_ident()``.
+    """
+
+    node: str
+    pid: int
+    file: int
+    thread: int
 
 
 def exit_reason() -> str:
-    """Why this process makes no further calls, when it closes its communicator."""
+    """Return why this process makes no further calls, when it closes its communicator."""
     error = sys.exception() or getattr(sys, "last_value", None)
-    return "it has finished" if error is None else f"it raised {type(error).__name__}: {error}"
+    if error is None:
+        return "it has finished"
+    return f"it raised {type(error).__name__}: {error}"
 
 
 class Stacks:
-    """The stacks of this process; other processes can read them until :meth:`close`.
+    """The stacks of this process, which other processes can read until :meth:`close`.
 
     Args:
         thread: the reported thread, by ``threading.get_ident()``.
@@ -53,20 +70,21 @@ class Stacks:
         self._thread = thread
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
         # Keep a user's handler, even one installed from C, which Python does not see.
-        self._answers = _SIGNAL != 0 and not _catches(os.getpid())
+        self._answers = _SIGNAL != 0 and not _catches_signal(os.getpid())
         if self._answers:
             faulthandler.register(_SIGNAL, file=self._file, all_threads=True)
 
     @property
-    def address(self) -> Address:
-        """Their address for others."""
-        return node(), os.getpid(), self._file.fileno() if self._answers else -1, self._thread
+    def address(self) -> StackAddress:
+        """The address for other processes."""
+        file = self._file.fileno() if self._answers else -1
+        return StackAddress(node(), os.getpid(), file, self._thread)
 
-    def own(self) -> str:
-        """The stack of the reported thread, innermost frame first, as the interpreter writes it."""
-        before = os.fstat(self._file.fileno()).st_size
+    def dump(self) -> str:
+        """Return the stack of the reported thread, innermost frame first."""
+        size = os.fstat(self._file.fileno()).st_size
         faulthandler.dump_traceback(self._file, all_threads=True)
-        return _of_thread(os.pread(self._file.fileno(), 1 << 20, before), self._thread)
+        return _frames_of_thread(os.pread(self._file.fileno(), 1 << 20, size), self._thread)
 
     def close(self) -> None:
         """Stop answering, and restore the signal's handler."""
@@ -75,38 +93,48 @@ class Stacks:
         self._file.close()
 
 
-def read_stack(address: Address) -> str:
-    """The stack of another process, or why there is none."""
-    there, pid, fd, thread = address
-    if there != node():
+def read_stack(address: StackAddress) -> str:
+    """Return what is known of a process that does not answer, and its stack if it can be read."""
+    if address.node != node():
         return "it does not answer, on another node"
-    if has_ended(there, pid):
-        return f"its process (pid {pid}) has ended"
-    with suppress(OSError):  # it may end meanwhile
-        if fd >= 0 and _catches(pid):
-            with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                os.kill(pid, _SIGNAL)
-                if text := _written(file.fileno(), size):
-                    held = "it does not answer: C++ code, or the system, holds its interpreter"
-                    return f"{held}\n{_of_thread(text, thread)}"
-    return f"its process (pid {pid}) does not answer"
+    if has_ended(address.node, address.pid):
+        return f"its process (pid {address.pid}) has ended"
+    if address.file >= 0 and _catches_signal(address.pid):
+        with suppress(OSError):  # the process may end in the meantime
+            dump = _request_dump(address)
+            if dump:
+                text = "it does not answer: C++ code, or the system, holds its interpreter"
+                return f"{text}\n{_frames_of_thread(dump, address.thread)}"
+    return f"its process (pid {address.pid}) does not answer"
 
 
-def has_ended(there: str, pid: int) -> bool:
-    """Whether a process has ended, reaped or not; False on another node, where it is unknown."""
-    if there != node():
+def _request_dump(address: StackAddress) -> bytes:
+    """Have a process write its stacks, and return what it wrote."""
+    with open(f"/proc/{address.pid}/fd/{address.file}", "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        os.kill(address.pid, _SIGNAL)
+        return _read_until_complete(file.fileno(), size)
+
+
+def has_ended(process_node: str, pid: int) -> bool:
+    """Return whether a process has ended, reaped or not.
+
+    Returns False for a process on another node, of which this is unknown.
+    """
+    if process_node != node():
         return False
     try:
         os.kill(pid, 0)  # sends nothing
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)  # else it is another user's
-    return "State:\tZ" in _status(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # the process of another user
+        return False
+    return "State:\tZ" in _read_status(pid)
 
 
 @cache
 def node() -> str:
-    """An id shared by processes that see each other's process ids."""
+    """Return an id that is shared by processes that see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -114,37 +142,50 @@ def node() -> str:
         return os.uname().nodename
 
 
-def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _status(pid), re.MULTILINE)
-    return bool(caught and int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+def _catches_signal(pid: int) -> bool:
+    """Return whether a process has a handler for the signal."""
+    caught = re.search(r"^SigCgt:\s*(?P<mask>[0-9a-f]+)", _read_status(pid), re.MULTILINE)
+    if caught is None:
+        return False
+    mask = int(caught["mask"], 16)
+    return mask >> (_SIGNAL - 1) & 1 == 1
 
 
-def _status(pid: int) -> str:
-    """Linux's status of a process; empty elsewhere, and once it is gone."""
+def _read_status(pid: int) -> str:
+    """Return Linux's status of a process. Empty on other systems, and once the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/status").read_text()
     return ""
 
 
-def _written(fd: int, start: int) -> bytes:
-    """The bytes of a file from ``start`` on, once it stops growing."""
-    until = time.monotonic() + _ANSWER_WITHIN
-    text = b""
-    while time.monotonic() < until:
-        before = text
-        text = os.pread(fd, 1 << 20, start)
-        if text and text == before:
+def _read_until_complete(file: int, start: int) -> bytes:
+    """Return the bytes of a file from ``start`` on, once the file stops growing."""
+    deadline = time.monotonic() + _ANSWER_WITHIN
+    content = b""
+    while time.monotonic() < deadline:
+        previous = content
+        content = os.pread(file, 1 << 20, start)
+        if content and content == previous:
             break
         time.sleep(_PAUSE)
-    return text
+    return content
 
 
-def _of_thread(dump: bytes, thread: int) -> str:
-    """The frames of one thread in what faulthandler wrote, or all of it if that thread is not there."""
+def _frames_of_thread(dump: bytes, thread: int) -> str:
+    """Return the frames of one thread in what faulthandler wrote.
+
+    If the thread is not in the dump, the frames of all threads are returned.
+    """
     text = dump.decode(errors="replace")
-    found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?:  .*\n?)+)", text)
-    lines = (
-        line.strip() for line in (found[1] if found else text).splitlines() if line.startswith("  ")
-    )
-    return "\n".join(islice(takewhile(lambda frame: not _LAUNCH.match(frame), lines), _FRAMES))
+    section = re.search(rf"hread 0x0*{thread:x}\b.*\n(?P<frames>(?:  .*\n?)+)", text)
+    if section is not None:
+        text = section["frames"]
+    frames = []
+    for line in text.splitlines():
+        frame = line.strip()
+        if not line.startswith("  "):
+            continue
+        if _LAUNCH.match(frame) or len(frames) == _FRAMES:
+            break
+        frames.append(frame)
+    return "\n".join(frames)
