@@ -1,0 +1,681 @@
+"""Weighted losses: a step is that of all losses over all weights, as in one process."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fabric import Fabric
+from fabric._torch import full_tensor
+from fabric.errors import ConfigurationError, NonFiniteGradientError, RankFailedError, UsageError
+from fabric.strategies import DDPStrategy, FSDPStrategy
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+# The numbers of tokens of the samples, for each micro-batch of each step. Ranks take every other
+# sample: one rank has no token in the first micro-batch, all ranks have none in one micro-batch,
+# and the last step is shorter.
+TOKENS = [[[0, 3, 0, 7], [5, 1, 2]], [[4, 4, 1, 9], [0, 0, 0], [2]], [[6, 1, 1, 1]]]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+}
+
+
+class Case(NamedTuple):
+    """A variant of the training loop."""
+
+    optimizer: str
+    clips: bool
+    syncs_every_micro_batch: bool
+
+
+CASES = [
+    Case("SGD", clips=False, syncs_every_micro_batch=False),
+    Case("SGD", clips=True, syncs_every_micro_batch=True),
+    Case("AdamW", clips=True, syncs_every_micro_batch=False),
+    Case("AdamW", clips=False, syncs_every_micro_batch=True),
+]
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False), nn.Tanh(), nn.Linear(2, 1)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def samples(seed: int, tokens: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, 3, generator=generator, dtype=torch.float64) for count in tokens]
+
+
+def sum_of_losses(model: nn.Module, tokens: Tensor) -> Tensor:
+    return (model(tokens) - tokens.sum(-1, keepdim=True)).square().sum()
+
+
+def train_plainly(case: Case) -> list[Tensor]:
+    """Return the parameters after the loop of one process that sees all samples of a step."""
+    model = make_model()
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    for step, micro_batches in enumerate(TOKENS):
+        step_samples: list[Tensor] = []
+        for token_counts in micro_batches:
+            step_samples += samples(step, token_counts)
+        tokens = torch.cat(step_samples)
+        optimizer.zero_grad()
+        loss = sum_of_losses(model, tokens) / len(tokens)
+        loss.backward()
+        if case.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train(fabric: Fabric, case: Case) -> list[Tensor]:
+    """Return the parameters after the same loop on this rank's samples."""
+    model = make_model()
+    model, optimizer = fabric.setup(model, OPTIMIZERS[case.optimizer](model.parameters()))
+    for step, micro_batches in enumerate(TOKENS):
+        optimizer.zero_grad()
+        for number, token_counts in enumerate(micro_batches):
+            rank_samples = samples(step, token_counts)[fabric.global_rank :: fabric.world_size]
+            tokens = torch.cat([*rank_samples, torch.zeros(0, 3)]).double()
+            is_last = number == len(micro_batches) - 1
+            syncs = is_last or case.syncs_every_micro_batch
+            with fabric.no_backward_sync(model, enabled=not syncs):
+                fabric.backward(sum_of_losses(model, tokens), weight=len(tokens))
+        if case.clips:
+            fabric.clip_gradients(model, optimizer, max_norm=0.2)
+            fabric.clip_gradients(model, optimizer, max_norm=0.2)
+        optimizer.step()
+    return [full_tensor(parameter.detach()) for parameter in model.parameters()]
+
+
+def train_all_cases(fabric: Fabric) -> list[list[Tensor]]:
+    return [train(fabric, case) for case in CASES]
+
+
+def run_in_one_process(
+    function: Callable[..., Any], *args: Any, devices: int = 1, **options: Any
+) -> list[Any]:
+    with Fabric(accelerator="cpu", devices=devices, **options) as fabric:
+        return [function(fabric, *args)]
+
+
+def run_sharded(
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    precision: str | None = None,
+    **options: Any,
+) -> list[Any]:
+    strategy = FSDPStrategy(start_method="forkserver", auto_wrap_policy={nn.Linear}, **options)
+    return run_in_ranks(function, *args, ranks=ranks, strategy=strategy, precision=precision)
+
+
+RUNS: dict[str, Callable[..., list[Any]]] = {
+    "single": run_in_one_process,
+    "dp": partial(run_in_one_process, devices=2, strategy="dp"),
+    "ddp": run_in_ranks,
+    "ddp on 3": partial(run_in_ranks, ranks=3),
+    "fsdp": run_sharded,
+    "SHARD_GRAD_OP": partial(run_sharded, sharding_strategy="SHARD_GRAD_OP"),
+    "HYBRID_SHARD": partial(
+        run_sharded, ranks=4, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_step_is_that_of_all_samples_in_one_process(run: str) -> None:
+    expected = [train_plainly(case) for case in CASES]
+    for actual in RUNS[run](train_all_cases):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+# -- windows, in one process -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        yield fabric
+
+
+def set_up_linear(fabric: Fabric) -> Any:
+    """Set up a weight of 1, whose gradient is the sum of the inputs, and an optimizer."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+
+def backward(fabric: Fabric, model: nn.Module, value: float, weight: Any, **options: Any) -> None:
+    fabric.backward(model(torch.full((1, 1), value)).sum(), weight=weight, **options)
+
+
+def take_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    """Step, clear the gradients, and return what the step has subtracted from the weight."""
+    before = model.weight.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return before - model.weight.item()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_window_whose_gradients_are_cleared_leaves_no_weight(
+    fabric: Fabric, set_to_none: bool
+) -> None:
+    model, optimizer = set_up_linear(fabric)
+    backward(fabric, model, 6.0, 3)
+    optimizer.zero_grad(set_to_none)
+    backward(fabric, model, 6.0, 2)
+    backward(fabric, model, 2.0, 2)
+    assert take_step(model, optimizer) == 2.0
+    backward(fabric, model, math.inf, 3)
+    with pytest.raises(NonFiniteGradientError):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.zero_grad(set_to_none)
+    backward(fabric, model, 8.0, 2)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert take_step(model, optimizer) == pytest.approx(1.0, rel=1e-5)
+    assert take_step(model, optimizer) == 0.0
+
+
+def test_gradients_of_shards_that_are_set_to_zero_leave_no_weight() -> None:
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        model, optimizer = set_up_linear(fabric)
+        backward(fabric, model, 6.0, 3)
+        optimizer.zero_grad(set_to_none=False)
+        backward(fabric, model, 6.0, 2)
+        assert take_step(model, optimizer) == 3.0
+
+
+# torch warns of a reference cycle with create_graph.
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_each_backward_pass_of_a_loss_counts(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    loss = model(torch.full((1, 1), 6.0)).sum()
+    fabric.backward(loss, weight=2, retain_graph=True)
+    fabric.backward(loss, weight=1)
+    assert take_step(model, optimizer) == 4.0
+    fabric.backward(
+        model(torch.tensor([[1.0], [2.0]])),
+        torch.tensor([[1.0], [4.0]]),
+        weight=3,
+        create_graph=True,
+    )
+    assert take_step(model, optimizer) == 3.0
+    # A loss without terms changes nothing.
+    backward(fabric, model, 0.0, 0)
+    backward(fabric, model, 5.0, torch.tensor(2.5))
+    assert take_step(model, optimizer) == 2.0
+
+
+def test_gradients_of_parameters_that_no_module_has_and_sparse_ones_are_divided(
+    fabric: Fabric,
+) -> None:
+    latent = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    embedding = nn.Embedding(3, 1, sparse=True)
+    optimizer = torch.optim.SGD([*embedding.parameters(), latent], lr=1.0)
+    model, optimizer = fabric.setup(embedding, optimizer)
+    before = model.weight.detach().clone()
+    loss = model(torch.tensor([0, 2, 2])).sum() + 4 * latent.sum()
+    fabric.backward(loss, weight=4)
+    optimizer.step()
+    torch.testing.assert_close(before - model.weight, torch.tensor([[0.25], [0.0], [0.5]]))
+    assert latent.tolist() == [-1.0, -1.0]
+
+
+def test_hooks_of_users_see_the_gradients_that_the_step_sees(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    gradients = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.item()))
+    for _ in range(2):
+        backward(fabric, model, 6.0, 3)
+        take_step(model, optimizer)
+    assert gradients == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, -0.5, math.nan, math.inf, True, 1j, "3", torch.ones(1), torch.tensor(True), []]
+)
+def test_a_weight_that_is_no_number_of_terms_is_refused_before_anything_changes(
+    fabric: Fabric, weight: Any
+) -> None:
+    model, optimizer = set_up_linear(fabric)
+    with pytest.raises(ConfigurationError, match=r"weight=(.|\n)*rank 0"):
+        backward(fabric, model, 1.0, weight)
+    assert model.weight.grad is None
+    assert take_step(model, optimizer) == 0.0
+
+
+def test_losses_with_and_without_a_weight_never_meet_in_one_gradient(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+
+    def backward_without_weight() -> None:
+        fabric.backward(model(torch.ones(1, 1)).sum())
+
+    def backward_with_weight() -> None:
+        backward(fabric, model, 1.0, 1)
+
+    backward_without_weight()
+    with pytest.raises(UsageError, match=r"gradients of an earlier step(.|\n)*zero_grad"):
+        backward_with_weight()
+    assert take_step(model, optimizer) == 1.0
+    backward(fabric, model, 4.0, 2)
+    with pytest.raises(UsageError, match="no weight"):
+        backward_without_weight()
+    fabric.clip_gradients(model, optimizer, max_norm=10.0)
+    with pytest.raises(UsageError, match="clip_gradients"):
+        backward_without_weight()
+    with pytest.raises(UsageError, match="clip_gradients"):
+        backward_with_weight()
+    optimizer.step()
+    with pytest.raises(UsageError, match="earlier step"):
+        backward_with_weight()
+    optimizer.zero_grad()
+    backward_without_weight()
+    assert take_step(model, optimizer) == 1.0
+
+
+def test_a_step_without_weights_is_refused_before_it_changes_anything(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    backward(fabric, model, 3.0, 0)
+    with pytest.raises(UsageError, match="sum of zero"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(UsageError, match="sum of zero"):
+        optimizer.step()
+    assert model.weight.item() == 1.0
+    optimizer.zero_grad()
+    backward(fabric, model, 6.0, 3)
+    assert take_step(model, optimizer) == 2.0
+
+
+def test_a_closure_with_weights_is_refused(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    # The first call cannot know of the weight before the closure runs: it raises after the step.
+    for _ in range(2):
+        with pytest.raises(UsageError, match="closure"):
+            optimizer.step(lambda: backward(fabric, model, 1.0, 1))
+    assert model.weight.item() == 0.5, "the second call raises before the step"
+    with pytest.raises(UsageError, match="closure"):
+        optimizer.step(closure=lambda: None)
+    with pytest.raises(UsageError, match="not been set up"):
+        backward(fabric, model, 1.0, 1, optimizer=torch.optim.SGD(model.parameters()))
+
+
+def test_a_step_within_a_backward_pass_is_refused(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    handle = model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(UsageError, match="within a backward pass"):
+        backward(fabric, model, 1.0, 1)
+    handle.remove()
+    optimizer.zero_grad()
+    backward(fabric, model, 6.0, 3)
+    assert take_step(model, optimizer) == 2.0
+
+
+def test_a_backward_pass_that_raised_has_no_weight(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    loss = model(torch.full((1, 1), 6.0)).sum()
+    fabric.backward(loss, weight=3)
+    with pytest.raises(RuntimeError, match="second time"):
+        fabric.backward(loss, weight=3)
+    assert take_step(model, optimizer) == 2.0
+
+
+def test_optimizers_of_one_loss_share_its_weight(fabric: Fabric) -> None:
+    first, first_optimizer = set_up_linear(fabric)
+    second, second_optimizer = set_up_linear(fabric)
+    third_optimizer = fabric.setup_optimizers(torch.optim.SGD(first.parameters()))
+    with pytest.raises(UsageError, match="shared parameters"):
+        backward(fabric, first, 1.0, 1)
+    del third_optimizer
+    for value, weight in ((6.0, 2), (4.0, 3)):
+        inputs = torch.full((1, 1), value)
+        fabric.backward((first(inputs) + second(inputs)).sum(), weight=weight)
+    assert take_step(first, first_optimizer) == 2.0
+    with pytest.raises(UsageError, match=r"different weighted losses(.|\n)*optimizer=") as raised:
+        backward(fabric, first, 1.0, 1)
+    assert "rank 0" in str(raised.value)
+    # The window of the second optimizer goes on.
+    backward(fabric, first, 3.0, 1, optimizer=first_optimizer)
+    backward(fabric, second, 5.0, 1, optimizer=[second_optimizer])
+    assert take_step(first, first_optimizer) == 3.0
+    assert take_step(second, second_optimizer) == 2.5
+
+
+def test_losses_of_two_optimizers_in_turn_are_right_or_refused(fabric: Fabric) -> None:
+    discriminator, discriminator_optimizer = set_up_linear(fabric)
+    generator, generator_optimizer = set_up_linear(fabric)
+
+    def adversarial_loss() -> Tensor:
+        return discriminator(generator(torch.full((1, 1), 2.0))).sum()
+
+    for _ in range(2):
+        generator.weight.data.fill_(1.0)
+        discriminator.weight.data.fill_(1.0)
+        discriminator_optimizer.zero_grad()
+        backward(fabric, discriminator, 6.0, 3, optimizer=discriminator_optimizer)
+        assert take_step(discriminator, discriminator_optimizer) == 2.0
+        generator_optimizer.zero_grad()
+        # The gradients reach the discriminator, too.
+        fabric.backward(adversarial_loss(), weight=2, optimizer=generator_optimizer)
+        generator_optimizer.step()
+        assert generator.weight.item() == 2.0
+    discriminator_optimizer.zero_grad()
+    backward(fabric, discriminator, 6.0, 3, optimizer=discriminator_optimizer)
+    # The generator has a loss without a weight meanwhile.
+    fabric.backward(generator(torch.ones(1, 1)).sum() * 0, optimizer=generator_optimizer)
+    generator_optimizer.zero_grad()
+    with pytest.raises(UsageError, match="reached parameters of SGD"):
+        fabric.backward(adversarial_loss(), weight=2, optimizer=generator_optimizer)
+    discriminator_optimizer.zero_grad()
+    generator_optimizer.zero_grad()
+    backward(fabric, discriminator, 6.0, 3)
+    discriminator_optimizer.step()
+    discriminator_optimizer.zero_grad()
+    with pytest.raises(UsageError, match="optimizer="):
+        fabric.backward(adversarial_loss(), weight=2)
+
+
+def test_gradients_of_a_loss_for_another_optimizer_are_not_stepped_with(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    _, another_optimizer = set_up_linear(fabric)
+    backward(fabric, model, 6.0, 3, optimizer=another_optimizer)
+    message = "gradients of weighted losses for other optimizers"
+    with pytest.raises(UsageError, match=message):
+        optimizer.step()
+    with pytest.raises(UsageError, match=message):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(
+        UsageError, match="the gradients are of weighted losses for other optimizers"
+    ):
+        backward(fabric, model, 6.0, 3, optimizer=optimizer)
+    optimizer.zero_grad()
+    backward(fabric, model, 6.0, 3, optimizer=optimizer)
+    assert take_step(model, optimizer) == 2.0
+
+
+def test_weights_on_a_device_are_not_read_before_the_next_step(
+    fabric: Fabric, tmp_path: Path
+) -> None:
+    model, optimizer = set_up_linear(fabric)
+    # On CUDA, weights are not read at once.
+    fabric._session.ensure_loss_weights().reads_at_once = False
+    backward(fabric, model, 6.0, torch.tensor(1))
+    backward(fabric, model, 6.0, 2)
+    assert take_step(model, optimizer) == 4.0
+    bad_weights = [*torch.tensor([0.0, -1.0, math.nan, math.inf]), 0]
+    for bad_weight in bad_weights:
+        backward(fabric, model, 6.0, bad_weight)
+        assert take_step(model, optimizer) == 0.0
+        backward(fabric, model, 6.0, 3)
+        with pytest.raises(UsageError, match="sum of zero"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(fabric, model, 6.0, bad_weight)
+        assert take_step(model, optimizer) == 0.0
+        with pytest.raises(UsageError, match="sum of zero"):
+            fabric.save(tmp_path / "saved", {"model": model})
+        backward(fabric, model, 6.0, 3)
+        assert take_step(model, optimizer) == 2.0
+    with pytest.raises(ConfigurationError):
+        backward(fabric, model, 1.0, torch.tensor(True))
+
+
+# -- over ranks ------------------------------------------------------------------------------------
+
+
+def collect_refusals(fabric: Fabric) -> tuple[list[str], float]:
+    """Return the outcomes of three calls that only the ranks together can refuse, and the weight."""
+    model, optimizer = set_up_linear(fabric)
+    # The weight is an integer on rank 1 and a float on rank 0.
+    weight = 3.0
+    if fabric.global_rank == 1:
+        weight = 3
+    of_backward = outcome(lambda: backward(fabric, model, 4.0, weight))
+    backward(fabric, model, 4.0, 1)
+    take_step(model, optimizer)
+    backward(fabric, model, 4.0, 0)
+    of_step = outcome(optimizer.step)
+    optimizer.zero_grad()
+    backward(fabric, model, 4.0, weight)
+    of_clipping = outcome(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
+    return [of_backward, of_step, of_clipping], model.weight.item()
+
+
+def test_what_only_the_ranks_together_know_is_refused_on_all_of_them() -> None:
+    for (of_backward, of_step, of_clipping), weight in run_in_ranks(collect_refusals):
+        assert of_backward.startswith("CollectiveMismatchError")
+        assert "sum of zero" in of_step
+        assert of_clipping.startswith("CollectiveMismatchError")
+        assert weight == -3.0
+
+
+def count_messages(fabric: Fabric) -> tuple[list[int], list[float]]:
+    """Return the number of collectives of each step, and what the steps have changed."""
+    model, optimizer = set_up_linear(fabric)
+    latents = fabric.setup(nn.ParameterList([nn.Parameter(torch.zeros(1))]))
+    latents_optimizer = fabric.setup_optimizers(torch.optim.SGD(latents.parameters(), lr=1.0))
+    latents_factor = 6 if fabric.global_rank == 1 else 0
+    counts = []
+    steps = []
+    for _ in range(3):
+        loss = model(torch.full((1, 1), 4.0)).sum() + latents_factor * latents[0].sum()
+        fabric.backward(loss, weight=1 + 2 * fabric.global_rank)
+        with CommDebugMode() as mode:
+            steps.append(take_step(model, optimizer))
+        counts.append(mode.get_total_counts())
+        fabric.clip_gradients(latents, latents_optimizer, max_norm=10.0)
+        latents_optimizer.step()
+        steps.append(latents[0].item())
+        latents_optimizer.zero_grad()
+    # A loss without a weight costs no message.
+    fabric.backward(model(torch.ones(1, 1)).sum())
+    with CommDebugMode() as mode:
+        optimizer.step()
+    counts.append(mode.get_total_counts())
+    return counts, steps
+
+
+def test_a_window_costs_one_message_for_all_its_optimizers() -> None:
+    for counts, steps in run_in_ranks(count_messages):
+        assert counts == [1, 1, 1, 0]
+        assert steps == [2.0, -1.5, 2.0, -3.0, 2.0, -4.5]
+
+
+# -- low precision ---------------------------------------------------------------------------------
+
+COUNT = 8192  # The tokens of a rank in a step.
+
+
+class LowPrecisionRun(NamedTuple):
+    """What a loop in low precision did; the loss scale is 0 where nothing is scaled."""
+
+    parameters: list[Tensor]
+    skipped: list[bool]
+    loss_scale: float
+
+
+def train_in_low_precision(
+    fabric: Fabric, *, has_weights: bool, overflows: bool = False
+) -> LowPrecisionRun:
+    """Step on equally many tokens on each rank: on their sums with weights, or on their mean."""
+    model = make_model(torch.float32)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    skipped = []
+    for step in range(6):
+        tokens = samples(step, [2 * COUNT])[0].float()[fabric.global_rank :: fabric.world_size]
+        if overflows and step == 2:
+            tokens = tokens.clone()
+            tokens[0] = math.inf
+        optimizer.zero_grad()
+        for micro_batch in tokens.chunk(2):
+            errors = model(micro_batch) - micro_batch.sum(-1, keepdim=True)
+            loss = errors.float().square().sum()
+            if has_weights:
+                fabric.backward(loss, weight=len(micro_batch))
+            else:
+                fabric.backward(loss / len(tokens))
+        if step % 2 == 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        skipped.append(fabric.step_was_skipped(optimizer))
+    loss_scale = 0.0
+    if fabric._session.scaler is not None:
+        loss_scale = fabric._session.scaler.scale
+    parameters = [full_tensor(parameter.detach()).float() for parameter in model.parameters()]
+    return LowPrecisionRun(parameters, skipped, loss_scale)
+
+
+def compare_sum_and_mean(
+    fabric: Fabric, overflows: bool = False
+) -> tuple[LowPrecisionRun, LowPrecisionRun]:
+    of_sum = train_in_low_precision(fabric, has_weights=True, overflows=overflows)
+    of_mean = train_in_low_precision(fabric, has_weights=False, overflows=overflows)
+    return of_sum, of_mean
+
+
+# How to run each case, and the tolerance of its parameters.
+LOW_PRECISION: dict[str, tuple[Callable[..., list[Any]], float]] = {
+    "16-mixed": (partial(run_in_one_process, precision="16-mixed"), 1e-4),
+    "16-mixed ddp": (partial(run_in_ranks, precision="16-mixed"), 1e-4),
+    "16-mixed fsdp": (partial(run_sharded, precision="16-mixed"), 1e-3),
+    "16-true": (partial(run_in_one_process, precision="16-true"), 2e-3),
+    "bf16-true": (partial(run_in_one_process, precision="bf16-true"), 2e-2),
+    "fp16_compress": (
+        partial(run_in_ranks, strategy=DDPStrategy(ddp_comm_hook=fp16_compress_hook)),
+        1e-3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOW_PRECISION)
+def test_a_sum_with_a_weight_overflows_no_more_than_the_mean(case: str) -> None:
+    run, tolerance = LOW_PRECISION[case]
+    for of_sum, of_mean in run(compare_sum_and_mean):
+        torch.testing.assert_close(
+            of_sum.parameters, of_mean.parameters, rtol=tolerance, atol=tolerance
+        )
+        assert sum(of_sum.skipped) <= sum(of_mean.skipped)
+        assert of_sum.loss_scale >= of_mean.loss_scale
+
+
+def test_an_overflow_of_a_weighted_loss_skips_one_step_and_no_more_scale_than_the_mean() -> None:
+    run, tolerance = LOW_PRECISION["16-mixed ddp"]
+    for of_sum, of_mean in run(compare_sum_and_mean, True):
+        assert of_sum.skipped == [False, False, True, False, False, False]
+        torch.testing.assert_close(
+            of_sum.parameters, of_mean.parameters, rtol=tolerance, atol=tolerance
+        )
+        assert of_sum.loss_scale >= of_mean.loss_scale
+
+
+# -- what is refused over ranks --------------------------------------------------------------------
+
+
+def join_with_weights(fabric: Fabric) -> str:
+    model, optimizer = set_up_linear(fabric)
+
+    def step_alone() -> None:
+        with fabric.join(model):
+            for _ in range(1 + fabric.global_rank):
+                backward(fabric, model, 1.0, 1)
+                optimizer.step()
+
+    return outcome(step_alone)
+
+
+def average_models_with_weights(fabric: Fabric) -> str:
+    model, _ = set_up_linear(fabric)
+    return outcome(lambda: backward(fabric, model, 1.0, 1))
+
+
+def test_ranks_that_step_alone_cannot_have_weights() -> None:
+    for error in run_in_ranks(join_with_weights):
+        assert 'uneven="longest"' in error
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=5)
+    strategy = DDPStrategy(
+        ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
+    )
+    for error in run_in_ranks(average_models_with_weights, strategy=strategy):
+        assert "model_averaging_period" in error
+
+
+class UnreducedOutcome(NamedTuple):
+    """Gradients after an unreduced pass and alone, and the outcome after a dropped pass."""
+
+    gradient_after_unreduced: Tensor
+    gradient_alone: Tensor
+    after_dropped: str
+
+
+def leave_gradients_unreduced(fabric: Fabric) -> UnreducedOutcome:
+    model = make_model()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    tokens = torch.ones(4, 3, dtype=torch.float64)
+
+    def pass_backward(*, syncs: bool) -> None:
+        with fabric.no_backward_sync(model, enabled=not syncs):
+            fabric.backward(sum_of_losses(model, tokens), weight=4)
+
+    def averaged_gradient() -> Tensor:
+        fabric.clip_gradients(model, optimizer, clip_val=1e9)
+        return full_tensor(model[0].weight.grad).clone()
+
+    pass_backward(syncs=False)
+    # This call clears no gradients that are not reduced: they keep their weight.
+    optimizer.zero_grad()
+    pass_backward(syncs=True)
+    gradient_after_unreduced = averaged_gradient()
+    optimizer.zero_grad()
+    pass_backward(syncs=True)
+    gradient_alone = averaged_gradient()
+    optimizer.zero_grad()
+    pass_backward(syncs=True)
+    pass_backward(syncs=False)
+    optimizer.zero_grad()
+    after_dropped = outcome(lambda: pass_backward(syncs=True))
+    return UnreducedOutcome(gradient_after_unreduced, gradient_alone, after_dropped)
+
+
+def test_gradients_that_are_not_reduced_keep_their_weights() -> None:
+    for result in run_sharded(leave_gradients_unreduced):
+        torch.testing.assert_close(
+            result.gradient_after_unreduced, result.gradient_alone, rtol=1e-12, atol=1e-8
+        )
+        assert "gradients of an earlier step" in result.after_dropped
+
+
+def leave_a_weight_out(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    for step in range(3):
+        optimizer.zero_grad()
+        weight = 1
+        if step == 1 and fabric.global_rank == 1:
+            weight = None
+        backward(fabric, model, 1.0, weight)
+        optimizer.step()
+
+
+@pytest.mark.slow  # The test waits for the timeout.
+def test_a_weight_that_one_rank_leaves_out_is_reported_and_is_no_hang(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RankFailedError):
+        run_in_ranks(leave_a_weight_out, timeout=4.0, launcher="forkserver")
+    assert "in all_reduce at" in capfd.readouterr().err
