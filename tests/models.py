@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """An encoder, blocks in a container and a head, with methods that are forward passes by another name."""
+    """An encoder, blocks in a container and a head, with methods that call the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,3 +43,15 @@ class OneWeight(nn.Module):
 
     def penalty(self) -> Tensor:
         return self.weight.pow(2).sum()
+
+
+class PartlyUnused(nn.Module):
+    """A module with a layer that its forward pass leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 1)
+        self.left_out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)

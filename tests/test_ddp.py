@@ -1,5 +1,7 @@
-"""DDP on real processes: what its contract says beyond equal numbers, which tests/test_parity.py shows."""
+"""DDP on real processes: its contract beyond equal numbers, which tests/test_parity.py shows."""
 
+import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -13,54 +15,59 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
-from tests.models import Net, OneWeight
+from tests.models import Net, OneWeight, PartlyUnused
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
 
-def one_step(fabric: Fabric, seed_of_data: int | None = None) -> torch.Tensor:
-    """Parameters after one step on data that differs between ranks."""
+def make(fabric: Fabric, net: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    return fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def one_step(fabric: Fabric) -> torch.Tensor:
+    """Return the parameters after one step on data that differs between ranks."""
     torch.manual_seed(0)
-    net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    torch.manual_seed(fabric.global_rank if seed_of_data is None else seed_of_data)
+    model, optimizer = make(fabric, Net())
+    torch.manual_seed(fabric.global_rank)
     fabric.backward(model(torch.randn(4, 4)).pow(2).mean())
     optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def doors(fabric: Fabric) -> dict[str, str]:
+def passes(fabric: Fabric) -> dict[str, str]:
+    """Return the outcomes of backward passes, by the way that the forward pass has gone."""
     net = Net()
-    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    weight = OneWeight()
-    bare = fabric.setup(weight)
+    model, _ = make(fabric, net)
+    weight_model, _ = make(fabric, OneWeight())
     x = torch.ones(2, 4)
 
-    def outside_of_no_sync() -> None:
+    def backward_outside_of_no_sync() -> None:
         with fabric.no_backward_sync(model):
             loss = model(x).sum()
         fabric.backward(loss)
 
-    def accumulating() -> None:
+    def accumulate() -> None:
         with fabric.no_backward_sync(model):
             fabric.backward(model.encoder(x).sum())
         fabric.backward(model(x).sum())
 
+    def call_model_and_submodule() -> None:
+        fabric.backward(model(x).sum() + model.encoder(x).sum())
+
     results = {
-        "front": outcome(lambda: fabric.backward(model(x).sum())),
+        "model": outcome(lambda: fabric.backward(model(x).sum())),
         "submodule": outcome(lambda: fabric.backward(model.encoder(x).sum())),
         "block": outcome(lambda: fabric.backward(model.blocks[0](torch.ones(1, 8)).sum())),
         "method": outcome(lambda: fabric.backward(model.loss(x))),
         "plain backward": outcome(lambda: model.loss(x).backward()),
-        "user's own module": outcome(lambda: fabric.backward(net(x).sum())),
-        "method without submodules": outcome(lambda: fabric.backward(bare.penalty())),
+        "user's module": outcome(lambda: fabric.backward(net(x).sum())),
+        "model.module": outcome(lambda: fabric.backward(model.module(x).sum())),
+        "method without submodules": outcome(lambda: fabric.backward(weight_model.penalty())),
         "training_step": outcome(lambda: fabric.backward(model.training_step(x))),
-        "backward outside of no_sync": outcome(outside_of_no_sync),
-        "accumulating": outcome(accumulating),
-        "beside the front": outcome(
-            lambda: fabric.backward(model(x).sum() + model.encoder(x).sum())
-        ),
+        "backward outside of no_sync": outcome(backward_outside_of_no_sync),
+        "accumulation": outcome(accumulate),
+        "model and submodule": outcome(call_model_and_submodule),
         "method without gradients": outcome(lambda: model.num_parameters()),
     }
     model.mark_forward_method("loss")
@@ -68,51 +75,97 @@ def doors(fabric: Fabric) -> dict[str, str]:
     return results
 
 
-def test_every_door_synchronises_or_raises() -> None:
-    fine = {
-        "front",
+@pytest.fixture(scope="module")
+def outcomes_of_passes() -> list[dict[str, str]]:
+    return run_in_ranks(passes)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "model",
         "training_step",
-        "accumulating",
-        "beside the front",
+        "accumulation",
+        "model and submodule",
         "marked method",
         "method without gradients",
-    }
-    for rank, results in enumerate(run_in_ranks(doors)):
-        assert {door for door, result in results.items() if result == "fine"} == fine
-        refused = [result for door, result in results.items() if door not in fine]
-        assert all(
-            "would not be synchronized" in text and f"on rank {rank}" in text for text in refused
-        )
+    ],
+)
+def test_a_pass_through_the_model_is_synchronized(
+    outcomes_of_passes: list[dict[str, str]], way: str
+) -> None:
+    for results in outcomes_of_passes:
+        assert results[way] == "fine"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "submodule",
+        "block",
+        "method",
+        "plain backward",
+        "user's module",
+        "model.module",
+        "method without submodules",
+        "backward outside of no_sync",
+    ],
+)
+def test_a_pass_around_the_model_raises(outcomes_of_passes: list[dict[str, str]], way: str) -> None:
+    for rank, results in enumerate(outcomes_of_passes):
+        assert "would not be synchronized" in results[way]
+        assert f"on rank {rank}" in results[way]
+
+
+def test_an_error_of_a_pass_around_the_model_names_the_way_and_a_remedy(
+    outcomes_of_passes: list[dict[str, str]],
+) -> None:
+    for results in outcomes_of_passes:
         assert "model.encoder(...)" in results["submodule"]
         assert "mark_forward_method" in results["method"]
 
 
+def backward_alone_in_no_sync(fabric: Fabric) -> str:
+    model, _ = make(fabric, Net())
+    loss = model(torch.ones(2, 4)).sum()
+
+    def backward() -> None:
+        with fabric.no_backward_sync(model):
+            fabric.backward(loss)
+
+    return outcome(backward)
+
+
+def test_no_sync_around_the_backward_pass_only_raises() -> None:
+    for text in run_in_ranks(backward_alone_in_no_sync):
+        assert "inside of no_backward_sync" in text
+
+
 def sync_states(fabric: Fabric) -> list[bool]:
-    net = Net()
-    model = fabric.setup(net)
+    """Return whether gradients are synchronized after inner blocks and after an error."""
+    model = fabric.setup(Net())
     strategy = fabric.strategy
     prepared = model._fabric_prepared
     synchronizes = strategy.gradient_contract(prepared).synchronizes
-    seen = []
+    states = []
     with fabric.no_backward_sync(model):
         with fabric.no_backward_sync(model, enabled=False), fabric.no_backward_sync([model, model]):
-            seen.append(synchronizes())
+            states.append(synchronizes())
         with strategy.block_backward_sync(prepared):
             pass
-        seen.append(synchronizes())
-    try:
-        with fabric.no_backward_sync(model):
-            raise KeyError
-    except KeyError:
-        seen.append(synchronizes())
-    return seen
+        states.append(synchronizes())
+    with contextlib.suppress(KeyError), fabric.no_backward_sync(model):
+        raise KeyError
+    states.append(synchronizes())
+    return states
 
 
 def test_no_backward_sync_restores_the_state_before() -> None:
     assert run_in_ranks(sync_states) == [[False, False, True]] * 2
 
 
-def frozen(fabric: Fabric) -> tuple[list[float], bool]:
+def set_up_frozen(fabric: Fabric) -> tuple[list[float], bool]:
+    """Return the broadcast weight of a frozen module, and whether the module is not wrapped."""
     net = OneWeight().requires_grad_(False)
     nn.init.constant_(net.weight, fabric.global_rank + 1)
     model = fabric.setup(net)
@@ -122,21 +175,11 @@ def frozen(fabric: Fabric) -> tuple[list[float], bool]:
 
 
 def test_a_module_without_trainable_parameters_is_broadcast_and_not_wrapped() -> None:
-    assert run_in_ranks(frozen) == [([1.0] * 4, True)] * 2
-
-
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(4, 1)
-        self.left_out = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+    assert run_in_ranks(set_up_frozen) == [([1.0] * 4, True)] * 2
 
 
 def two_steps_unused(fabric: Fabric) -> str:
-    model = fabric.setup(Unused())
+    model = fabric.setup(PartlyUnused())
 
     def steps() -> None:
         for _ in range(2):
@@ -149,9 +192,8 @@ def test_an_unused_parameter_is_named() -> None:
     for text in run_in_ranks(two_steps_unused):
         assert "left_out.weight, left_out.bias" in text
         assert "ddp_find_unused_parameters_true" in text
-    assert run_in_ranks(
-        two_steps_unused, strategy="ddp_forkserver_find_unused_parameters_true"
-    ) == ["fine", "fine"]
+    strategy = "ddp_forkserver_find_unused_parameters_true"
+    assert run_in_ranks(two_steps_unused, strategy=strategy) == ["fine", "fine"]
 
 
 @pytest.mark.parametrize(
@@ -175,16 +217,22 @@ def test_comm_hooks_carry_the_gradients(options: dict[str, Any], tolerance: floa
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def power_sgd(fabric: Fabric) -> tuple[float, float]:
+def step_on(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, value: float) -> None:
+    fabric.backward(model(torch.full((4,), value)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def max_and_min_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [fabric.all_reduce(tensor.detach(), reduce_op=op) for op in ("max", "min")]
+
+
+def weights_under_power_sgd(fabric: Fabric) -> list[torch.Tensor]:
     net = OneWeight()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = make(fabric, net)
     for _ in range(4):
-        fabric.backward(model(torch.full((4,), float(fabric.global_rank))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.weight.sum().item(), fabric.all_reduce(
-        net.weight.detach(), reduce_op="max"
-    ).sum().item()
+        step_on(fabric, model, optimizer, float(fabric.global_rank))
+    return max_and_min_over_ranks(fabric, net.weight)
 
 
 def test_power_sgd_keeps_replicas_equal() -> None:
@@ -194,86 +242,72 @@ def test_power_sgd_keeps_replicas_equal() -> None:
     strategy = DDPStrategy(
         start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook
     )
-    for own, largest in run_in_ranks(power_sgd, strategy=strategy):
-        assert own == largest
+    for largest, smallest in run_in_ranks(weights_under_power_sgd, strategy=strategy):
+        assert torch.equal(largest, smallest)
 
 
-def drifting(fabric: Fabric) -> list[float]:
-    """How far replicas are apart after each step; each sees data of its own."""
-    net = OneWeight()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    apart = []
-    for _ in range(8):
-        fabric.backward(model(torch.full((4,), float(fabric.global_rank))))
-        optimizer.step()
-        optimizer.zero_grad()
-        ends = [fabric.all_reduce(net.weight.detach(), reduce_op=op) for op in ("max", "min")]
-        apart.append((ends[0] - ends[1]).max().item())
-    return apart
-
-
-def test_replicas_drift_and_are_averaged_every_so_many_steps() -> None:
+def averaging_strategy(start_step: int, period: int) -> DDPStrategy:
+    """Return a strategy that averages the models every ``period`` steps after ``start_step``."""
     state = PostLocalSGDState(
         process_group=None,
         subgroup=None,
-        start_localSGD_iter=2,
+        start_localSGD_iter=start_step,
         post_local_gradient_allreduce=False,
     )
-    strategy = DDPStrategy(
+    return DDPStrategy(
         start_method="forkserver",
         ddp_comm_state=state,
         ddp_comm_hook=post_localSGD_hook,
-        model_averaging_period=3,
+        model_averaging_period=period,
     )
-    for apart in run_in_ranks(drifting, strategy=strategy):
-        assert [distance < 1e-6 for distance in apart] == [
-            True,
-            True,
-            True,
-            False,
-            False,
-            True,
-            False,
-            False,
-        ]
+
+
+def distances_of_replicas(fabric: Fabric) -> list[float]:
+    """Return the distance between replicas after each step on data that differs between ranks."""
+    net = OneWeight()
+    model, optimizer = make(fabric, net)
+    distances = []
+    for _ in range(8):
+        step_on(fabric, model, optimizer, float(fabric.global_rank))
+        largest, smallest = max_and_min_over_ranks(fabric, net.weight)
+        distances.append((largest - smallest).max().item())
+    return distances
+
+
+def test_replicas_drift_and_are_averaged_every_so_many_steps() -> None:
+    strategy = averaging_strategy(start_step=2, period=3)
+    for distances in run_in_ranks(distances_of_replicas, strategy=strategy):
+        assert max(distances[:3]) < 1e-6
+        assert min(distances[3:5]) >= 1e-6
+        assert distances[5] < 1e-6
+        assert min(distances[6:]) >= 1e-6
 
 
 def average_after_overflow(fabric: Fabric) -> list[float]:
+    """Return the weight after a step that overflows, and after a step that does not."""
     net = OneWeight()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    weights = []
-    for factor in (float("inf"), float(fabric.global_rank)):
-        fabric.backward(model(torch.full((4,), factor)))
-        optimizer.step()
-        optimizer.zero_grad()
-        weights.append(net.weight.mean().item())
-    return weights
+    model, optimizer = make(fabric, net)
+    step_on(fabric, model, optimizer, math.inf)
+    after_overflow = net.weight.mean().item()
+    step_on(fabric, model, optimizer, float(fabric.global_rank))
+    return [after_overflow, net.weight.mean().item()]
 
 
 def test_a_step_that_overflows_averages_nothing() -> None:
-    state = PostLocalSGDState(
-        None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False
-    )
-    strategy = DDPStrategy(
-        start_method="forkserver",
-        ddp_comm_state=state,
-        ddp_comm_hook=post_localSGD_hook,
-        model_averaging_period=2,
-    )
+    strategy = averaging_strategy(start_step=0, period=2)
     for weights in run_in_ranks(average_after_overflow, strategy=strategy, precision="16-mixed"):
         assert weights == [1.0, pytest.approx(0.95)]
 
 
 def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], list[float]]:
+    """Return the weights and loss scales after an overflow on rank 1, and after a good step."""
     net = OneWeight()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = make(fabric, net)
+    values = [(1.0, 1.0), (math.inf, 1.0)][fabric.global_rank]
     weights = []
     scales = []
-    for step in range(2):
-        bad = step == 0 and fabric.global_rank == 1
-        fabric.backward(model(torch.full((4,), float("inf") if bad else 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
+    for value in values:
+        step_on(fabric, model, optimizer, value)
         weights.append(net.weight.mean().item())
         scales.append(float(fabric.describe().split()[-1]))
     return weights, scales
@@ -285,48 +319,71 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert scales == [65536.0, 32768.0]
 
 
-def contract(fabric: Fabric) -> dict[str, Any]:
+def learning_rates(fabric: Fabric) -> list[float]:
+    net = OneWeight()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
+    fabric.backward(model(torch.ones(4)))
+    rates = []
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+def test_a_scheduler_is_stepped_once_not_once_per_process() -> None:
+    assert run_in_ranks(learning_rates) == [[0.5, 0.25, 0.125]] * 2
+
+
+def use_contract(fabric: Fabric) -> dict[str, Any]:
     strategy = fabric.strategy
-    group = strategy.communicator().new_group([0, 1])
+    communicator = strategy.communicator().new_group([0, 1])
     rank = fabric.global_rank
     results = {
-        "place": (
-            strategy.global_rank,
-            strategy.local_rank,
-            strategy.node_rank,
-            strategy.world_size,
-        ),
-        "flags": (strategy.is_global_zero == (rank == 0), strategy.is_distributed),
+        "global_rank": strategy.global_rank,
+        "local_rank": strategy.local_rank,
+        "node_rank": strategy.node_rank,
+        "world_size": strategy.world_size,
+        "is_global_zero": strategy.is_global_zero,
+        "is_distributed": strategy.is_distributed,
         "sampler": strategy.distributed_sampler_kwargs,
-        "reduced": strategy.all_reduce({"x": torch.tensor([float(rank)]), "n": 3}),
-        "group": strategy.all_reduce(torch.tensor(float(rank)), group=group).item()
-        if group
-        else None,
+        "all_reduce": strategy.all_reduce({"x": torch.tensor([float(rank)]), "n": 3}),
+        "all_reduce of a group": None,
         "reduce": strategy.reduce(torch.tensor(rank), reduce_op="sum").item(),
-        "gathered": strategy.all_gather(torch.tensor([rank])).tolist(),
-        "sent": strategy.broadcast({"from": rank}, src=2),
+        "all_gather": strategy.all_gather(torch.tensor([rank])).tolist(),
+        "broadcast": strategy.broadcast({"from": rank}, src=2),
         "all": strategy.reduce_boolean_decision(rank > 0),
         "any": strategy.reduce_boolean_decision(rank > 0, all=False),
-        "moved": strategy.batch_to_device([torch.ones(1), "text"]),
+        "batch_to_device": strategy.batch_to_device([torch.ones(1), "text"]),
     }
+    if communicator:
+        mean = strategy.all_reduce(torch.tensor(float(rank)), group=communicator)
+        results["all_reduce of a group"] = mean.item()
     strategy.barrier("end")
     return results
 
 
 def test_the_contract_of_every_strategy_on_three_ranks() -> None:
-    for rank, results in enumerate(run_in_ranks(contract, ranks=3)):
+    group_means = [0.5, 0.5, None]
+    for rank, results in enumerate(run_in_ranks(use_contract, ranks=3)):
         assert results == {
-            "place": (rank, rank, 0, 3),
-            "flags": (True, True),
+            "global_rank": rank,
+            "local_rank": rank,
+            "node_rank": 0,
+            "world_size": 3,
+            "is_global_zero": rank == 0,
+            "is_distributed": True,
             "sampler": {"num_replicas": 3, "rank": rank},
-            "reduced": {"x": torch.tensor([1.0]), "n": 3},
-            "group": 0.5 if rank < 2 else None,
+            "all_reduce": {"x": torch.tensor([1.0]), "n": 3},
+            "all_reduce of a group": group_means[rank],
             "reduce": 3,
-            "gathered": [[0], [1], [2]],
-            "sent": {"from": 2},
+            "all_gather": [[0], [1], [2]],
+            "broadcast": {"from": 2},
             "all": False,
             "any": True,
-            "moved": [torch.ones(1), "text"],
+            "batch_to_device": [torch.ones(1), "text"],
         }
 
 
@@ -338,9 +395,8 @@ def test_a_batch_norm_stays_the_same_object_and_gets_its_class_back() -> None:
     strategy = DDPStrategy(sync_batchnorm=True)
     strategy.setup_environment()
     try:
-        with pytest.raises(
-            ValueError, match="only work with GPU modules"
-        ):  # torch's own, on the CPU
+        # torch's batch norm raises on the CPU.
+        with pytest.raises(ValueError, match="only work with GPU modules"):
             strategy.setup_module(net)
         assert net[1] is layer
         assert isinstance(layer, nn.SyncBatchNorm)

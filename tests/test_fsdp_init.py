@@ -455,3 +455,15 @@ def test_other_strategies_build_the_model_on_every_rank() -> None:
     expected, _ = plain(FromNumpy)
     for values in run_in_ranks(whole_on_every_rank):
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def count_different_rows(fabric: Fabric) -> int:
+    with fabric.init_module():
+        layer = nn.Linear(4, 8)
+    model = fabric.setup_module(layer)
+    state = fabric.strategy.get_module_state_dict(model._fabric_prepared)
+    return len(state["weight"].unique(dim=0))
+
+
+def test_shards_of_different_ranks_have_different_rows() -> None:
+    assert run_in_ranks(count_different_rows, strategy="fsdp") == [8, 8]

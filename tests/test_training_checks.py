@@ -1,48 +1,47 @@
 """Mistakes in the first steps of an optimizer raise. Steps that are only unusual do not."""
 
 import gc
+import math
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fabric import Fabric
 from fabric.diagnostics.training_checks import fingerprint
-from tests.models import Net, OneWeight
+from fabric.strategies import DDPStrategy
+from tests.models import Net, OneWeight, PartlyUnused
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
 X = torch.ones(2, 4)
+# The hooks of other parts of the library: the watchdog and the loss scaler note the steps, too.
+WATCHDOG_HOOKS = 2
+SCALER_HOOKS = 2
+
+Case = Callable[[Fabric], Any]
 
 
-class TwoParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(4, 1)
-        self.left_out = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+def sgd(parameters: Iterable[Any], lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
 
 
 def make(
     fabric: Fabric, net: nn.Module | None = None, lr: float = 0.1
 ) -> tuple[Any, torch.optim.Optimizer]:
-    if net is None:
-        net = Net()
-    return fabric.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
+    """Set up a module, a ``Net`` by default, and an optimizer."""
+    net = net or Net()
+    return fabric.setup(net, sgd(net.parameters(), lr))
 
 
 def step(
-    fabric: Fabric,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    x: torch.Tensor = X,
-    times: int = 1,
+    fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, x: Tensor = X, times: int = 1
 ) -> None:
     for _ in range(times):
         fabric.backward(model(x).sum())
@@ -50,15 +49,32 @@ def step(
         optimizer.zero_grad()
 
 
-def hooks(optimizer: torch.optim.Optimizer) -> int:
+def count_hooks(optimizer: torch.optim.Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
-# -- on two ranks: what raises ---------------------------------------------------------------------
+def outcomes(fabric: Fabric, cases: Iterable[Case]) -> dict[str, str]:
+    """Return the outcomes of cases by their names."""
+    results = {}
+    for case in cases:
+        results[case.__name__] = outcome(partial(case, fabric))
+        fabric.barrier(case.__name__)
+    return results
 
 
-def step_and_look_again(fabric: Fabric, optimizer: torch.optim.Optimizer) -> None:
-    """Make two steps, since the first rank finds another rank's difference in its next step."""
+def assert_outcomes(results: list[dict[str, str]], expected: Mapping[Case, str]) -> None:
+    """Check that the outcome of a case has its text, on every rank."""
+    for rank, rank_results in enumerate(results):
+        for case, text in expected.items():
+            actual = rank_results[case.__name__]
+            assert text in actual, f"{case.__name__} on rank {rank}: {actual}"
+
+
+# -- mistakes on two ranks ------------------------------------------------------------------------
+
+
+def step_and_check_again(fabric: Fabric, optimizer: torch.optim.Optimizer) -> None:
+    """Step twice: the rank that comes first sees nothing yet, and checks again at its next step."""
     try:
         optimizer.step()
     finally:
@@ -71,32 +87,33 @@ def changed_on_one_rank(fabric: Fabric) -> None:
     with torch.no_grad():
         model.head.weight.add_(fabric.global_rank)
     fabric.backward(model(X).sum())
-    step_and_look_again(fabric, optimizer)
+    step_and_check_again(fabric, optimizer)
 
 
-def other_hyperparameters(fabric: Fabric) -> None:
+def different_hyperparameters(fabric: Fabric) -> None:
     model, optimizer = make(fabric, lr=0.1 + fabric.global_rank)
     fabric.backward(model(X).sum())
-    step_and_look_again(fabric, optimizer)
+    step_and_check_again(fabric, optimizer)
 
 
 def step_on_local_gradients(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     with fabric.no_backward_sync(model):
         fabric.backward(model(X + fabric.global_rank).sum())
-    step_and_look_again(fabric, optimizer)
+    step_and_check_again(fabric, optimizer)
 
 
 def foreign_parameter(fabric: Fabric) -> None:
     net = OneWeight()
     temperature = nn.Parameter(torch.ones(3))
-    model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1))
+    model, optimizer = fabric.setup(net, sgd([*net.parameters(), temperature]))
     fabric.backward(model(X[0]) + (fabric.global_rank + 1) * temperature.sum())
-    step_and_look_again(fabric, optimizer)
+    step_and_check_again(fabric, optimizer)
 
 
 def unused_parameter(fabric: Fabric) -> None:
-    step(fabric, *make(fabric, TwoParts()))
+    model, optimizer = make(fabric, PartlyUnused())
+    step(fabric, model, optimizer)
 
 
 def unfrozen_parameter(fabric: Fabric) -> None:
@@ -114,14 +131,14 @@ def unfrozen_module(fabric: Fabric) -> None:
     fabric.backward(model(X[0]))
 
 
-RAISE = {
+MISTAKES: dict[Case, str] = {
     changed_on_one_rank: "ranks 0 and 1 differ after it: head.weight",
-    other_hyperparameters: "ranks 0 and 1 differ after it: encoder.weight, encoder.bias",
+    different_hyperparameters: "ranks 0 and 1 differ after it: encoder.weight, encoder.bias",
     step_on_local_gradients: "outside of no_backward_sync",
     foreign_parameter: (
         "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has"
     ),
-    unused_parameter: "no gradient has arrived at left_out.weight, left_out.bias of TwoParts",
+    unused_parameter: ("no gradient has arrived at left_out.weight, left_out.bias of PartlyUnused"),
     unfrozen_parameter: (
         "frozen when it was set up, or absent, and their gradients would not be synchronized: "
         "encoder"
@@ -130,63 +147,310 @@ RAISE = {
 }
 
 
-def run_mistakes(fabric: Fabric) -> dict[str, str]:
-    results = {}
-    for mistake in RAISE:
-        results[mistake.__name__] = outcome(partial(mistake, fabric))
-        fabric.barrier(mistake.__name__)
-    return results
+def make_mistakes(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, MISTAKES)
 
 
 def test_what_trains_wrongly_on_two_ranks_raises_on_each() -> None:
-    for rank, results in enumerate(run_in_ranks(run_mistakes)):
-        for mistake, text in RAISE.items():
-            error = results[mistake.__name__]
-            assert text in error, (rank, mistake.__name__, error)
-            assert f"rank {rank}" in error
-            assert "Write: " in error
+    results = run_in_ranks(make_mistakes)
+    assert_outcomes(results, MISTAKES)
+    for rank, rank_results in enumerate(results):
+        for text in rank_results.values():
+            assert f"rank {rank}" in text
+            assert "Write: " in text
+
+
+def step_with_different_learning_rates(fabric: Fabric) -> tuple[int, str]:
+    model, optimizer = make(fabric, lr=0.1 + fabric.global_rank)
+    hooks = count_hooks(optimizer)
+    return hooks, outcome(lambda: step(fabric, model, optimizer, times=3))
 
 
 def test_without_the_check_nothing_is_watched() -> None:
-    watchdog_hooks = 2  # they record the step
-    results = run_in_ranks(hooks_without_check, check_training=False)
-    assert results == [(watchdog_hooks, "fine")] * 2
+    results = run_in_ranks(step_with_different_learning_rates, check_training=False)
+    assert results == [(WATCHDOG_HOOKS, "fine")] * 2
 
 
-def hooks_without_check(fabric: Fabric) -> tuple[int, str]:
-    model, optimizer = make(fabric, lr=0.1 + fabric.global_rank)
-    return hooks(optimizer), outcome(lambda: step(fabric, model, optimizer, times=3))
+# -- parameters that were added after the setup ---------------------------------------------------
 
 
-# -- on two ranks: what does not -------------------------------------------------------------------
+def make_trained(fabric: Fabric) -> tuple[Any, torch.optim.Optimizer]:
+    """Set up a net and an optimizer, and take more steps than are watched."""
+    model, optimizer = make(fabric, lr=1e-4)
+    step(fabric, model, optimizer, X + fabric.global_rank, times=8)
+    return model, optimizer
+
+
+def an_adapter(fabric: Fabric) -> None:
+    model, optimizer = make_trained(fabric)
+    model.adapter = nn.Linear(4, 1)
+    optimizer.add_param_group({"params": model.adapter.parameters()})
+    fabric.backward(model(X).sum() + model.adapter(X).sum())
+
+
+def a_replaced_layer(fabric: Fabric) -> None:
+    model, _ = make_trained(fabric)
+    model.blocks[0] = nn.Linear(8, 8)
+    step(fabric, model, sgd(model.parameters(), 1e-4), X + fabric.global_rank)
+
+
+def a_replaced_parameter(fabric: Fabric) -> None:
+    model, _ = make_trained(fabric)
+    model.head.weight = nn.Parameter(torch.ones(1, 8))
+    step(fabric, model, sgd(model.parameters(), 1e-4), X + fabric.global_rank)
+
+
+def an_adapter_of_no_module(fabric: Fabric) -> None:
+    model, optimizer = make_trained(fabric)
+    scale = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [scale]})
+    inputs = X + fabric.global_rank
+
+    def scaled(x: Tensor) -> Tensor:
+        return model(x * scale)
+
+    results = [outcome(lambda: step(fabric, scaled, optimizer, inputs)) for _ in range(4)]
+    assert results == ["fine"] * 4, results
+
+
+def parameters_from_before_the_setup(fabric: Fabric) -> None:
+    net = Net()
+    encoder = [*net.encoder.parameters()]
+    optimizer = sgd([*net.head.parameters(), *net.blocks.parameters()], 1e-4)
+    model, optimizer = fabric.setup(net, optimizer)
+    step(fabric, model, optimizer, X + fabric.global_rank, times=8)
+    optimizer.add_param_group({"params": encoder})
+    step(fabric, model, optimizer, X + fabric.global_rank)
+
+
+def modules_that_may_be_added(fabric: Fabric) -> None:
+    model, optimizer = make_trained(fabric)
+    model.frozen = nn.Linear(4, 1).requires_grad_(False)
+    model.again = model.blocks
+    model.set_up = fabric.setup_module(nn.Linear(4, 1))
+    step(fabric, model, optimizer, X + fabric.global_rank)
+    with torch.no_grad():
+        model.head = nn.Linear(8, 2)
+        model(X)
+
+
+ADDED = "their gradients would not be synchronized: "
+ADDITIONS: dict[Case, str] = {
+    an_adapter: ADDED + "adapter.weight, adapter.bias",
+    a_replaced_layer: ADDED + "blocks.0.weight, blocks.0.bias",
+    a_replaced_parameter: ADDED + "head.weight",
+    an_adapter_of_no_module: (
+        "ranks 0 and 1 differ after it: parameter 6 of the optimizer, which no set-up"
+    ),
+    modules_that_may_be_added: "fine",
+}
+# DDP leaves a module its parameters; FSDP replaces them.
+OF_OLD_PARAMETERS = {
+    "ddp": "fine",
+    "fsdp": "the sharding: stepping changes nothing of encoder.weight, encoder.bias",
+}
+
+
+def add_parameters(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, [*ADDITIONS, parameters_from_before_the_setup])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_parameters_that_are_added_after_the_setup_are_an_error_that_names_them(
+    strategy: str,
+) -> None:
+    results = run_in_ranks(add_parameters, strategy=strategy)
+    assert_outcomes(results, ADDITIONS)
+    assert_outcomes(results, {parameters_from_before_the_setup: OF_OLD_PARAMETERS[strategy]})
+
+
+# -- optimizers that were not set up, or hold other parameters ------------------------------------
+
+
+def no_optimizer_set_up(fabric: Fabric) -> None:
+    net = Net()
+    step(fabric, fabric.setup(net), sgd(net.parameters()))
+
+
+def one_of_two_optimizers_set_up(fabric: Fabric) -> None:
+    net = Net()
+    model, first = fabric.setup(net, sgd(net.encoder.parameters()))
+    step(fabric, model, first, times=5)
+    step(fabric, model, sgd(net.head.parameters()))
+
+
+def no_module_set_up(fabric: Fabric) -> None:
+    fabric.launch()
+    net = Net()
+    step(fabric, net, sgd(net.parameters()))
+
+
+def test_an_optimizer_that_was_not_set_up_never_steps_with_scaled_gradients() -> None:
+    for case in (no_optimizer_set_up, one_of_two_optimizers_set_up, no_module_set_up):
+        with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
+            result = outcome(partial(case, fabric))
+        assert (
+            "it has not been set up, and steps with the gradients of the loss times its scale"
+            in result
+        )
+
+
+def optimizer_made_before_the_setup(fabric: Fabric) -> None:
+    net = Net()
+    optimizer = sgd(net.parameters())
+    step(fabric, fabric.setup(net), optimizer, X + fabric.global_rank)
+
+
+def parameter_of_no_module(fabric: Fabric) -> None:
+    fabric.setup(Net())
+    offset = nn.Parameter(torch.zeros(3))
+    offset.sum().backward()
+    torch.optim.Rprop([offset]).step()
+
+
+def head_replaced_before_the_setup(fabric: Fabric) -> None:
+    net = Net()
+    optimizer = sgd(net.parameters())
+    net.head = nn.Linear(8, 2)
+    model, optimizer = fabric.setup(net, optimizer)
+    step(fabric, model, optimizer, X + fabric.global_rank)
+
+
+def head_replaced_and_optimizer_not_set_up(fabric: Fabric) -> None:
+    net = Net()
+    old_head = net.head
+    net.head = nn.Linear(8, 2)
+    step(fabric, fabric.setup(net), sgd(old_head.parameters()), X + fabric.global_rank)
+
+
+UNMOVED: dict[Case, str] = {
+    parameter_of_no_module: "fine",
+    head_replaced_before_the_setup: "no optimizer has head.weight, head.bias of Net",
+    head_replaced_and_optimizer_not_set_up: "of Net",
+}
+OF_OLD_OPTIMIZER = {"ddp": "fine", "fsdp": "it holds parameters from before the sharding"}
+
+
+def leave_parameters_unmoved(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, [optimizer_made_before_the_setup, *UNMOVED])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_parameters_that_no_step_would_move_are_an_error(strategy: str) -> None:
+    results = run_in_ranks(leave_parameters_unmoved, strategy=strategy)
+    assert_outcomes(results, UNMOVED)
+    assert_outcomes(results, {optimizer_made_before_the_setup: OF_OLD_OPTIMIZER[strategy]})
+
+
+def set_up_an_old_optimizer(fabric: Fabric) -> str:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    fabric.setup_module(net)
+    return outcome(lambda: fabric.setup_optimizers(optimizer))
+
+
+def test_fsdp_setup_of_an_optimizer_from_before_the_sharding_raises() -> None:
+    for text in run_in_ranks(set_up_an_old_optimizer, strategy="fsdp"):
+        assert "none of its parameters belongs to a module that is set up" in text
+
+
+def step_without_reduction(fabric: Fabric) -> tuple[str, str]:
+    """Return the outcomes of a step on unreduced gradients, and of a step on reduced gradients."""
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    model.module.set_requires_gradient_sync(False)
+    fabric.backward(model(X).sum())
+    of_unreduced = outcome(optimizer.step)
+    model.module.set_requires_gradient_sync(True)
+    fabric.backward(model(X).sum())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    return of_unreduced, outcome(optimizer.step)
+
+
+def test_fsdp_step_without_gradient_sync_raises() -> None:
+    for of_unreduced, of_reduced in run_in_ranks(step_without_reduction, strategy="fsdp"):
+        assert "did not reduce the gradients" in of_unreduced
+        assert of_reduced == "fine"
+
+
+# -- models without values ------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A model that is large enough to be made without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5000)
+        self.norm = nn.LayerNorm(5000)
+        self.last = nn.Linear(5000, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def make_without_values(fabric: Fabric) -> tuple[Any, torch.optim.Optimizer]:
+    with fabric.init_module(empty_init=True):
+        net = Wide()
+    return make(fabric, net, lr=1e-4)
+
+
+def first_steps_without_values(fabric: Fabric, path: str) -> tuple[str, str]:
+    """Return the outcomes of a first step without values, and of one after values were loaded."""
+    fabric.save(path, {"model": fabric.setup(Wide())})
+    inputs = X + fabric.global_rank
+    model, optimizer = make_without_values(fabric)
+    without_values = outcome(lambda: step(fabric, model, optimizer, inputs))
+    loaded_model, loaded_optimizer = make_without_values(fabric)
+    fabric.load(path, {"model": loaded_model})
+    return without_values, outcome(lambda: step(fabric, loaded_model, loaded_optimizer, inputs))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_first_step_of_a_model_without_values_is_an_error_that_names_them(
+    strategy: str, tmp_path: Path
+) -> None:
+    results = run_in_ranks(first_steps_without_values, str(tmp_path / "model"), strategy=strategy)
+    for without_values, with_loaded_values in results:
+        assert (
+            "these are not a number before the first step: first.weight, first.bias"
+            in without_values
+        )
+        assert with_loaded_values == "fine"
+
+
+# -- habits that do not raise ---------------------------------------------------------------------
 
 
 def adversaries(fabric: Fabric) -> None:
-    maker, maker_optimizer = make(fabric, nn.Linear(4, 4))
-    judge, judge_optimizer = make(fabric)
+    generator, generator_optimizer = make(fabric, nn.Linear(4, 4))
+    discriminator, discriminator_optimizer = make(fabric)
+    inputs = X + fabric.global_rank
     for _ in range(3):
-        fabric.backward(judge(maker(X + fabric.global_rank).detach()).sum())
-        judge_optimizer.step()
-        judge_optimizer.zero_grad()
-        fabric.backward(judge(maker(X + fabric.global_rank)).sum())
-        maker_optimizer.step()
-        maker_optimizer.zero_grad()
+        fabric.backward(discriminator(generator(inputs).detach()).sum())
+        discriminator_optimizer.step()
+        discriminator_optimizer.zero_grad()
+        fabric.backward(discriminator(generator(inputs)).sum())
+        generator_optimizer.step()
+        generator_optimizer.zero_grad()
 
 
 def accumulation(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     for number in range(9):
-        with fabric.no_backward_sync(model, enabled=number % 3 < 2):
+        is_last = number % 3 == 2
+        with fabric.no_backward_sync(model, enabled=not is_last):
             fabric.backward(model(X * fabric.global_rank + number).sum())
-        if number % 3 == 2:
+        if is_last:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def frozen_part(fabric: Fabric) -> None:
+def frozen_encoder(fabric: Fabric) -> None:
     net = Net()
     net.encoder.requires_grad_(False)
-    step(fabric, *make(fabric, net), times=3)
+    model, optimizer = make(fabric, net)
+    step(fabric, model, optimizer, times=3)
 
 
 def gradients_dropped_on_purpose(fabric: Fabric) -> None:
@@ -199,10 +463,13 @@ def gradients_dropped_on_purpose(fabric: Fabric) -> None:
 
 
 def closures(fabric: Fabric) -> None:
+    # LBFGS does not know sharded parameters.
+    if fabric.strategy.name == "fsdp":
+        return
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.LBFGS(net.parameters(), max_iter=2))
 
-    def closure() -> torch.Tensor:
+    def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model(X).pow(2).mean()
         fabric.backward(loss)
@@ -213,28 +480,26 @@ def closures(fabric: Fabric) -> None:
 
 
 def turns(fabric: Fabric) -> None:
-    model, optimizer = make(fabric)
-    second_model, second_optimizer = make(fabric)
-    for model_in_turn in (model, second_model, model, second_model):
-        fabric.backward(model_in_turn(X).sum())
-        for optimizer_of_both in (optimizer, second_optimizer):
-            optimizer_of_both.step()
-            optimizer_of_both.zero_grad()
+    first, first_optimizer = make(fabric)
+    second, second_optimizer = make(fabric)
+    for model in (first, second, first, second):
+        fabric.backward(model(X).sum())
+        for optimizer in (first_optimizer, second_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def step_in_backward(fabric: Fabric) -> None:
-    # All ranks have the same batch: under DDP, gradients are not reduced yet when this hook runs.
+    # All ranks have the same data: under DDP gradients are not reduced yet when a hook runs.
     net = Net()
-    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
-    for parameter in net.parameters():
-        optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1)
+    optimizers = {parameter: sgd([parameter]) for parameter in net.parameters()}
     model, *_ = fabric.setup(net, *optimizers.values())
 
-    def step_of_parameter(parameter: torch.Tensor) -> None:
+    def step_parameter(parameter: Tensor) -> None:
         optimizers[parameter].step()
 
     for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step_of_parameter)
+        parameter.register_post_accumulate_grad_hook(step_parameter)
     for _ in range(3):
         fabric.backward(model(X).sum())
         model.zero_grad()
@@ -243,7 +508,7 @@ def step_in_backward(fabric: Fabric) -> None:
 def reduced_by_the_user(fabric: Fabric) -> None:
     net = OneWeight()
     temperature = nn.Parameter(torch.ones(3))
-    model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1))
+    model, optimizer = fabric.setup(net, sgd([*net.parameters(), temperature]))
     for _ in range(3):
         optimizer.zero_grad()
         fabric.backward(model(X[0]) + fabric.global_rank * temperature.sum())
@@ -252,12 +517,13 @@ def reduced_by_the_user(fabric: Fabric) -> None:
 
 
 def sharded_in_place(fabric: Fabric) -> None:
-    # Under DDP a forward pass of the user's own module raises.
+    # Under DDP a forward pass of the user's module raises.
     if fabric.strategy.name != "fsdp":
         return
     net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    fabric.setup(net, optimizer)  # sharded in place: what is returned may be dropped
+    optimizer = sgd(net.parameters())
+    # FSDP shards the module in place: the returned module may be dropped.
+    fabric.setup(net, optimizer)
     before = fabric.strategy.get_module_state_dict(net)
     step(fabric, net, optimizer, X + fabric.global_rank, times=3)
     after = fabric.strategy.get_module_state_dict(net)
@@ -267,11 +533,12 @@ def sharded_in_place(fabric: Fabric) -> None:
 def dropped(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     step(fabric, model, optimizer)
-    watched = [weakref.ref(model.module), weakref.ref(optimizer)]
+    module_reference = weakref.ref(model.module)
+    optimizer_reference = weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
-    for reference in watched:
-        assert reference() is None
+    assert module_reference() is None
+    assert optimizer_reference() is None
 
 
 def compiled(fabric: Fabric) -> None:
@@ -279,10 +546,10 @@ def compiled(fabric: Fabric) -> None:
     step(fabric, torch.compile(model, backend="eager"), optimizer, times=3)
 
 
-ALLOWED = (
+HABITS: list[Case] = [
     adversaries,
     accumulation,
-    frozen_part,
+    frozen_encoder,
     gradients_dropped_on_purpose,
     closures,
     turns,
@@ -291,87 +558,77 @@ ALLOWED = (
     sharded_in_place,
     dropped,
     compiled,
-)
+]
 
 
-def run_allowed(fabric: Fabric) -> dict[str, str]:
-    results: dict[str, str] = {}
-    for habit in ALLOWED:
-        # LBFGS does not support sharded parameters.
-        if habit is closures and fabric.strategy.name == "fsdp":
-            continue
-        results[habit.__name__] = outcome(partial(habit, fabric))
-    return results
+def follow_habits(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, HABITS)
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"ranks": 1}], ids=str)
 def test_what_is_only_unusual_does_not_raise(options: dict[str, Any]) -> None:
-    for results in run_in_ranks(run_allowed, **options):
+    for results in run_in_ranks(follow_habits, **options):
         assert set(results.values()) == {"fine"}, results
 
 
-def unused_under_find_unused(fabric: Fabric) -> str:
-    return outcome(lambda: step(fabric, *make(fabric, TwoParts()), times=3))
+def leave_parameters_unused(fabric: Fabric) -> str:
+    model, optimizer = make(fabric, PartlyUnused())
+    return outcome(lambda: step(fabric, model, optimizer, times=3))
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_parts_may_stay_unused_where_that_was_said(option: str) -> None:
-    from fabric.strategies import DDPStrategy
-
+def test_parameters_may_stay_unused_where_an_option_says_so(option: str) -> None:
     strategy = DDPStrategy(start_method="forkserver", **{option: True})
-    assert run_in_ranks(unused_under_find_unused, strategy=strategy) == ["fine", "fine"]
+    assert run_in_ranks(leave_parameters_unused, strategy=strategy) == ["fine", "fine"]
 
 
-# -- in one process --------------------------------------------------------------------------------
+# -- in one process -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def fabric() -> Any:
+def fabric() -> Iterator[Fabric]:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         yield fabric
 
 
 def test_hooks_are_gone_after_the_first_steps(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
-    assert hooks(optimizer) == 2
+    assert count_hooks(optimizer) == 2
     step(fabric, model, optimizer, times=3)
-    assert hooks(optimizer) == 0
+    assert count_hooks(optimizer) == 0
 
 
 def test_hooks_are_gone_after_teardown(fabric: Fabric) -> None:
     _, optimizer = make(fabric)
     fabric.teardown()
-    assert hooks(optimizer) == 0
+    assert count_hooks(optimizer) == 0
 
 
 def test_an_optimizer_that_never_gets_a_gradient_raises_at_its_second_step(fabric: Fabric) -> None:
     _, optimizer = make(fabric)
-    other_model, _ = make(fabric)
-    fabric.backward(other_model(X).sum())
+    another_model, _ = make(fabric)
+    fabric.backward(another_model(X).sum())
     optimizer.step()
-    with pytest.raises(
-        RuntimeError, match="no gradient has arrived at any of its parameters in 1 backward"
-    ):
+    message = "no gradient has arrived at any of its parameters in 1 backward"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
 
 
 def test_a_parameter_without_gradient_is_a_warning_that_names_it(fabric: Fabric) -> None:
-    model, optimizer = make(fabric, TwoParts())
-    with pytest.warns(
-        UserWarning, match="no gradient has arrived in the first 2 steps of SGD at left_out.weight"
-    ):
+    model, optimizer = make(fabric, PartlyUnused())
+    message = "no gradient has arrived in the first 2 steps of SGD at left_out.weight"
+    with pytest.warns(UserWarning, match=message):
         step(fabric, model, optimizer, times=3)
 
 
 def test_steps_that_are_skipped_do_not_count() -> None:
     with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
         model, optimizer = make(fabric, OneWeight())
-        step(fabric, model, optimizer, X[0] * float("inf"))
+        step(fabric, model, optimizer, X[0] * math.inf)
         step(fabric, model, optimizer, X[0], times=2)
-        scaler_hooks = 2
-        assert hooks(optimizer) > scaler_hooks
+        assert count_hooks(optimizer) > SCALER_HOOKS
         step(fabric, model, optimizer, X[0])
-        assert hooks(optimizer) == scaler_hooks
+        assert count_hooks(optimizer) == SCALER_HOOKS
 
 
 def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabric) -> None:
@@ -386,7 +643,7 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
     for _ in range(25):
         fabric.backward(model(X[0]))
         optimizer.step()
-    assert hooks(optimizer) == 0
+    assert count_hooks(optimizer) == 0
 
 
 @pytest.mark.parametrize(
@@ -394,19 +651,25 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
 )
 def test_a_fingerprint_depends_on_every_element_and_its_position(dtype: torch.dtype) -> None:
     values = torch.arange(1, 7).reshape(2, 3).to(dtype)
-    numbers = {*fingerprint([values]), *fingerprint([values.flip(0)]), *fingerprint([values.t()])}
+    fingerprints = {
+        *fingerprint([values]),
+        *fingerprint([values.flip(0)]),
+        *fingerprint([values.t()]),
+    }
     for index in range(6):
         changed = values.clone()
         changed.view(-1)[index] += 1
-        numbers.update(fingerprint([changed]))
-    assert len(numbers) == 9
+        fingerprints.update(fingerprint([changed]))
+    assert len(fingerprints) == 9
     assert fingerprint([values.t().contiguous().t()]) == fingerprint([values])
 
 
 def test_a_fingerprint_depends_on_single_bits_beyond_one_chunk() -> None:
     values = torch.zeros(2**20 + 3)
-    before = fingerprint([values, torch.zeros(0)])
+    empty = torch.zeros(0)
+    before = fingerprint([values, empty])
     for index in (0, 2**20 - 1, 2**20, -1):
         changed = values.clone()
-        changed.view(torch.int32)[index] = -(2**31)  # minus zero: equal as a number
-        assert fingerprint([changed, torch.zeros(0)]) != before
+        # Minus zero is equal to zero as a number.
+        changed.view(torch.int32)[index] = -(2**31)
+        assert fingerprint([changed, empty]) != before
