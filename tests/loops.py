@@ -1,7 +1,6 @@
-"""The reference that every strategy is held against: a plain loop in one process, and the same loop with Fabric."""
+"""A plain training loop in one process, and the loop with Fabric that has to equal it."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 from fabric import Fabric
 from fabric._torch import full_tensor
 
-GLOBAL_BATCH = 36  # divides by 1 to 4 ranks times 1 and 3 micro-batches
+GLOBAL_BATCH = 36  # This divides by 1 to 4 ranks times 1 and 3 micro-batches.
 STEPS = 3
 WIDTH = 8
 
 
 @dataclass
 class Record:
-    """What a loop did: the loss of each step, the norm and gradients of the last, the parameters at the end."""
+    """The losses of all steps, the norm and gradients of the last step, and the parameters."""
 
     losses: list[float]
     norm: float
@@ -27,7 +26,12 @@ class Record:
 
 
 class Block(nn.Module):
-    # No bias in the attention: the gradient of the keys' is zero but for rounding, which AdamW would blow up.
+    """A block of a transformer.
+
+    The attention has no bias: the gradient of the keys' bias is zero except for rounding, which
+    AdamW would amplify.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -38,11 +42,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
+        attended, _ = self.attention(h, h, h, need_weights=False)
+        x = x + attended
         return x + self.mlp(x)
 
 
 class Transformer(nn.Module):
+    """A transformer of two blocks that returns one number for each sequence."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(4, WIDTH)
@@ -63,71 +70,85 @@ def make_model(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.opt
 
 
 def batches(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor]]:
-    """One global batch for each step, of shapes (GLOBAL_BATCH, 5, 4) and (GLOBAL_BATCH, 1)."""
+    """Yield a global batch for each step, of shapes (GLOBAL_BATCH, 5, 4) and (GLOBAL_BATCH, 1)."""
     generator = torch.Generator().manual_seed(2)
     for _ in range(STEPS):
-        x = torch.randn(GLOBAL_BATCH, 5, 4, generator=generator, dtype=torch.float64)
-        yield x.to(dtype), x.mean(dim=(1, 2), keepdim=True).squeeze(-1).to(dtype)
+        inputs = torch.randn(GLOBAL_BATCH, 5, 4, generator=generator, dtype=torch.float64)
+        targets = inputs.mean(dim=(1, 2), keepdim=True).squeeze(-1)
+        yield inputs.to(dtype), targets.to(dtype)
+
+
+def full_gradients(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def full_parameters(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
 
 
 def plain_loop(
     dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool, accumulation: int
 ) -> Record:
-    """The loop without fabric, as torch's own documentation has it."""
+    """Train without fabric, as torch's documentation does.
+
+    Args:
+        dtype: The dtype of the parameters and the data.
+        autocast: The dtype of autocast, or None for no autocast.
+        scaled: Whether a loss scaler scales the loss.
+        accumulation: The number of micro-batches of a step.
+    """
     model, optimizer = make_model(dtype)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     record = Record([], 0.0, [], [])
     for x, y in batches(dtype):
-        total = 0.0
-        for part_x, part_y in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
-            with torch.autocast("cpu", dtype=autocast) if autocast else nullcontext():
-                output = model(part_x)
-            loss = nn.functional.mse_loss(output.to(dtype), part_y) / accumulation
+        step_loss = 0.0
+        micro_batches = zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)
+        for inputs, targets in micro_batches:
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                output = model(inputs)
+            loss = nn.functional.mse_loss(output.to(dtype), targets) / accumulation
             scaler.scale(loss).backward()
-            total += loss.item()
+            step_loss += loss.item()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        record.losses.append(total)
+        record.losses.append(step_loss)
         record.norm = norm.item()
-        record.gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        record.gradients = full_gradients(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    record.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    record.parameters = full_parameters(model)
     return record
 
 
 def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record:
-    """The same loop on this rank's share of each micro-batch; what it records is over all ranks."""
+    """Train on this rank's samples of each micro-batch; record values over all ranks."""
     plain_model, plain_optimizer = make_model(dtype)
     model, optimizer = fabric.setup(plain_model, plain_optimizer)
     record = Record([], 0.0, [], [])
-    rank = fabric.global_rank
-    size = fabric.world_size
+    rank_samples = slice(fabric.global_rank, None, fabric.world_size)
     for x, y in batches(dtype):
-        total = 0.0
-        for index, (part_x, part_y) in enumerate(
-            zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)
-        ):
-            with fabric.no_backward_sync(model, enabled=index < accumulation - 1):
-                output = model(part_x[rank::size])
-                loss = nn.functional.mse_loss(output, part_y[rank::size]) / accumulation
+        step_loss = 0.0
+        micro_batches = zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)
+        for index, (inputs, targets) in enumerate(micro_batches):
+            is_last = index == accumulation - 1
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                output = model(inputs[rank_samples])
+                loss = nn.functional.mse_loss(output, targets[rank_samples]) / accumulation
                 fabric.backward(loss)
-            total += fabric.all_reduce(loss.detach()).item()
+            step_loss += fabric.all_reduce(loss.detach()).item()
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        record.losses.append(total)
+        record.losses.append(step_loss)
         record.norm = norm.item()
-        record.gradients = [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+        record.gradients = full_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-    record.parameters = [
-        full_tensor(parameter.detach()).clone() for parameter in model.parameters()
-    ]
+    record.parameters = full_parameters(model)
     return record
 
 
 def assert_same(actual: Record, expected: Record, tolerance: float) -> None:
-    """The two loops did the same, to an absolute and relative tolerance; 0 means bit for bit."""
+    """Compare two loops to an absolute and relative tolerance; 0 means bit for bit."""
     close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), **close)
     torch.testing.assert_close(torch.tensor(actual.norm), torch.tensor(expected.norm), **close)

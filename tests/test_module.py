@@ -1,4 +1,4 @@
-"""What setup returns for a module behaves as the user's module does."""
+"""A module that was set up behaves as the user's module does."""
 
 import copy
 import pickle
@@ -15,8 +15,8 @@ from tests.models import Net
 
 @pytest.fixture(params=["single_device", "ddp"])
 def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
-    with Fabric(accelerator="cpu", strategy=request.param, devices=1) as made:
-        yield made
+    with Fabric(accelerator="cpu", strategy=request.param, devices=1) as fabric:
+        yield fabric
 
 
 @pytest.fixture
@@ -29,28 +29,23 @@ def model(fabric: Fabric, net: Net) -> FabricModule:
     return fabric.setup(net)
 
 
-def test_names_are_the_users_own(model: FabricModule, net: Net) -> None:
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in net.named_parameters()
-    ]
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in net.named_modules()]
+def test_names_are_those_of_the_users_module(model: FabricModule, net: Net) -> None:
+    assert list(dict(model.named_parameters())) == list(dict(net.named_parameters()))
+    assert list(dict(model.named_modules())) == list(dict(net.named_modules()))
     assert list(model.state_dict()) == list(net.state_dict())
-    assert all(
-        mine is theirs for mine, theirs in zip(model.parameters(), net.parameters(), strict=True)
-    )
+    for parameter, expected in zip(model.parameters(), net.parameters(), strict=True):
+        assert parameter is expected
 
 
-def test_names_inside_another_module_have_no_prefix_but_its_own(
+def test_names_inside_another_module_have_no_prefix_but_that_modules(
     model: FabricModule, net: Net
 ) -> None:
     outer = nn.ModuleDict({"net": model})
     assert list(outer.state_dict()) == [f"net.{name}" for name in net.state_dict()]
-    assert [name for name, _ in outer.named_parameters()] == [
-        f"net.{name}" for name, _ in net.named_parameters()
-    ]
-    outer.load_state_dict(
-        {name: torch.ones_like(value) for name, value in outer.state_dict().items()}
-    )
+    parameter_names = [f"net.{name}" for name, _ in net.named_parameters()]
+    assert list(dict(outer.named_parameters())) == parameter_names
+    state_of_ones = {name: torch.ones_like(value) for name, value in outer.state_dict().items()}
+    outer.load_state_dict(state_of_ones)
     assert net.head.bias.item() == 1
 
 
@@ -84,10 +79,10 @@ def test_to_apply_and_requires_grad_reach_the_users_module(model: FabricModule, 
     assert model.to("cpu", torch.float32) is model
     net.double()
     assert model.double() is model
-    seen: list[nn.Module] = []
-    assert model.apply(seen.append) is model
-    assert net in seen
-    assert model not in seen
+    modules: list[nn.Module] = []
+    assert model.apply(modules.append) is model
+    assert net in modules
+    assert model not in modules
     model.requires_grad_(False)
     assert not net.head.weight.requires_grad
 
@@ -100,14 +95,14 @@ def test_hooks_registered_on_it_land_on_the_users_module(model: FabricModule, ne
     assert calls == [net, net]
 
 
-def test_a_copy_is_a_model_of_its_own(model: FabricModule, net: Net) -> None:
-    twin = copy.deepcopy(model)
-    assert isinstance(twin, FabricModule)
+def test_a_copy_shares_nothing_with_the_model(model: FabricModule, net: Net) -> None:
+    copied = copy.deepcopy(model)
+    assert isinstance(copied, FabricModule)
     with torch.no_grad():
-        twin.head.bias.fill_(7)
+        copied.head.bias.fill_(7)
         expected = model(torch.ones(1, 4)) + 7 - net.head.bias
     assert net.head.bias.item() != 7
-    torch.testing.assert_close(twin(torch.ones(1, 4)), expected)
+    torch.testing.assert_close(copied(torch.ones(1, 4)), expected)
 
 
 def test_a_pickle_gives_the_users_module_back(model: FabricModule, net: Net) -> None:
@@ -116,17 +111,21 @@ def test_a_pickle_gives_the_users_module_back(model: FabricModule, net: Net) -> 
     assert type(loaded.module) is Net
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compile_before_or_after_setup(fabric: Fabric, net: Net, when: str) -> None:
-    x = torch.ones(2, 4)
-    expected = net(x).detach()
-    if when == "before":
-        model = fabric.setup(torch.compile(net, backend="aot_eager"))
-        assert list(model.state_dict()) == list(net.state_dict())
-    else:
-        model = torch.compile(fabric.setup(net), backend="aot_eager")
-    loss = model(x).sum()
-    torch.testing.assert_close(loss.detach(), expected.sum())
+def test_a_module_may_be_compiled_before_setup(fabric: Fabric, net: Net) -> None:
+    expected = net(torch.ones(2, 4)).sum().detach()
+    model = fabric.setup(torch.compile(net, backend="aot_eager"))
+    assert list(model.state_dict()) == list(net.state_dict())
+    loss = model(torch.ones(2, 4)).sum()
+    torch.testing.assert_close(loss.detach(), expected)
+    fabric.backward(loss)
+    assert net.encoder.weight.grad is not None
+
+
+def test_a_module_may_be_compiled_after_setup(fabric: Fabric, net: Net) -> None:
+    expected = net(torch.ones(2, 4)).sum().detach()
+    model = torch.compile(fabric.setup(net), backend="aot_eager")
+    loss = model(torch.ones(2, 4)).sum()
+    torch.testing.assert_close(loss.detach(), expected)
     fabric.backward(loss)
     assert net.encoder.weight.grad is not None
 
@@ -160,7 +159,7 @@ def test_what_is_no_method_cannot_be_marked(model: FabricModule, method: str) ->
 
 
 @pytest.mark.parametrize(
-    ("precision", "given", "seen", "returned"),
+    ("precision", "input_dtype", "compute_dtype", "output_dtype"),
     [
         ("32-true", torch.float64, torch.float32, torch.float32),
         ("64-true", torch.float32, torch.float64, torch.float64),
@@ -171,15 +170,18 @@ def test_what_is_no_method_cannot_be_marked(model: FabricModule, method: str) ->
     ],
 )
 def test_dtypes_of_a_forward_pass(
-    precision: str, given: torch.dtype, seen: torch.dtype, returned: torch.dtype
+    precision: str,
+    input_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    output_dtype: torch.dtype,
 ) -> None:
     with Fabric(accelerator="cpu", precision=precision, environment="none") as fabric:
         net = Net()
         dtypes = []
         net.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
         model = fabric.setup(net)
-        assert model(torch.ones(1, 4, dtype=given)).dtype is returned
-        assert dtypes == [seen]
+        assert model(torch.ones(1, 4, dtype=input_dtype)).dtype is output_dtype
+        assert dtypes == [compute_dtype]
         assert net.steps.dtype is torch.int64
 
 
@@ -194,8 +196,8 @@ def test_full_precision_leaves_parameters_as_they_were_built() -> None:
 )
 def test_inputs_stay_as_they_are_where_parameters_have_no_dtype_in_common(net: nn.Module) -> None:
     with Fabric(accelerator="cpu", environment="none") as fabric:
-        seen = []
-        net.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        dtypes = []
+        net.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         net.forward = lambda x: x
         fabric.setup(net)(torch.ones(1, 4, dtype=torch.float64))
-        assert seen == [torch.float64]
+        assert dtypes == [torch.float64]
