@@ -10,15 +10,15 @@ from torch import nn
 from fabric import Fabric
 from fabric.errors import CheckpointError
 from tests.hostile.base import WAITS, batch, case, net, step
-from tests.hostile.training import both, trained
+from tests.hostile.training import parallel_case, set_up_net
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def an_object_store_without_its_package(fabric: Fabric, rank: int) -> None:
     fabric.save("s3://bucket/x.pt", {"model": fabric.setup(net())})
 
 
-@both()
+@parallel_case()
 def a_file_by_its_url(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     path = f"file://{os.getcwd()}/x"
@@ -32,17 +32,17 @@ def shards_in_the_memory_of_one_process(fabric: Fabric, rank: int) -> None:
     fabric.save("memory://a/b", {"model": fabric.setup(net())})
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def no_name(fabric: Fabric, rank: int) -> None:
     fabric.save("", {"a": 1})
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_name_that_is_too_long(fabric: Fabric, rank: int) -> None:
     fabric.save("x" * 300, {"a": 1})
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_list_that_holds_itself(fabric: Fabric, rank: int) -> None:
     ring: list[Any] = []
     ring.append(ring)
@@ -69,7 +69,7 @@ def a_whole_state_dict(fabric: Fabric, rank: int) -> None:
 # -- ideas of the second round ----------------------------------------------------------------------------------------
 
 
-@both(refused=True, waits=True)
+@parallel_case(refused=True, waits=True)
 def a_save_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     if rank == 0:
@@ -77,7 +77,7 @@ def a_save_on_one_rank(fabric: Fabric, rank: int) -> None:
         fabric.all_reduce(1, reduce_op="sum")
 
 
-@both(refused=True, waits=True)
+@parallel_case(refused=True, waits=True)
 def a_load_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model})
@@ -107,7 +107,7 @@ def other_names_of_shards(fabric: Fabric, rank: int) -> None:
     fabric.save("x", {"model" if rank else "net": fabric.setup(net())})
 
 
-@both()
+@parallel_case()
 def other_paths(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save(f"run-{rank}", {"model": model})
@@ -116,21 +116,21 @@ def other_paths(fabric: Fabric, rank: int) -> None:
     fabric.load("run-0", {"model": model})
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def paths_of_which_one_does_not_exist(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model})
     fabric.load("x" if rank else "y", {"model": model})
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def other_names_that_are_loaded(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "step": 1})
     fabric.load("x", {"model": model, "step" if rank else "epoch": 0})
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "table": torch.ones(3)})
@@ -142,7 +142,7 @@ def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
         assert all(map(torch.equal, before, other.parameters()))
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def what_cannot_be_saved_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "step": 1})
@@ -153,7 +153,7 @@ def what_cannot_be_saved_on_one_rank(fabric: Fabric, rank: int) -> None:
         assert kept == {"step": 1}
 
 
-@both()
+@parallel_case()
 def a_folder_where_no_rank_may_write(fabric: Fabric, rank: int) -> None:
     if rank == 0:
         Path("closed").write_text("a file")
@@ -165,9 +165,9 @@ def a_folder_where_no_rank_may_write(fabric: Fabric, rank: int) -> None:
     raise AssertionError("it was written")
 
 
-@both()
+@parallel_case()
 def two_saves_beside_the_loop_at_once(fabric: Fabric, rank: int) -> None:
-    _, model, optimizer = trained(fabric)
+    _, model, optimizer = set_up_net(fabric)
     for number in range(3):
         fabric.save("x", {"model": model, "step": number}, async_=True)
         step(fabric, model, optimizer, batch(number))
@@ -177,7 +177,7 @@ def two_saves_beside_the_loop_at_once(fabric: Fabric, rank: int) -> None:
     assert kept == {"step": 3}
 
 
-@both()
+@parallel_case()
 def a_state_that_changes_while_it_is_saved(fabric: Fabric, rank: int) -> None:
     table = torch.zeros(100_000)
     model = fabric.setup(net())
@@ -190,7 +190,7 @@ def a_state_that_changes_while_it_is_saved(fabric: Fabric, rank: int) -> None:
     assert kept["log"] == [1]
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_file_that_was_cut(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model})
@@ -202,7 +202,7 @@ def a_file_that_was_cut(fabric: Fabric, rank: int) -> None:
     fabric.load("x", {"model": model})
 
 
-@both()
+@parallel_case()
 def the_working_directory_is_gone(fabric: Fabric, rank: int) -> None:
     here = Path.cwd()
     (here / f"{rank}").mkdir()
@@ -220,16 +220,16 @@ def the_working_directory_is_gone(fabric: Fabric, rank: int) -> None:
     raise AssertionError("it was written nowhere")
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def an_optimizer_that_is_loaded_into_another(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric, 2)
+    module, model, optimizer = set_up_net(fabric, 2)
     fabric.save("x", {"model": model, "optimizer": optimizer})
     groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters())}]
     other = fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.3, momentum=0.9))
     fabric.load("x", {"model": model, "optimizer": other})
 
 
-@both()
+@parallel_case()
 def a_file_that_fabric_did_not_write(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     if rank == 0:

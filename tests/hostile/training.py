@@ -1,32 +1,50 @@
-"""Loops that train nothing, something else, or something else on each rank."""
+"""Loops with mistakes: they train nothing, the wrong thing, or different things on the ranks."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fabric import Fabric
 from tests.hostile.base import WAITS, batch, case, net, same, sgd, step
 
 
-def both(*, refused: bool = False, waits: bool = False, **options: Any) -> Callable[[Any], Any]:
-    """A case under ddp and under fsdp."""
+def parallel_case(
+    *, refused: bool = False, waits: bool = False, **options: Any
+) -> Callable[[Any], Any]:
+    """Register a case under ddp and a case under fsdp.
+
+    Args:
+        refused: Whether the cases may not end well.
+        waits: Whether ranks wait for one that is missing: their collectives then time out soon.
+        **options: The options of Fabric.
+    """
 
     def register(function: Any) -> Any:
         name = function.__name__
-        for strategy in ("ddp", "fsdp"):
-            function.__name__ = f"{name}_{strategy}"
-            chosen = WAITS[strategy] if waits else strategy
-            case(refused=refused, strategy=chosen, **options)(function)
+        for strategy_name in ("ddp", "fsdp"):
+            strategy: Any = strategy_name
+            if waits:
+                strategy = WAITS[strategy_name]
+            function.__name__ = f"{name}_{strategy_name}"
+            case(refused=refused, strategy=strategy, **options)(function)
         return function
 
     return register
 
 
-def trained(fabric: Fabric, steps: int = 0) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
+def full(tensor: Any) -> torch.Tensor:
+    """Return the full tensor of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def set_up_net(fabric: Fabric, steps: int = 0) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
+    """Return the user's module, the set-up module and its optimizer after some steps."""
     module = net()
     model, optimizer = fabric.setup(module, sgd(module))
     for number in range(steps):
@@ -34,22 +52,22 @@ def trained(fabric: Fabric, steps: int = 0) -> tuple[nn.Sequential, Any, torch.o
     return module, model, optimizer
 
 
-# -- what is added, replaced or not set up ----------------------------------------------------------------------------
+# -- what is added, replaced or not set up ---------------------------------------------------------
 
 
-@both()
+@parallel_case()
 def a_group_of_an_adapter(fabric: Fabric, rank: int) -> None:
-    _, model, optimizer = trained(fabric)
-    extra = nn.Linear(2, 2)
-    optimizer.add_param_group({"params": list(extra.parameters())})
+    _, model, optimizer = set_up_net(fabric)
+    adapter = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(adapter.parameters())})
     for _ in range(2):
-        step(fabric, lambda x: extra(model(x)), optimizer, batch(rank))
-    same(fabric, extra.weight)
+        step(fabric, lambda x: adapter(model(x)), optimizer, batch(rank))
+    same(fabric, adapter.weight)
 
 
-@both()
+@parallel_case()
 def a_layer_is_replaced(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric)
+    module, model, optimizer = set_up_net(fabric)
     module[2] = nn.Linear(8, 2)
     optimizer.add_param_group({"params": list(module[2].parameters())})
     for _ in range(2):
@@ -60,9 +78,9 @@ def a_layer_is_replaced(fabric: Fabric, rank: int) -> None:
 @case(strategy="fsdp", refused=True)
 def a_group_of_what_was_sharded(fabric: Fabric, rank: int) -> None:
     module = net()
-    old = list(module[2].parameters())
+    old_parameters = list(module[2].parameters())
     model, optimizer = fabric.setup(module, sgd(module[0]))
-    optimizer.add_param_group({"params": old})
+    optimizer.add_param_group({"params": old_parameters})
     step(fabric, model, optimizer, batch())
 
 
@@ -84,12 +102,13 @@ def an_optimizer_from_before_the_sharding(fabric: Fabric, rank: int) -> None:
         step(fabric, model, optimizer, batch())
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_head_that_came_after_the_optimizer(fabric: Fabric, rank: int) -> None:
     module = net()
     optimizer = sgd(module)
     module[2] = nn.Linear(8, 2)
-    step(fabric, *fabric.setup(module, optimizer), batch())
+    model, optimizer = fabric.setup(module, optimizer)
+    step(fabric, model, optimizer, batch())
 
 
 @case()
@@ -100,10 +119,12 @@ def nothing_is_set_up(fabric: Fabric, rank: int) -> None:
         warnings.simplefilter("always")
         for _ in range(4):
             step(fabric, module, optimizer, torch.full((4, 4), rank + 1.0))
-    assert caught or rank
+    # The warning is on the first rank.
+    if rank == 0:
+        assert caught
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_model_without_values(fabric: Fabric, rank: int) -> None:
     with fabric.init_module(empty_init=True):
         module = net()
@@ -113,19 +134,20 @@ def a_model_without_values(fabric: Fabric, rank: int) -> None:
 
 @case()
 def a_loader_that_is_not_set_up(fabric: Fabric, rank: int) -> None:
-    _, model, optimizer = trained(fabric)
-    loader = DataLoader(
-        torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), batch_size=4
-    )
+    _, model, optimizer = set_up_net(fabric)
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(data, batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             for x in loader:
                 step(fabric, model, optimizer, x)
-    assert caught or rank
+    # The warning is on the first rank.
+    if rank == 0:
+        assert caught
 
 
-# -- fsdp --------------------------------------------------------------------------------------------------------------
+# -- fsdp ------------------------------------------------------------------------------------------
 
 
 @case(strategy="fsdp")
@@ -150,26 +172,23 @@ def a_parameter_without_a_dimension(fabric: Fabric, rank: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x) * self.scale
 
-    plain = Scaled()
+    plain_model = Scaled()
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), 0.1)
     module = Scaled()
-    own = torch.optim.AdamW(plain.parameters(), 0.1)
-    model = module
     model, optimizer = fabric.setup(
         module, torch.optim.AdamW(module.parameters(), 0.1, foreach=True)
     )
     for _ in range(3):
-        plain(torch.cat([batch(0), batch(1)])).square().mean().backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        own.step()
-        own.zero_grad()
+        plain_model(torch.cat([batch(0), batch(1)])).square().mean().backward()
+        expected_norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
         fabric.backward(model(batch(rank)).square().mean())
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()
         optimizer.zero_grad()
-        torch.testing.assert_close(norm, expected)
-    torch.testing.assert_close(
-        getattr(model.scale, "full_tensor", lambda: model.scale)(), plain.scale
-    )
+        torch.testing.assert_close(norm, expected_norm)
+    torch.testing.assert_close(full(model.scale), plain_model.scale)
 
 
 @case(strategy="fsdp", refused=True)
@@ -196,26 +215,26 @@ def an_optimizer_without_a_step_for_shards(fabric: Fabric, rank: int) -> None:
     step(fabric, model, optimizer, torch.ones(2, 3))
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def another_dtype_after_setup(fabric: Fabric, rank: int) -> None:
-    _, model, _ = trained(fabric)
+    _, model, _ = set_up_net(fabric)
     model.double()
 
 
-# -- ranks that do not do the same ------------------------------------------------------------------------------------
+# -- ranks that do not do the same -----------------------------------------------------------------
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def other_widths(fabric: Fabric, rank: int) -> None:
     fabric.setup(nn.Linear(4, 4 + rank))
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_layer_more(fabric: Fabric, rank: int) -> None:
     fabric.setup(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + rank)]))
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def frozen_on_one_rank(fabric: Fabric, rank: int) -> None:
     module = net()
     module[0].requires_grad_(rank == 0)
@@ -225,15 +244,14 @@ def frozen_on_one_rank(fabric: Fabric, rank: int) -> None:
     same(fabric, module[0].weight)
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def other_dtypes(fabric: Fabric, rank: int) -> None:
-    model, optimizer = fabric.setup(
-        module := nn.Linear(4, 4).to(torch.float64 if rank else torch.float32), sgd(module)
-    )
+    module = nn.Linear(4, 4, dtype=[torch.float32, torch.float64][rank])
+    model, optimizer = fabric.setup(module, sgd(module))
     step(fabric, model, optimizer, batch().to(module.weight.dtype))
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def other_learning_rates(fabric: Fabric, rank: int) -> None:
     module = net()
     model, optimizer = fabric.setup(module, sgd(module, 0.1 + rank))
@@ -241,7 +259,7 @@ def other_learning_rates(fabric: Fabric, rank: int) -> None:
         step(fabric, model, optimizer, batch(rank))
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def a_step_on_one_rank(fabric: Fabric, rank: int) -> None:
     module = net()
     model, optimizer = fabric.setup(module, sgd(module))
@@ -253,18 +271,19 @@ def a_step_on_one_rank(fabric: Fabric, rank: int) -> None:
     same(fabric, module[0].weight)
 
 
-@both(refused=True, waits=True)
+@parallel_case(refused=True, waits=True)
 def without_synchronization_on_one_rank(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric)
+    module, model, optimizer = set_up_net(fabric)
     for number in range(4):
-        with fabric.no_backward_sync(model, enabled=rank == 0 and number == 0):
+        is_local = rank == 0 and number == 0
+        with fabric.no_backward_sync(model, enabled=is_local):
             fabric.backward(model(batch(number + rank)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     same(fabric, module[0].weight)
 
 
-@both(waits=True, refused=True)
+@parallel_case(waits=True, refused=True)
 def a_block_is_skipped_on_one_rank(fabric: Fabric, rank: int) -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
@@ -272,30 +291,32 @@ def a_block_is_skipped_on_one_rank(fabric: Fabric, rank: int) -> None:
             self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
 
         def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
-            for number, block in enumerate(self.blocks):
-                x = x if skip and number == 1 else block(x)
-            return x
+            x = self.blocks[0](x)
+            if not skip:
+                x = self.blocks[1](x)
+            return self.blocks[2](x)
 
     torch.manual_seed(0)
     module = Skips()
     model, optimizer = fabric.setup(module, sgd(module))
     for number in range(3):
-        fabric.backward(model(batch(number), skip=rank == 1 and number > 0).square().mean())
+        skips = rank == 1 and number > 0
+        fabric.backward(model(batch(number), skip=skips).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     same(fabric, module.blocks[1][0].weight)
 
 
-@both(waits=True, refused=True)
+@parallel_case(waits=True, refused=True)
 def a_step_more_on_one_rank(fabric: Fabric, rank: int) -> None:
-    _, model, optimizer = trained(fabric)
+    _, model, optimizer = set_up_net(fabric)
     for number in range(3 + rank):
         step(fabric, model, optimizer, batch(number))
 
 
-@both(waits=True, refused=True)
+@parallel_case(waits=True, refused=True)
 def clipping_on_one_rank(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric)
+    module, model, optimizer = set_up_net(fabric)
     for number in range(3):
         fabric.backward(model(batch(number + rank)).square().mean())
         if rank:
@@ -305,68 +326,85 @@ def clipping_on_one_rank(fabric: Fabric, rank: int) -> None:
     same(fabric, module[0].weight)
 
 
-@both()
+@parallel_case()
 def values_of_one_rank_are_not_a_number(fabric: Fabric, rank: int) -> None:
-    _module, model, optimizer = trained(fabric, 1)
-    fabric.backward(model(batch() * (float("nan") if rank else 1.0)).square().mean())
+    _, model, optimizer = set_up_net(fabric, 1)
+    factor = [1.0, math.nan][rank]
+    fabric.backward(model(batch() * factor).square().mean())
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()
 
 
 @case(precision="16-mixed")
 def an_overflow_on_one_rank(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric)
+    module, model, optimizer = set_up_net(fabric)
     before = module[0].weight.detach().clone()
-    step(fabric, model, optimizer, batch() * (1e30 if rank else 1.0))
+    factor = [1.0, 1e30][rank]
+    step(fabric, model, optimizer, batch() * factor)
     assert torch.equal(module[0].weight, before)
     step(fabric, model, optimizer, batch(rank))
     same(fabric, module[0].weight)
 
 
-@both(refused=True)
+@parallel_case(refused=True)
 def other_optimizers(fabric: Fabric, rank: int) -> None:
     module = net()
-    kind = torch.optim.AdamW if rank else torch.optim.SGD
-    model, optimizer = fabric.setup(module, kind(module.parameters(), lr=0.1))
+    optimizer_class = [torch.optim.SGD, torch.optim.AdamW][rank]
+    model, optimizer = fabric.setup(module, optimizer_class(module.parameters(), lr=0.1))
     for number in range(3):
         step(fabric, model, optimizer, batch(number + rank))
     same(fabric, module[0].weight)
 
 
-@both()
+@parallel_case()
 def a_module_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric)
+    module, model, optimizer = set_up_net(fabric)
     again = fabric.setup(model)
     step(fabric, again, optimizer, batch(rank))
     same(fabric, module[0].weight)
 
 
-@both()
+@parallel_case()
 def an_optimizer_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
-    module, model, optimizer = trained(fabric)
+    module, model, optimizer = set_up_net(fabric)
     optimizer = fabric.setup_optimizers(optimizer)
-    before = module[0].weight.detach().clone()
+    before = full(module[0].weight).detach().clone()
     step(fabric, model, optimizer, batch(rank))
     same(fabric, module[0].weight)
-    assert not torch.equal(
-        getattr(module[0].weight, "full_tensor", lambda: module[0].weight)(), before
-    )
+    assert not torch.equal(full(module[0].weight), before)
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
-def numbers(loader: Any) -> list[int]:
-    return [int(x) for batch in loader for x in batch]
+def rank_samples(loader: Any) -> list[int]:
+    """Return the samples that a loader yields on this rank."""
+    samples: list[int] = []
+    for rank_batch in loader:
+        samples += rank_batch.tolist()
+    return samples
+
+
+def all_samples(fabric: Fabric, loader: Any) -> list[int]:
+    """Return the samples that a loader yields on all ranks."""
+    return fabric.all_gather(torch.tensor(rank_samples(loader))).flatten().tolist()
+
+
+def gathered_samples(fabric: Fabric, loader: Any) -> list[int]:
+    """Return the samples of a loader as ``gather_for_metrics`` gathers them."""
+    samples: list[int] = []
+    for rank_batch in loader:
+        samples += fabric.gather_for_metrics(rank_batch).tolist()
+    return samples
 
 
 @case(refused=True, strategy=WAITS["ddp"])
 def more_iterations_on_one_rank(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=4, shuffle=True))
-    for _ in range(2 if rank else 1):
-        numbers(loader)
-    found = fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()
-    assert sorted(found) == list(range(16)), found
+    for _ in range(1 + rank):
+        rank_samples(loader)
+    samples = all_samples(fabric, loader)
+    assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True)
@@ -375,8 +413,8 @@ def an_iteration_that_one_rank_peeks_into(fabric: Fabric, rank: int) -> None:
     if rank == 0:
         next(iter(loader))
     for _ in range(2):
-        found = [x for part in loader for x in fabric.gather_for_metrics(part).tolist()]
-        assert sorted(found) == list(range(16)), found
+        samples = gathered_samples(fabric, loader)
+        assert sorted(samples) == list(range(16)), samples
 
 
 @case()
@@ -384,29 +422,29 @@ def a_sampler_of_the_users(fabric: Fabric, rank: int) -> None:
     data = torch.arange(16)
     sampler = DistributedSampler(data, 2, rank)
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4, sampler=sampler))
-    found = [x for part in loader for x in fabric.gather_for_metrics(part).tolist()]
-    assert sorted(found) == list(range(16)), found
+    samples = gathered_samples(fabric, loader)
+    assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True, strategy=WAITS["ddp"])
 def data_of_other_lengths(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(16 + 8 * rank), batch_size=2))
-    found = [fabric.gather_for_metrics(part).tolist() for part in loader]
-    assert sorted(x for part in found for x in part) == list(range(16)), found
+    samples = gathered_samples(fabric, loader)
+    assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True)
 def other_batch_sizes(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2 + 2 * rank))
-    found = [fabric.gather_for_metrics(part).tolist() for part in loader]
-    assert sorted(x for part in found for x in part) == list(range(16)), found
+    samples = gathered_samples(fabric, loader)
+    assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True)
 def shuffled_on_one_rank(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=rank == 0))
-    found = [x for part in loader for x in fabric.gather_for_metrics(part).tolist()]
-    assert sorted(found) == list(range(16)), found
+    samples = gathered_samples(fabric, loader)
+    assert sorted(samples) == list(range(16)), samples
 
 
 @case()
@@ -415,9 +453,7 @@ def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
     module = nn.Linear(4, 2)
     model, optimizer = fabric.setup(module, sgd(module))
     loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=True))
-    assert sorted(fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()) == list(
-        range(16)
-    )
+    assert sorted(all_samples(fabric, loader)) == list(range(16))
     step(fabric, model, optimizer, batch(rank))
     same(fabric, module.weight)
 
@@ -425,15 +461,13 @@ def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
 @case()
 def a_loader_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(fabric.setup_dataloaders(DataLoader(range(16), batch_size=2)))
-    assert sorted(fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()) == list(
-        range(16)
-    )
+    assert sorted(all_samples(fabric, loader)) == list(range(16))
 
 
 @case(refused=True)
 def metrics_outside_of_a_loop(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(6), batch_size=2))
-    numbers(loader)
+    rank_samples(loader)
     assert fabric.gather_for_metrics(torch.arange(2) + 2 * rank).tolist() == [0, 1, 2, 3]
     for _ in loader:
         fabric.gather_for_metrics(torch.arange(7))
@@ -442,5 +476,6 @@ def metrics_outside_of_a_loop(fabric: Fabric, rank: int) -> None:
 @case()
 def a_dataset_that_is_smaller_than_the_job(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(1, 4)), batch_size=4))
-    found = [fabric.gather_for_metrics(x) for (x,) in loader]
-    assert [len(x) for x in found] == [1]
+    gathered = [fabric.gather_for_metrics(x) for (x,) in loader]
+    assert len(gathered) == 1
+    assert len(gathered[0]) == 1
