@@ -1,4 +1,4 @@
-"""An update does not depend on the strategy, the number of processes, the split of the data or the accumulation."""
+"""An update does not depend on the strategy, the processes, the split of data or accumulation."""
 
 from functools import partial
 
@@ -17,33 +17,32 @@ from tests.laws.exactness import (
 SHORT = 4
 LONG = 50
 SOAK = 400
-MANY = [
+SLOW = [
     pytest.param(LONG, marks=pytest.mark.slow),
     pytest.param(SOAK, marks=[pytest.mark.slow, pytest.mark.soak]),
 ]
 
 
-@pytest.mark.parametrize("examples", [SHORT, *MANY])
+@pytest.mark.parametrize("examples", [SHORT, *SLOW])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_update_is_that_of_one_process_with_all_samples(name: str, examples: int) -> None:
     strategy = STRATEGIES[name]
     check(exactly(strategy.sizes), Subject(partial(strategy.world, "64-true")), examples)
 
 
-@pytest.mark.parametrize("examples", [SHORT, *MANY])
+@pytest.mark.parametrize("examples", [SHORT, *SLOW])
 @pytest.mark.parametrize("name", ["ddp", "FULL_SHARD"])
-def test_it_is_so_where_ranks_run_out_of_batches(name: str, examples: int) -> None:
+def test_an_update_is_that_of_one_process_where_ranks_run_out_of_batches(
+    name: str, examples: int
+) -> None:
     strategy = STRATEGIES[name]
-    check(
-        exactly_where_ranks_run_out(strategy.sizes),
-        Subject(partial(strategy.world, "64-true")),
-        examples,
-    )
+    law = exactly_where_ranks_run_out(strategy.sizes)
+    check(law, Subject(partial(strategy.world, "64-true")), examples)
 
 
-@pytest.mark.parametrize("examples", MANY)
+@pytest.mark.parametrize("examples", SLOW)
 @pytest.mark.parametrize("name", ["single", "ddp", "FULL_SHARD"])
-def test_in_float16_it_is_so_to_rounding_and_without_more_overflows(
+def test_an_update_in_float16_is_that_of_one_process_to_rounding_without_more_overflows(
     name: str, examples: int
 ) -> None:
     strategy = STRATEGIES[name]
@@ -56,6 +55,9 @@ def test_in_float16_it_is_so_to_rounding_and_without_more_overflows(
     [planted.IgnoresAWeight, planted.DividesByTheWorldTwice, planted.DividesTheTailByAWholeWindow],
     ids=lambda value: value.__name__,
 )
-def test_a_loss_that_is_divided_by_the_wrong_number_is_found(broken: type[planted.Broken]) -> None:
+def test_a_loss_that_is_divided_by_the_wrong_number_breaks_the_law(
+    broken: type[planted.Broken],
+) -> None:
+    subject = Subject(partial(STRATEGIES["ddp"].world, "64-true"), broken)
     with pytest.raises(AssertionError, match="not close"):
-        check(exactly((2,)), Subject(partial(STRATEGIES["ddp"].world, "64-true"), broken), LONG)
+        check(exactly((2,)), subject, LONG)
