@@ -346,15 +346,15 @@ class Fabric:
         if not has_function:
             raise UsageError(
                 request,
-                f"start method {plan.launcher.name!r} has no function to run in each process with "
-                "these arguments",
+                problem=f"start method {plan.launcher.name!r} has no function to run in each "
+                "process with these arguments",
                 suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
             )
         if plan.world is not None and self._session is not None and not function_and_args:
             raise UsageError(
                 f"fabric.launch() on rank {plan.world.rank}",
-                "the job has been launched already, or begun by a call before launch() that needs "
-                "it",
+                problem="the job has been launched already, or begun by a call before launch() "
+                "that needs it",
             )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,9 +367,9 @@ class Fabric:
         """
         raise UsageError(
             f"{type(self).__name__}.run()",
-            "it has no loop of its own",
-            "a method run(self, ...) of a subclass; or fabric.launch(main), with the loop in "
-            "main(fabric)",
+            problem="it has no loop of its own",
+            expected="a method run(self, ...) of a subclass; or fabric.launch(main), with the loop "
+            "in main(fabric)",
         )
 
     def teardown(self) -> None:
@@ -1315,7 +1315,7 @@ class Fabric:
         if not isinstance(self, Fabric):
             raise UsageError(
                 "Fabric.seed_everything(...)",
-                "it was called on the class: write fabric = Fabric(...), then "
+                problem="it was called on the class: write fabric = Fabric(...), then "
                 "fabric.seed_everything(1)",
             )
         world = self._plan.world or World()
@@ -1530,15 +1530,16 @@ class Fabric:
         if self._closed:
             return UsageError(
                 f"fabric.{call}",
-                "teardown() has closed this Fabric",
+                problem="teardown() has closed this Fabric",
                 suggestion="a new Fabric(...)",
             )
         return UsageError(
             f"fabric.{call}",
-            f"this Fabric is for {self.world_size} processes, and they are not connected before "
-            "launch()",
-            "everything that needs a device or other ranks, after fabric.launch()",
-            "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)",
+            problem=f"this Fabric is for {self.world_size} processes, and they are not connected "
+            "before launch()",
+            expected="everything that needs a device or other ranks, after fabric.launch()",
+            suggestion="fabric.launch() right after Fabric(...); or fabric.launch(main) with "
+            "main(fabric)",
         )
 
     def _communicator(

@@ -314,9 +314,9 @@ def _add_option(options: _Options, argument: str, value: Any, source: str) -> No
         return
     raise ConfigurationError(
         f"Fabric({argument}={current!r}) with {source}",
-        "the two differ",
-        "the value in one of the two places, or the same in both",
-        f"Fabric() without {argument}=",
+        problem="the two differ",
+        expected="the value in one of the two places, or the same in both",
+        suggestion=f"Fabric() without {argument}=",
     )
 
 
@@ -351,10 +351,11 @@ def _refuse_late_options(options: _Options, env: Mapping[str, str]) -> None:
     text = " ".join(late_options)
     raise ConfigurationError(
         f"fabric run script.py {text}",
-        "what comes after the script is the script's own, and its Fabric() leaves these open",
-        "options of `fabric run` before the script; or Fabric(...) with what the script reads from "
-        "its arguments",
-        f"fabric run {text} script.py",
+        problem="what comes after the script is the script's own, and its Fabric() leaves these "
+        "open",
+        expected="options of `fabric run` before the script; or Fabric(...) with what the script "
+        "reads from its arguments",
+        suggestion=f"fabric run {text} script.py",
     )
 
 
@@ -446,8 +447,8 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
     minimum = "at least 0 (off)" if can_be_zero else "more than 0"
     raise ConfigurationError(
         f"Fabric({argument}={value!r})",
-        "it is no length of time",
-        f"seconds, a timedelta or 'D-HH:MM:SS', {minimum} and at most {_LONGEST:,} s",
+        problem="it is no length of time",
+        expected=f"seconds, a timedelta or 'D-HH:MM:SS', {minimum} and at most {_LONGEST:,} s",
     )
 
 
@@ -463,16 +464,17 @@ def _find_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob | None:
     if isinstance(environment, str | type):
         raise ArgumentTypeError(
             f"environment={environment!r}",
-            "it is no environment",
-            'None to detect one, "none" to detect nothing, or an object such as SlurmEnvironment()',
+            problem="it is no environment",
+            expected='None to detect one, "none" to detect nothing, or an object such as '
+            "SlurmEnvironment()",
         )
     world = environment.detect(env)
     if world is None:
         raise ConfigurationError(
             f"environment={environment!r}",
-            "this process was not started by it: its variables are missing",
-            "an environment whose launcher made this process",
-            "Fabric() to detect the environment, or start the script with that launcher",
+            problem="this process was not started by it: its variables are missing",
+            expected="an environment whose launcher made this process",
+            suggestion="Fabric() to detect the environment, or start the script with that launcher",
         )
     return _ExistingJob(environment, world)
 
@@ -504,18 +506,20 @@ def _parse_devices(
                 raise ConfigurationError(
                     f"{num_processes} processes on this node, made by {job.started_by}, on "
                     f"{accelerator.name}",
-                    f"there are {count} {accelerator.name} devices on it (rank {rank} sees them)",
-                    f"at most {count} processes",
-                    f'{job.started_by} with {count} processes a node, or Fabric(accelerator="cpu")',
+                    problem=f"there are {count} {accelerator.name} devices on it (rank {rank} sees "
+                    "them)",
+                    expected=f"at most {count} processes",
+                    suggestion=f"{job.started_by} with {count} processes a node, or "
+                    'Fabric(accelerator="cpu")',
                 )
     parsed = strategy.parallel_devices or accelerator.parse_devices(devices)
     if len(parsed) != num_processes:
         raise ConfigurationError(
             f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank "
             f"{rank})",
-            f"{job.started_by} has made {num_processes} process(es) on it",
-            f'devices="auto", or {num_processes}',
-            'Fabric(devices="auto")',
+            problem=f"{job.started_by} has made {num_processes} process(es) on it",
+            expected=f'devices="auto", or {num_processes}',
+            suggestion='Fabric(devices="auto")',
         )
     return parsed
 
@@ -529,9 +533,10 @@ def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
     raise ConfigurationError(
         f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} "
         f"node(s) by {job.started_by} (rank {world.rank})",
-        "it works in one process, and each of these would train on its own",
-        "one process: the script started by itself, or torchrun with --nproc-per-node 1",
-        'strategy="ddp" in these; or Fabric(strategy=..., environment="none") for a job of this '
+        problem="it works in one process, and each of these would train on its own",
+        expected="one process: the script started by itself, or torchrun with --nproc-per-node 1",
+        suggestion='strategy="ddp" in these; or Fabric(strategy=..., environment="none") for a job '
+        "of this "
         "process alone",
     )
 
@@ -543,10 +548,10 @@ def _refuse_unconnected_processes(strategy: Strategy, num_processes: int) -> Non
     name = type(strategy).__name__
     raise ConfigurationError(
         f"Fabric(strategy={name}(...)) with {num_processes} devices",
-        f"{num_processes} processes would each train a model on their own",
-        f"{name}.connects_processes = True, or drives_all_devices = True for one process that "
-        "drives all devices",
-        "devices=1",
+        problem=f"{num_processes} processes would each train a model on their own",
+        expected=f"{name}.connects_processes = True, or drives_all_devices = True for one process "
+        "that drives all devices",
+        suggestion="devices=1",
     )
 
 
@@ -556,12 +561,13 @@ def _parse_num_nodes(num_nodes: Any, job: _ExistingJob | None) -> int:
         return actual
     raise ConfigurationError(
         f"num_nodes={num_nodes!r}",
-        f"this process belongs to a job of {actual} node(s), and fabric starts processes on its "
-        "own node only",
-        f'num_nodes="auto", or {actual}; more with torchrun, `fabric run`, srun or mpirun on every '
+        problem=f"this process belongs to a job of {actual} node(s), and fabric starts processes "
+        "on its own node only",
+        expected=f'num_nodes="auto", or {actual}; more with torchrun, `fabric run`, srun or mpirun '
+        "on every "
         "node",
-        f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST script.py, with R "
-        "from 0",
+        suggestion=f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST "
+        "script.py, with R from 0",
     )
 
 
@@ -604,9 +610,9 @@ def _refuse_second_launch(launcher: Launcher, job: _ExistingJob | None) -> None:
         return
     raise ConfigurationError(
         f"launcher or start method {launcher.name!r} (rank {job.world.rank})",
-        f"{job.environment.name} has made the processes of this job already",
-        "no launcher: these processes are used as they are",
-        'Fabric(strategy="ddp"), or python script.py in place of the launcher',
+        problem=f"{job.environment.name} has made the processes of this job already",
+        expected="no launcher: these processes are used as they are",
+        suggestion='Fabric(strategy="ddp"), or python script.py in place of the launcher',
     )
 
 

@@ -109,9 +109,9 @@ class Accelerator(ABC):
             suggestion = 'devices="auto"' if count else 'accelerator="cpu"'
             raise ConfigurationError(
                 f"devices={devices!r}",
-                f"this process sees {count} devices of type {self.name!r}",
-                expected,
-                suggestion,
+                problem=f"this process sees {count} devices of type {self.name!r}",
+                expected=expected,
+                suggestion=suggestion,
             )
         return tuple(torch.device(self.name, index) for index in indices)
 
@@ -168,7 +168,9 @@ class CPUAccelerator(Accelerator):
             num_processes = self.device_count()
         if not isinstance(num_processes, int) or num_processes < 1:
             problem = "it is not a number of processes, and CPU cores have no index"
-            raise ConfigurationError(f"devices={devices!r}", problem, expected, 'devices="auto"')
+            raise ConfigurationError(
+                f"devices={devices!r}", problem, expected, suggestion='devices="auto"'
+            )
         return (torch.device(self.name),) * num_processes
 
     def return_freed_memory(self) -> None:

@@ -55,7 +55,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        raise ConfigurationError(self.prog, message, usage, f"{self.prog} --help")
+        raise ConfigurationError(
+            self.prog, problem=message, expected=usage, suggestion=f"{self.prog} --help"
+        )
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -322,13 +324,13 @@ def _plan(options: argparse.Namespace) -> int:
         step = getattr(module, options.step)
     except (ImportError, AttributeError, ValueError) as error:
         request = f"fabric plan {options.build} --step {options.step}"
-        raise ConfigurationError(request, str(error)) from error
+        raise ConfigurationError(request, problem=str(error)) from error
     for name, function in ((options.build, build), (options.step, step)):
         if not callable(function):
             raise ConfigurationError(
                 "fabric plan",
-                f"{name} is of type {type(function).__name__}, which is not callable",
-                "functions of a module, such as train:build",
+                problem=f"{name} is of type {type(function).__name__}, which is not callable",
+                expected="functions of a module, such as train:build",
             )
     result = plan(
         build,

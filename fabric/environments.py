@@ -141,10 +141,10 @@ class _VariableEnvironment:
             # A process that guessed would train alone, or on the device of another rank.
             raise ConfigurationError(
                 f"the place of this process in a job of {self.name}",
-                f"{self.name} started this process and did not set {' or '.join(names)}",
-                f"all variables that {self.name} sets, passed on to the script unchanged",
-                "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-                "by hand: they take precedence",
+                problem=f"{self.name} started this process and did not set {' or '.join(names)}",
+                expected=f"all variables that {self.name} sets, passed on to the script unchanged",
+                suggestion="set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT by hand: they take precedence",
             )
         return value
 
@@ -158,10 +158,10 @@ class _VariableEnvironment:
         if not 0 <= node < len(counts):
             raise ConfigurationError(
                 f"{' or '.join(self._local_world_size)} set to {value!r}",
-                f"it does not give the number of processes on node {node}",
-                "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
-                "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they take "
-                "precedence",
+                problem=f"it does not give the number of processes on node {node}",
+                expected="a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
+                suggestion="export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they "
+                "take precedence",
             )
         return counts[node]
 
@@ -193,10 +193,11 @@ class _VariableEnvironment:
         raise ConfigurationError(
             f"a job of {world_size} processes of {self.name}, {local_world_size} of them on this "
             "node",
-            f"{name} is not set, and cannot be derived from the other variables",
-            "MASTER_ADDR with the host name of rank 0's node, and MASTER_PORT with a free port of "
-            "that node, in every process",
-            f"export {name}=<{value}>   # before srun or mpiexec; Open MPI: mpirun -x {name} ...",
+            problem=f"{name} is not set, and cannot be derived from the other variables",
+            expected="MASTER_ADDR with the host name of rank 0's node, and MASTER_PORT with a free "
+            "port of that node, in every process",
+            suggestion=f"export {name}=<{value}>   # before srun or mpiexec; Open MPI: mpirun -x "
+            f"{name} ...",
         )
 
     def _derive_port(self, env: Mapping[str, str]) -> int | None:
@@ -278,9 +279,10 @@ class TorchrunEnvironment(_VariableEnvironment):
         if read(env, "RANK") and job_variables:
             raise ConfigurationError(
                 f"RANK={env['RANK']} and {', '.join(job_variables)} in the environment",
-                "WORLD_SIZE is missing: every process of the job would train alone",
-                "both RANK and WORLD_SIZE, as torchrun sets them; neither for a single process",
-                "export WORLD_SIZE=<number of processes>   # or: unset RANK",
+                problem="WORLD_SIZE is missing: every process of the job would train alone",
+                expected="both RANK and WORLD_SIZE, as torchrun sets them; neither for a single "
+                "process",
+                suggestion="export WORLD_SIZE=<number of processes>   # or: unset RANK",
             )
 
 

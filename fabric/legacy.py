@@ -77,7 +77,9 @@ class _OlderMethods(ParallelStrategy):
         if trainer is None:
             if self.model is None:
                 request = f"{type(self).__name__}.setup()"
-                raise UsageError(request, "there is no model", suggestion="strategy.model = model")
+                raise UsageError(
+                    request, problem="there is no model", suggestion="strategy.model = model"
+                )
             trainer = SimpleNamespace(model=self.model)
         super().setup(trainer)
         self.model = trainer.model
@@ -132,7 +134,9 @@ def _step(name: str) -> Callable[..., Any]:
             prepared = self._prepared_modules[-1]
         else:
             raise UsageError(
-                f"{type(self).__name__}.{name}(...)", "no module is set up", suggestion=modern
+                f"{type(self).__name__}.{name}(...)",
+                problem="no module is set up",
+                suggestion=modern,
             )
         model = FabricModule(
             prepared,

@@ -199,8 +199,8 @@ class FabricModule(nn.Module):
         if contract is not None and contract.is_sharded:
             raise UsageError(
                 "a copy or a pickle of the model",
-                "its parameters are sharded over the ranks, and a copy of this rank's shards is "
-                "not a model",
+                problem="its parameters are sharded over the ranks, and a copy of this rank's "
+                "shards is not a model",
                 suggestion="fabric.ema(model) for averaged weights; "
                 "fabric.save(path, {'model': model}) for a copy",
             )

@@ -139,9 +139,9 @@ class Precision:
             return
         raise ConfigurationError(
             f"Precision(name={self.name!r}, {field}={dtype!r})",
-            "torch does not train in this dtype",
-            f"{', '.join(map(str, expected))} or None",
-            "None, and a subclass that overrides convert_module and forward_context",
+            problem="torch does not train in this dtype",
+            expected=f"{', '.join(map(str, expected))} or None",
+            suggestion="None, and a subclass that overrides convert_module and forward_context",
         )
 
     def convert_module(self, module: nn.Module) -> None:
@@ -210,16 +210,18 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
     plugins = {plugin.name: plugin for plugin in entry_points(group="fabric.precisions")}
     if name not in plugins:
         expected = ", ".join(map(repr, (*PRECISIONS, *PRECISION_ALIASES, *plugins)))
-        raise ConfigurationError(f"precision={precision!r}", "there is no such precision", expected)
+        raise ConfigurationError(
+            f"precision={precision!r}", problem="there is no such precision", expected=expected
+        )
     loaded = plugins[name].load()
     if callable(loaded):
         loaded = loaded()
     if not isinstance(loaded, Precision):
         raise ArgumentTypeError(
             f"precision={precision!r}",
-            f"its entry point {plugins[name].value!r} is of type {type(loaded).__name__}",
-            "a fabric.precision.Precision, or a subclass or function that returns one without "
-            "arguments",
+            problem=f"its entry point {plugins[name].value!r} is of type {type(loaded).__name__}",
+            expected="a fabric.precision.Precision, or a subclass or function that returns one "
+            "without arguments",
         )
     return loaded
 

@@ -324,6 +324,6 @@ class Runtime:
             return
         raise ConfigurationError(
             f"a job of {self.world.world_size} processes, this one rank {self.world.rank}",
-            f"torch.distributed has made this process rank {rank} of {size}",
+            problem=f"torch.distributed has made this process rank {rank} of {size}",
             suggestion="dist.destroy_process_group() before launch()",
         )

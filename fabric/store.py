@@ -54,10 +54,11 @@ class JobStore:
         except dist.DistStoreError as error:
             raise UsageError(
                 f"rank {self.rank} waits for rank 0's {key!r}",
-                f"rank 0 has not written it within the timeout: {error}",
-                "every rank iterates over the same loaders, and builds the same models, in the "
-                "same order",
-                "look for a branch on the rank around a loop over a loader or the build of a model",
+                problem=f"rank 0 has not written it within the timeout: {error}",
+                expected="every rank iterates over the same loaders, and builds the same models, "
+                "in the same order",
+                suggestion="look for a branch on the rank around a loop over a loader or the build "
+                "of a model",
             ) from error
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
@@ -147,9 +148,9 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     if world.port is None:
         raise ConfigurationError(
             f"a job of {world.world_size} processes, this one rank {world.rank}",
-            "the environment does not say where the processes connect to each other",
-            "MASTER_ADDR and MASTER_PORT in the environment of every process",
-            "start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
+            problem="the environment does not say where the processes connect to each other",
+            expected="MASTER_ADDR and MASTER_PORT in the environment of every process",
+            suggestion="start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
         )
     host = world.address
     if ":" in host:  # an IPv6 address

@@ -384,7 +384,10 @@ def check_tensor(tensor: Tensor, structure: Structure, position: int) -> None:
     path = leaf_paths(structure)[position] or "a tensor"
     # The error does not show the shape: nested tensors have none.
     raise ConfigurationError(
-        f"a collective over {path}", f"it is {problem}", "dense tensors on a device", suggestion
+        f"a collective over {path}",
+        problem=f"it is {problem}",
+        expected="dense tensors on a device",
+        suggestion=suggestion,
     )
 
 
@@ -417,9 +420,11 @@ def check_opaque(leaf: Any, structure: Structure, position: int) -> None:
     path = leaf_paths(structure)[position] or "an object"
     raise ConfigurationError(
         f"a collective over {path} of type {type(leaf).__name__}",
-        "it is taken for a single object, and would come back with the values of this rank alone",
-        "tensors and Python numbers, in dicts, lists, tuples, dataclasses and types registered with torch's pytree",
-        suggestion,
+        problem="it is taken for a single object, and would come back with the values of this rank "
+        "alone",
+        expected="tensors and Python numbers, in dicts, lists, tuples, dataclasses and types "
+        "registered with torch's pytree",
+        suggestion=suggestion,
     )
 
 

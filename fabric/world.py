@@ -45,16 +45,17 @@ class World:
         if not (is_rank_valid and is_local_rank_valid and is_node_rank_valid):
             raise ConfigurationError(
                 repr(self),
-                "these numbers contradict each other",
-                "0 <= rank < world_size, 0 <= local_rank < local_world_size <= world_size, "
-                "local_rank <= rank, 0 <= node_rank < number of nodes",
-                "check the launcher's variables, or unset RANK and WORLD_SIZE to run one process",
+                problem="these numbers contradict each other",
+                expected="0 <= rank < world_size, 0 <= local_rank < local_world_size <= "
+                "world_size, local_rank <= rank, 0 <= node_rank < number of nodes",
+                suggestion="check the launcher's variables, or unset RANK and WORLD_SIZE to run "
+                "one process",
             )
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ConfigurationError(
                 f"MASTER_PORT={self.port}",
-                "this number is not a port",
-                "1 to 65535, the same on all ranks",
+                problem="this number is not a port",
+                expected="1 to 65535, the same on all ranks",
             )
 
     @property
@@ -94,10 +95,10 @@ class World:
         if local_world_size is None and local_rank is not None and local_rank != rank:
             raise ConfigurationError(
                 f"RANK={rank} and LOCAL_RANK={local_rank} in the environment",
-                "they differ, so the job has several nodes, and LOCAL_WORLD_SIZE, which tells "
-                "their number, is not set",
-                "LOCAL_WORLD_SIZE next to LOCAL_RANK, as torchrun sets them",
-                "export LOCAL_WORLD_SIZE=<processes on this node>",
+                problem="they differ, so the job has several nodes, and LOCAL_WORLD_SIZE, which "
+                "tells their number, is not set",
+                expected="LOCAL_WORLD_SIZE next to LOCAL_RANK, as torchrun sets them",
+                suggestion="export LOCAL_WORLD_SIZE=<processes on this node>",
             )
         if local_world_size is None:
             local_world_size = world_size
@@ -164,7 +165,8 @@ def read_integer(env: Mapping[str, str], *names: str) -> int | None:
         except ValueError:
             raise ConfigurationError(
                 f"{name}={env[name]!r} in the environment",
-                "it is not an integer, and fabric reads this process's place in the job from it",
+                problem="it is not an integer, and fabric reads this process's place in the job "
+                "from it",
                 suggestion=f"unset {name}, or start the job again with its launcher",
             ) from None
     return None

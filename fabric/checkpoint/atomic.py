@@ -73,7 +73,9 @@ def _check_is_file(request: str, target: Path) -> None:
     kind = "device or a pipe"
     if target.is_dir():
         kind = "folder"
-    raise CheckpointError(request, f"there is a {kind} of that name", "the path of a file")
+    raise CheckpointError(
+        request, problem=f"there is a {kind} of that name", expected="the path of a file"
+    )
 
 
 def _drop_from_page_cache(path: Path) -> None:
@@ -140,11 +142,12 @@ def write_errors(request: str) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             request,
-            f"it could not be written, and what was there before is untouched: {_summary(error)}",
-            "plain data, the same tensors on every rank, and a place with room for the old and the "
-            "new checkpoint",
-            "free space, another path, other permissions, or a state without what the line above "
-            "names",
+            problem="it could not be written, and what was there before is untouched: "
+            f"{_summary(error)}",
+            expected="plain data, the same tensors on every rank, and a place with room for the "
+            "old and the new checkpoint",
+            suggestion="free space, another path, other permissions, or a state without what the "
+            "line above names",
         ) from error
 
 
@@ -162,11 +165,12 @@ def read_errors(request: str) -> Iterator[None]:
     except Exception as error:
         raise DamagedCheckpointError(
             request,
-            "the checkpoint is damaged, or was replaced while it was read: " + _summary(error),
-            "what fabric.save or torch.save wrote, complete and with torch's default of writing "
-            "checksums",
-            "the same call again, if a save may have been running; or an older checkpoint, or a "
-            "fresh copy of this one",
+            problem="the checkpoint is damaged, or was replaced while it was read: "
+            + _summary(error),
+            expected="what fabric.save or torch.save wrote, complete and with torch's default of "
+            "writing checksums",
+            suggestion="the same call again, if a save may have been running; or an older "
+            "checkpoint, or a fresh copy of this one",
         ) from error
 
 

@@ -86,7 +86,9 @@ def consolidate(
         if isinstance(value, Tensor):
             tensors[name] = value
     if "__metadata__" in tensors:
-        raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
+        raise ConfigurationError(
+            request, problem="safetensors keeps the name '__metadata__' for itself"
+        )
     if max_shard_gb is None:
         _write_weights(request, output, tensors)
     else:
@@ -119,7 +121,7 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
         return candidates[0]
     number = len(models) or "none"
     problem = f"of its entries, {number} can be a model; --key names none of them"
-    raise ConfigurationError(request, problem, join_names(map(repr, models)))
+    raise ConfigurationError(request, problem, expected=join_names(map(repr, models)))
 
 
 def _is_model_state(entry: Mapping[Any, Any]) -> bool:

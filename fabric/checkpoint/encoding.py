@@ -290,12 +290,12 @@ def unsupported(path: KeyPath, value: Any) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",
         problem,
-        "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of "
-        "these, by exact type",
-        f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), dict(value), "
-        "enum.name, dataclasses.asdict(value), value.state_dict(), or its own entry for what has "
-        "load_state_dict(). Classes that torch.serialization.add_safe_globals allows fit into one "
-        "file: checkpoint_io=FullCheckpoint()",
+        expected="tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and "
+        "sets of these, by exact type",
+        suggestion=f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), "
+        "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(), or its own entry "
+        "for what has load_state_dict(). Classes that torch.serialization.add_safe_globals allows "
+        "fit into one file: checkpoint_io=FullCheckpoint()",
     )
 
 

@@ -242,7 +242,9 @@ class Checkpoints:
             f"the step and {best_name!r} are {values_here} here, and {values_on_first} on rank 0"
         )
         suggestion = "metrics=fabric.all_reduce(metrics)"
-        raise ConfigurationError(request, problem, "the same on all ranks", suggestion)
+        raise ConfigurationError(
+            request, problem, expected="the same on all ranks", suggestion=suggestion
+        )
 
     @contextmanager
     def _commit(self, name: str, metrics: _Metrics, communicator: Communicator) -> Iterator[None]:
@@ -361,7 +363,9 @@ class Checkpoints:
                 return name
         if skipped:
             request = f"restore from {str(self._path)!r}"
-            raise CheckpointError(request, join_names(skipped), "a checkpoint that is intact")
+            raise CheckpointError(
+                request, problem=join_names(skipped), expected="a checkpoint that is intact"
+            )
         return None
 
 
@@ -456,7 +460,7 @@ class _RunFolder:
             owner = (self._path / _LOCK).read_bytes()
             if owner != self._owner:
                 problem = "another job has begun to save into the folder"
-                raise CheckpointError(self._request, problem, "a folder for each job")
+                raise CheckpointError(self._request, problem, expected="a folder for each job")
         for name, text in texts.items():
             if text != self._written.get(name):
                 with atomic_write(self._path / name) as file:
@@ -497,7 +501,7 @@ def _claim(request: str, folder: Location, job_files: ExitStack) -> bytes:
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)
         problem = f"{lock.read().decode()} saves into it"
-        raise CheckpointError(request, problem, "a folder for each job") from error
+        raise CheckpointError(request, problem, expected="a folder for each job") from error
     except OSError as error:
         text = f"{request}: no lock tells whether another job saves into it: {error}"
         warnings.warn(text, stacklevel=2)

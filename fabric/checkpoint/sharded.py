@@ -126,7 +126,7 @@ class ShardedCheckpoint:
                 "each process has memory of its own, and no other could read what this one writes "
                 "there"
             )
-            raise CheckpointError(request, problem, "a file system that all ranks share")
+            raise CheckpointError(request, problem, expected="a file system that all ranks share")
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         flat: FlatState = on_all_ranks(flatten_state, entries)
@@ -220,7 +220,9 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
         target = Path(os.path.realpath(path))
     is_new = not target.exists()
     if not is_new and not target.is_dir():
-        raise CheckpointError(request, "there is a file of that name", "the path of a folder")
+        raise CheckpointError(
+            request, problem="there is a file of that name", expected="the path of a folder"
+        )
     if (target / INDEX).is_file():
         # Only for its error: an index that is not fabric's is not replaced.
         read_index(request, target)
@@ -255,7 +257,9 @@ def _write_rank(
     if different:
         names = join_names(sorted(different))
         problem = f"not both rank 0 and rank {rank} have these tensors: {names}"
-        raise CheckpointError(request, problem, "a state of the same structure on every rank")
+        raise CheckpointError(
+            request, problem, expected="a state of the same structure on every rank"
+        )
     chunks_of_files: defaultdict[int, dict[str, Chunk]] = defaultdict(dict)
     # Names of several tensors with the same memory occur once.
     for name in dict.fromkeys(target.stored_names.values()):

@@ -222,7 +222,7 @@ def select_content(
         if not isinstance(content.get(name), dict):
             problem = "state has no such entry, or none that is saved as a dict"
             names = join_names(map(repr, state))
-            raise ConfigurationError(f"filter={{{name!r}: ...}}", problem, names)
+            raise ConfigurationError(f"filter={{{name!r}: ...}}", problem, expected=names)
     selected = dict(content)
     for name, value in state.items():
         dropped: set[str] = set()
@@ -258,7 +258,7 @@ def check_entries(state: State) -> None:
         raise ArgumentTypeError(request, expected="a path, then a dict", suggestion=suggestion)
     if METADATA_KEY in state:
         problem = f"state[{METADATA_KEY!r}] is fabric's own entry"
-        raise ConfigurationError("a checkpoint", problem, "any other name")
+        raise ConfigurationError("a checkpoint", problem, expected="any other name")
     for name, value in state.items():
         if not is_stateful(value):
             check_plain(name, value)
@@ -277,7 +277,9 @@ def is_stateful(value: Any) -> bool:
         problem = "it does not know its position, so a resumed run would replay or skip samples"
         suggestion = "loader = fabric.setup_dataloaders(loader), and put the result into the state"
         request = "a DataLoader in a checkpoint"
-        raise ArgumentTypeError(request, problem, "one with state_dict()", suggestion)
+        raise ArgumentTypeError(
+            request, problem, expected="one with state_dict()", suggestion=suggestion
+        )
     return False
 
 

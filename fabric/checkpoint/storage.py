@@ -175,7 +175,7 @@ def _remote_path(url: str) -> RemotePath:
 
         files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise MissingDependencyError(f"a checkpoint at {url!r}", str(error)) from error
+        raise MissingDependencyError(f"a checkpoint at {url!r}", problem=str(error)) from error
     return RemotePath(url, files, path)
 
 
@@ -198,7 +198,9 @@ def not_found(request: str, path: Location, kind: str) -> CheckpointError:
     suggestion = ", or ".join(_similar_paths(path)[:_MAX_SUGGESTIONS])
     if not suggestion:
         suggestion = f"the path of a {kind} that exists"
-    return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", suggestion)
+    return CheckpointNotFoundError(
+        request, problem, expected=f"a {kind} that fabric.save wrote", suggestion=suggestion
+    )
 
 
 def _similar_paths(path: Location) -> list[str]:

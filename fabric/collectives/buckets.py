@@ -279,9 +279,9 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
     if problems:
         raise ConfigurationError(
             f"{operation}(...) in a group of {size}",
-            f"there is no chunk for each rank: {'; '.join(problems)}",
-            f"tensors of shape ({size}, ...), chunk i for rank i",
-            f"x.unflatten(0, ({size}, -1)) for a tensor whose length {size} divides; "
+            problem=f"there is no chunk for each rank: {'; '.join(problems)}",
+            expected=f"tensors of shape ({size}, ...), chunk i for rank i",
+            suggestion=f"x.unflatten(0, ({size}, -1)) for a tensor whose length {size} divides; "
             "torch.tensor([...]) for numbers",
         )
     return buckets
@@ -363,7 +363,7 @@ def _check_range(number: _Number, structure: Structure, position: int) -> None:
     if number.dtype is torch.int64 and not -(2**63) <= number.value < 2**63:
         path = leaf_paths(structure)[position] or "a number"
         raise ConfigurationError(
-            f"a collective over {path}", "it is beyond 64 bits", suggestion="float(x)"
+            f"a collective over {path}", problem="it is beyond 64 bits", suggestion="float(x)"
         )
 
 

@@ -198,9 +198,15 @@ def _check_parts(parts: Any, communicator: Communicator) -> None:
     expected = f"a list or tuple of {communicator.size} objects, by rank"
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
         raise ArgumentTypeError(
-            request, f"parts is a {type(parts).__name__}", expected, "list(x), or x.unbind(0)"
+            request,
+            problem=f"parts is a {type(parts).__name__}",
+            expected=expected,
+            suggestion="list(x), or x.unbind(0)",
         )
     if len(parts) != communicator.size:
         raise ConfigurationError(
-            request, f"there are {len(parts)} parts", expected, "one part for each rank"
+            request,
+            problem=f"there are {len(parts)} parts",
+            expected=expected,
+            suggestion="one part for each rank",
         )

@@ -377,7 +377,7 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
     limit = 0.999 * 2**63
     if any(abs(product) > limit for product in products):
         raise ConfigurationError(
-            "a product of Python integers", "it is beyond 64 bits", suggestion="float(x)"
+            "a product of Python integers", problem="it is beyond 64 bits", suggestion="float(x)"
         )
 
 

@@ -73,9 +73,9 @@ class Reduce(Enum):
         names = ", ".join(repr(op.value) for op in cls)
         raise ConfigurationError(
             f"reduce_op={value!r}",
-            "there is no such reduction",
-            f"{names}, 'avg', or one of these as a torch.distributed.ReduceOp",
-            'reduce_op="mean"',
+            problem="there is no such reduction",
+            expected=f"{names}, 'avg', or one of these as a torch.distributed.ReduceOp",
+            suggestion='reduce_op="mean"',
         )
 
 
@@ -274,9 +274,9 @@ class Communicator(ABC):
         if not is_valid:
             raise ConfigurationError(
                 f"new_group({ranks})",
-                f"ranks are missing, repeated or outside this group of {self.size}",
-                f"different ranks between 0 and {self.size - 1}",
-                f"new_group({list(all_ranks)}) for all of them",
+                problem=f"ranks are missing, repeated or outside this group of {self.size}",
+                expected=f"different ranks between 0 and {self.size - 1}",
+                suggestion=f"new_group({list(all_ranks)}) for all of them",
             )
         group = self.run(Collective(Operation.NEW_GROUP, sorted(ranks)))
         return group or NonMember(ranks)
@@ -413,8 +413,9 @@ class Communicator(ABC):
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
             problem,
-            f"{argument} from 0 to {self.size - 1}, and of send and recv another rank than {self.rank}",
-            f"{argument}=0 for the first rank",
+            expected=f"{argument} from 0 to {self.size - 1}, and of send and recv another rank "
+            f"than {self.rank}",
+            suggestion=f"{argument}=0 for the first rank",
         )
 
     def _run_with_peer(
@@ -476,9 +477,9 @@ def to_pickle(value: Any, error: FabricError | None = None) -> bytes:
     except Exception as pickle_error:
         raise ArgumentTypeError(
             f"sending an object of type {type(value).__name__}",
-            f"it does not pickle: {type(pickle_error).__name__}: {pickle_error}",
-            "objects that pickle; tensors inside collections travel as tensors",
-            "send what the object is made of: its state_dict(), its numbers, its name",
+            problem=f"it does not pickle: {type(pickle_error).__name__}: {pickle_error}",
+            expected="objects that pickle; tensors inside collections travel as tensors",
+            suggestion="send what the object is made of: its state_dict(), its numbers, its name",
         ) from pickle_error
 
 
@@ -494,7 +495,7 @@ def from_pickle(message: bytes, src: int) -> Any:
         value = pickle.loads(message.removeprefix(_ERROR_PREFIX))  # noqa: S301
     except Exception as error:
         request = "receiving an object of a module that each rank has to import"
-        raise ArgumentTypeError(request, f"it cannot be read here: {error!r}") from error
+        raise ArgumentTypeError(request, problem=f"it cannot be read here: {error!r}") from error
     if not message.startswith(_ERROR_PREFIX):
         return value
     value.add_note(f"raised on rank {src}")
@@ -518,7 +519,7 @@ def peer_mismatch_error(request: str, peers: Sequence[int]) -> CollectiveMismatc
     """
     problem = f"other ranks name others, from {min(peers)} to {max(peers)}"
     return CollectiveMismatchError(
-        request, problem, "one source or destination, the same on all ranks"
+        request, problem, expected="one source or destination, the same on all ranks"
     )
 
 

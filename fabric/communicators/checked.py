@@ -206,9 +206,10 @@ def _mismatch_error(call: str) -> CollectiveMismatchError:
         suggestion = f"{ragged}; {suggestion}"
     return CollectiveMismatchError(
         call,
-        "another rank of the group makes another call, or could not make its own",
-        "the same operation and reduction on every rank, over the same names, shapes and dtypes",
-        suggestion,
+        problem="another rank of the group makes another call, or could not make its own",
+        expected="the same operation and reduction on every rank, over the same names, shapes and "
+        "dtypes",
+        suggestion=suggestion,
     )
 
 

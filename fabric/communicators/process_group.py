@@ -206,8 +206,9 @@ class ProcessGroupCommunicator(Communicator):
         except RuntimeError as error:
             raise UsageError(
                 f"barrier({name!r}) on rank {self.rank} of {self.size}",
-                f"not every rank called it: {error}",
-                suggestion="check for a branch on the rank, or a rank that finished early, before this barrier",
+                problem=f"not every rank called it: {error}",
+                suggestion="check for a branch on the rank, or a rank that finished early, before "
+                "this barrier",
             ) from error
 
     def _new_group(self, ranks: list[int]) -> "ProcessGroupCommunicator | None":
@@ -215,9 +216,10 @@ class ProcessGroupCommunicator(Communicator):
             # torch names groups by counting them. The other ranks would count one less from here on.
             raise UsageError(
                 f"new_group({ranks}) of a group of {self.size}",
-                f"the other {dist.get_world_size() - self.size} processes of the job would not take part in it",
-                "groups that are made of all processes of the job",
-                "new_group(...) of the communicator over the whole job, on every rank",
+                problem=f"the other {dist.get_world_size() - self.size} processes of the job would "
+                "not take part in it",
+                expected="groups that are made of all processes of the job",
+                suggestion="new_group(...) of the communicator over the whole job, on every rank",
             )
         members = dist.get_process_group_ranks(self._group)
         group = dist.new_group(sorted(members[rank] for rank in ranks), timeout=self._timeout)

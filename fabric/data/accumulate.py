@@ -47,14 +47,17 @@ class Windows:
         request = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
         if not isinstance(loader, FabricDataLoader):
             raise ArgumentTypeError(
-                request, "the loader is not set up", suggestion="fabric.setup_dataloaders(loader)"
+                request,
+                problem="the loader is not set up",
+                suggestion="fabric.setup_dataloaders(loader)",
             )
         if type(steps) is not int or steps < 1:
             raise ConfigurationError(request, expected="an integer number of steps, 1 or more")
         if loader._may_end_unevenly():
             raise UsageError(
                 request,
-                "fabric does not shard this data: processes with more batches would wait for ever",
+                problem="fabric does not shard this data: processes with more batches would wait "
+                "for ever",
                 suggestion='fabric.setup_dataloaders(loader, uneven="shortest")',
             )
         self.loader = loader
@@ -91,7 +94,8 @@ def check_no_window(active_loops: Sequence[ActiveLoop]) -> None:
             micro_batch, steps = position.window
             raise CheckpointError(
                 "fabric.save(...) inside a window of fabric.accumulate",
-                f"micro-batch {micro_batch} of {steps} is out, at batch {position.received} of "
-                f"epoch {position.epoch}: gradients so far are in no checkpoint",
+                problem=f"micro-batch {micro_batch} of {steps} is out, at batch "
+                f"{position.received} of epoch {position.epoch}: gradients so far are in no "
+                "checkpoint",
                 suggestion="if last: optimizer.step(); optimizer.zero_grad(); fabric.save(...)",
             )

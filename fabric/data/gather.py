@@ -88,19 +88,19 @@ def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoo
     if not active_loops:
         raise UsageError(
             _REQUEST,
-            "no loop over a set-up loader is active",
-            expected,
-            "for batch in fabric.setup_dataloaders(loader): "
+            problem="no loop over a set-up loader is active",
+            expected=expected,
+            suggestion="for batch in fabric.setup_dataloaders(loader): "
             "fabric.gather_for_metrics(model(batch))",
         )
     loop = active_loops[-1]
     if loop.spec.num_replicas != communicator.size and not loop.spec.ends_in_lockstep:
         raise UsageError(
             _REQUEST,
-            f"this loader gives each of {communicator.size} processes all of the data, or what "
-            "you sharded",
-            expected,
-            "the values as they are; or fabric.all_gather(x, concat=True)",
+            problem=f"this loader gives each of {communicator.size} processes all of the data, or "
+            "what you sharded",
+            expected=expected,
+            suggestion="the values as they are; or fabric.all_gather(x, concat=True)",
         )
     return loop
 
@@ -143,9 +143,9 @@ def _order_length(spec: LoaderSpec) -> int | None:
 def _refuse_order(order: Any, problem: str) -> NoReturn:
     raise UsageError(
         _REQUEST,
-        f"the {type(order).__name__} {problem}: which samples are repetitions is not known",
-        "a loader that fabric shards, with a sampler that has a length",
-        'setup_dataloaders(DataLoader(dataset)), uneven="drop"; with repetitions '
+        problem=f"the {type(order).__name__} {problem}: which samples are repetitions is not known",
+        expected="a loader that fabric shards, with a sampler that has a length",
+        suggestion='setup_dataloaders(DataLoader(dataset)), uneven="drop"; with repetitions '
         "fabric.all_gather(x, concat=True)",
     )
 
@@ -164,9 +164,11 @@ def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> 
         return
     raise ConfigurationError(
         f"gather_for_metrics(...) of {path or 'the tensor'}",
-        f"which sample is what? {description}",
-        f"tensors of shape ({samples or 'n'}, ...), one entry for each sample of this batch",
-        "the values before any mean or sum; fabric.all_reduce(x) for a number for the whole batch",
+        problem=f"which sample is what? {description}",
+        expected=f"tensors of shape ({samples or 'n'}, ...), one entry for each sample of this "
+        "batch",
+        suggestion="the values before any mean or sum; fabric.all_reduce(x) for a number for the "
+        "whole batch",
     )
 
 

@@ -86,8 +86,8 @@ class JoinedPasses:
         if entry.group == JOB:
             raise UsageError(
                 f"a collective over all ranks inside of fabric.join on rank {self._rank}",
-                "a rank without batches takes no part",
-                'it after the block; or uneven="longest"',
+                problem="a rank without batches takes no part",
+                expected='it after the block; or uneven="longest"',
             )
 
     def _on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
@@ -113,9 +113,10 @@ class JoinedPasses:
         raise UsageError(
             f"a forward pass of {guard.contract.title} in fabric.join on rank {self._rank}",
             problem,
-            "for each batch a forward and a backward pass of each joined module, in the order of "
-            "fabric.join",
-            "model.module(x), or the end of the with block, for a pass without gradients",
+            expected="for each batch a forward and a backward pass of each joined module, in the "
+            "order of fabric.join",
+            suggestion="model.module(x), or the end of the with block, for a pass without "
+            "gradients",
         )
 
 

@@ -358,7 +358,9 @@ class FabricDataLoader(_Base):
         """
         number = operator.index(epoch)
         if number < 0:
-            raise ConfigurationError(f"loader.set_epoch({epoch!r})", "epochs are counted from 0")
+            raise ConfigurationError(
+                f"loader.set_epoch({epoch!r})", problem="epochs are counted from 0"
+            )
         if self._saved is not None and self._saved["epoch"] != number:
             self._saved = None
         self._epoch = number
@@ -450,8 +452,9 @@ class FabricDataLoader(_Base):
             source = "fabric's" if is_fabrics else f"one of {ranks} processes"
             raise CheckpointError(
                 "loader.load_state_dict()",
-                f"the {type(self.loader).__name__} keeps its own position; this is {source}",
-                "a plain DataLoader, or as many processes",
+                problem=f"the {type(self.loader).__name__} keeps its own position; this is "
+                f"{source}",
+                expected="a plain DataLoader, or as many processes",
             )
         if content.keys() >= {"epoch", "num_replicas", "loader"}:
             self._epoch = content["epoch"]
@@ -520,7 +523,7 @@ def _check_arguments(loader: Any, uneven: str) -> None:
     if isinstance(loader, FabricDataLoader):
         raise ConfigurationError(
             "setup_dataloaders(loader) with a loader that is set up already",
-            "sharded a second time, it would never yield most of its samples",
+            problem="sharded a second time, it would never yield most of its samples",
             suggestion="fabric.setup_dataloaders(loader.original), or use the loader as it is",
         )
     if not isinstance(loader, DataLoader):

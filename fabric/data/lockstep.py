@@ -110,8 +110,8 @@ class RemainingBatches:
 def _refuse_length(comparison: str) -> NoReturn:
     raise UsageError(
         "a loop whose end is known ahead",
-        f"its sampler yields {comparison} batches than its length says",
-        "a sampler with the right length, or none",
+        problem=f"its sampler yields {comparison} batches than its length says",
+        expected="a sampler with the right length, or none",
     )
 
 
@@ -152,9 +152,9 @@ class Lockstep:
             if isinstance(module, nn.SyncBatchNorm):
                 raise UsageError(
                     'a loop under uneven="longest"',
-                    "a repeated batch would count in the statistics that SyncBatchNorm takes over "
-                    "all ranks",
-                    'uneven="shortest", or batch norms of each rank',
+                    problem="a repeated batch would count in the statistics that SyncBatchNorm "
+                    "takes over all ranks",
+                    expected='uneven="shortest", or batch norms of each rank',
                 )
 
     def batches(
@@ -299,8 +299,8 @@ def _refuse_progress(rows: list[list[int]]) -> NoReturn:
         descriptions.append(f"rank {rank} behind batch {batch} of loop {loop}")
     raise UsageError(
         "a loop that ends on all ranks together",
-        f"the ranks are at different places of their loops: {', '.join(descriptions)}",
-        "breaks at the same batch on all ranks",
+        problem=f"the ranks are at different places of their loops: {', '.join(descriptions)}",
+        expected="breaks at the same batch on all ranks",
     )
 
 
@@ -313,7 +313,7 @@ def without_repeats(position: EpochPosition, loss: Tensor, weight: Any) -> tuple
     if weight is None:
         raise UsageError(
             'fabric.backward(loss) in a loop under uneven="longest"',
-            "a mean over the processes would count those that have no batch",
+            problem="a mean over the processes would count those that have no batch",
             suggestion="fabric.backward(losses.sum(), weight=len(losses))",
         )
     if not position.is_repeat:

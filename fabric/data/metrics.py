@@ -54,7 +54,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     try:
         if not metrics_by_path:
             raise ArgumentTypeError(
-                request, "it is no metric or collection of torchmetrics, and contains none"
+                request, problem="it is no metric or collection of torchmetrics, and contains none"
             )
         for metric in metrics_by_path.values():
             sent.append(_tensors_to_gather(metric))
@@ -80,8 +80,8 @@ def _check_counts(request: str, sent_by_rank: Sequence[list[list[Tensor]]]) -> N
     if counts.count(counts[0]) < len(counts):
         raise UsageError(
             request,
-            f"ranks hold different numbers of states: {counts}",
-            "states with a reduction, and the same metrics on all ranks",
+            problem=f"ranks hold different numbers of states: {counts}",
+            expected="states with a reduction, and the same metrics on all ranks",
         )
 
 
@@ -157,8 +157,9 @@ def load_rank_states(
             raise CheckpointError(
                 f"load state[{name!r}]",
                 problem,
-                "the same metrics on as many ranks, or a checkpoint from after metric.reset()",
-                "strict=False to leave it as it is",
+                expected="the same metrics on as many ranks, or a checkpoint from after "
+                "metric.reset()",
+                suggestion="strict=False to leave it as it is",
             )
 
 
@@ -198,7 +199,7 @@ def _state_of(metric: Any) -> dict[str, Any]:
     if metric._is_synced:
         raise UsageError(
             f"save a {type(metric).__name__} that is synced",
-            "its states are those of all ranks now",
+            problem="its states are those of all ranks now",
         )
     declared = {*metric._defaults, "_update_count", "_num_vals_seen"}
     results = {"_computed", "_forward_cache"}
@@ -221,7 +222,7 @@ def _tensors_to_gather(metric: Any) -> list[Tensor]:
     def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
         if group is not None:
             raise UsageError(
-                "process_group of a metric", "its samples are gathered from all processes"
+                "process_group of a metric", problem="its samples are gathered from all processes"
             )
         tensors.append(_copy_to_cpu(tensor))
         return [tensor]
@@ -239,7 +240,7 @@ def _replay(
     if not torch.equal(tensor.cpu().nan_to_num(), state.sent.nan_to_num()):
         raise UsageError(
             request,
-            "a metric computes from other states than it holds",
+            problem="a metric computes from other states than it holds",
             suggestion="metrics.compute()",
         )
     # A rank without samples has empty states, whose dtype may differ.

@@ -78,7 +78,7 @@ def _check_format(saved: Any, spec: LoaderSpec) -> None:
     ):
         raise CheckpointError(
             f"loader.load_state_dict({type(saved).__name__})",
-            f"it is not what state_dict() of a set-up loader returned, in format {_FORMAT}",
+            problem=f"it is not what state_dict() of a set-up loader returned, in format {_FORMAT}",
         )
 
 
@@ -93,7 +93,7 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
             raise CheckpointError(
                 f"loader.load_state_dict() at epoch {saved['epoch']}, {saved['cursor']} "
                 f"{saved['unit']} into it",
-                f"the saved loader has {name} {saved_summary[name]!r}, this one has "
+                problem=f"the saved loader has {name} {saved_summary[name]!r}, this one has "
                 f"{value!r}: it would yield other samples",
                 suggestion="make the loader as it was when the state was saved, or start it from "
                 "the beginning without this state",
@@ -124,8 +124,8 @@ def _check_restorable(
     raise CheckpointError(
         f"loader.load_state_dict() {saved['cursor']} {saved['unit']} into epoch {saved['epoch']}",
         problem,
-        "a state saved at the end of an epoch",
-        suggestion,
+        expected="a state saved at the end of an epoch",
+        suggestion=suggestion,
     )
 
 
@@ -154,8 +154,8 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with "
         f"{saved['num_replicas']}",
-        f"where each rank of a {type(spec.order).__name__}, which shards itself, was after "
+        problem=f"where each rank of a {type(spec.order).__name__}, which shards itself, was after "
         f"{cursor} {saved['unit']} of all ranks is not known",
-        expected,
-        f"devices={saved['num_replicas']}, or save at the end of an epoch",
+        expected=expected,
+        suggestion=f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )

@@ -295,7 +295,8 @@ def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -
             raise ConfigurationError(
                 f"setup_dataloaders(uneven={request.uneven!r}) for a "
                 f"{type(loader.dataset).__name__}",
-                "fabric shards this data itself, so that all ranks get equally many batches",
+                problem="fabric shards this data itself, so that all ranks get equally many "
+                "batches",
                 suggestion='uneven="pad" or "drop"; or use_distributed_sampler=False for data '
                 "that you shard",
             )
@@ -303,11 +304,12 @@ def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -
         raise ConfigurationError(
             f"setup_dataloaders(loader) with a {type(sampler).__name__} for rank {share.rank} of "
             f"{share.num_replicas}",
-            f"this is rank {rank} of {replicas}: some samples would be seen twice, others never",
-            "a sampler for this rank, or one that does not shard at all: fabric shards what it "
-            "yields",
-            f"DataLoader(dataset, shuffle=True), or the sampler with num_replicas={replicas}, "
-            f"rank={rank}",
+            problem=f"this is rank {rank} of {replicas}: some samples would be seen twice, others "
+            "never",
+            expected="a sampler for this rank, or one that does not shard at all: fabric shards "
+            "what it yields",
+            suggestion="DataLoader(dataset, shuffle=True), or the sampler with "
+            f"num_replicas={replicas}, rank={rank}",
         )
 
 

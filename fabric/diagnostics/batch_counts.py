@@ -78,9 +78,9 @@ class BatchCounts:
                 ordered_rank = self._store.rank
             raise UsageError(
                 f"iteration over loader {loader} on rank {self._store.rank}",
-                f"rank {shuffling_rank} draws its order anew in each iteration, as with "
+                problem=f"rank {shuffling_rank} draws its order anew in each iteration, as with "
                 f"shuffle=True, and rank {ordered_rank} does not",
-                "the same loader",
+                expected="the same loader",
             )
 
 

@@ -293,8 +293,10 @@ class CollectiveChecker:
         self._stop(
             call,
             f"{problem}\n  They differ in {difference(calls)}",
-            "the same calls in the same order on every rank of a group, on data of one structure, shapes and dtypes",
-            "no branch on the rank around a collective; on the ranks named here, the call that the others make",
+            "the same calls in the same order on every rank of a group, on data of one structure, "
+            "shapes and dtypes",
+            "no branch on the rank around a collective; on the ranks named here, the call that the "
+            "others make",
         )
 
     def _check_circle(self, call: Call, records: Mapping[int, _Record]) -> None:
@@ -314,8 +316,10 @@ class CollectiveChecker:
             self._stop(
                 call,
                 f"ranks wait for each other in different calls:{_table(lines)}",
-                "calls of several groups, messages, and phases such as a backward pass, in one order on all ranks",
-                "no branch on the rank around any of them; of two ranks, one sends while the other receives",
+                "calls of several groups, messages, and phases such as a backward pass, in one "
+                "order on all ranks",
+                "no branch on the rank around any of them; of two ranks, one sends while the other "
+                "receives",
             )
 
     def _waiting_ranks(self, records: Mapping[int, _Record]) -> dict[int, list[int]]:

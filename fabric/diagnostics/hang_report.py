@@ -207,8 +207,8 @@ def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
             return None
         raise ConfigurationError(
             "a process group of yours",
-            "the watchdog needs a second connection to the store of the group, and clone() of the "
-            f"store does not work: {error}",
+            problem="the watchdog needs a second connection to the store of the group, and clone() "
+            f"of the store does not work: {error}",
             suggestion="Fabric(watchdog=0)",
         ) from error
     connection = dist.PrefixStore("watchdog", clone)

@@ -292,10 +292,13 @@ class RecordedCommunicator(Communicator):
             return
         operation = collective.user_operation
         raise UsageError(
-            f"{operation} in process {os.getpid()}, which rank {self.rank} (process {process}) has forked",
-            "the other ranks are connected to the rank alone, and it would wait for them for ever",
-            "collectives in the process of the rank; none in the workers of a DataLoader, nor in other children",
-            "the collective in the training loop, on what the worker returns",
+            f"{operation} in process {os.getpid()}, which rank {self.rank} (process {process}) has "
+            "forked",
+            problem="the other ranks are connected to the rank alone, and it would wait for them "
+            "for ever",
+            expected="collectives in the process of the rank; none in the workers of a DataLoader, "
+            "nor in other children",
+            suggestion="the collective in the training loop, on what the worker returns",
         )
 
     def _new_entry(self, collective: Collective) -> Entry:

@@ -344,11 +344,12 @@ class TrainingChecks:
             first, second = sorted((rank, published.rank))
             raise UsageError(
                 f"step {self._steps} of {self._class_name} on rank {rank}",
-                f"the replicas of ranks {first} and {second} differ after it: "
+                problem=f"the replicas of ranks {first} and {second} differ after it: "
                 f"{_join_names(different)}",
-                "the same changes on all ranks, by gradients of set-up modules from outside of "
-                "no_backward_sync",
-                f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
+                expected="the same changes on all ranks, by gradients of set-up modules from "
+                "outside of no_backward_sync",
+                suggestion="fabric.backward(loss_function(model(batch), target)); "
+                f"optimizer.step(); {_OFF}",
             )
 
 
@@ -454,9 +455,10 @@ class SetupChecks:
             return
         raise UsageError(
             self._request(optimizer),
-            "it has not been set up, and steps with the gradients of the loss times its scale",
-            "every optimizer of gradients that fabric.backward() computes is set up",
-            "model, optimizer = fabric.setup(model, optimizer), or "
+            problem="it has not been set up, and steps with the gradients of the loss times its "
+            "scale",
+            expected="every optimizer of gradients that fabric.backward() computes is set up",
+            suggestion="model, optimizer = fabric.setup(model, optimizer), or "
             "fabric.setup_optimizers(optimizer)",
         )
 
@@ -473,11 +475,11 @@ class SetupChecks:
             if left_out:
                 raise UsageError(
                     self._request(optimizer),
-                    "no gradient has arrived at parameters of it that no set-up module has, and no "
-                    f"optimizer has {_names_of(contract, left_out)}",
-                    "an optimizer of the parameters that the module has when it is set up",
-                    "optimizer = torch.optim.SGD(model.parameters()) after a layer is replaced, "
-                    "then fabric.setup(...)",
+                    problem="no gradient has arrived at parameters of it that no set-up module "
+                    f"has, and no optimizer has {_names_of(contract, left_out)}",
+                    expected="an optimizer of the parameters that the module has when it is set up",
+                    suggestion="optimizer = torch.optim.SGD(model.parameters()) after a layer is "
+                    "replaced, then fabric.setup(...)",
                 )
 
     def _check_synchronized(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
@@ -543,8 +545,8 @@ def check_same_model(
         if digest_of_rank != digests[0]:
             raise UsageError(
                 f"setup({type(root).__name__}) on rank {communicator.rank}",
-                f"it is another model on rank {rank} than on rank 0, by the names, shapes, dtypes "
-                "or parts of it",
+                problem=f"it is another model on rank {rank} than on rank 0, by the names, shapes, "
+                "dtypes or parts of it",
                 suggestion="a build that does not depend on the rank",
             )
 

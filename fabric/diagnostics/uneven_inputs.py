@@ -313,11 +313,11 @@ class UnevenInputDetector:
             if is_same_iteration and neighbor_loop.loader == loop.loader:
                 raise UsageError(
                     request,
-                    f"it is in iteration {loop.iteration} over its loader and rank {neighbor} in "
-                    f"iteration {neighbor_loop.iteration}: their batches are shares of different "
-                    "orders, so that samples are seen twice or never",
-                    "iter(loader) equally often on all ranks",
-                    "next(iter(loader.original)) for a look at a batch on one rank",
+                    problem=f"it is in iteration {loop.iteration} over its loader and rank "
+                    f"{neighbor} in iteration {neighbor_loop.iteration}: their batches are shares "
+                    "of different orders, so that samples are seen twice or never",
+                    expected="iter(loader) equally often on all ranks",
+                    suggestion="next(iter(loader.original)) for a look at a batch on one rank",
                 )
 
     def _refuse_kinds(
@@ -419,10 +419,10 @@ class UnevenInputDetector:
             suggestion += "; or with fabric.join(model): for batch in loader: ..."
         raise UsageError(
             request,
-            f"rank {early} ran out of batches: its loader ended after {batches}, and it takes no "
-            f"part in step {step}, for which rank {late} has a batch and would wait",
-            "equally many batches on all ranks, or a loop in which the others go on",
-            suggestion,
+            problem=f"rank {early} ran out of batches: its loader ended after {batches}, and it "
+            f"takes no part in step {step}, for which rank {late} has a batch and would wait",
+            expected="equally many batches on all ranks, or a loop in which the others go on",
+            suggestion=suggestion,
         )
 
 

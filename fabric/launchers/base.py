@@ -252,8 +252,8 @@ def refuse_while_importing_main() -> None:
     if getattr(importing, "__name__", None) == "__mp_main__":
         raise UsageError(
             "launch() at the top level of a script",
-            "another process imports the script to find the function that it has to run, and so "
-            "reaches launch() again",
+            problem="another process imports the script to find the function that it has to run, "
+            "and so reaches launch() again",
             suggestion="if __name__ == '__main__': above the lines that create Fabric and launch; "
             "or launcher='fork'",
         )

@@ -86,7 +86,8 @@ class ProcessLauncher(base.Launcher):
         if backend is not None:
             raise ConfigurationError(
                 "the start method 'fork'",
-                f"{backend} is initialized in this process, and a forked copy cannot use {backend}",
+                problem=f"{backend} is initialized in this process, and a forked copy cannot use "
+                f"{backend}",
                 suggestion='launcher="forkserver", or a fork before anything touches the device',
             )
 
@@ -118,7 +119,9 @@ class ProcessLauncher(base.Launcher):
         self.check(spec)
         if not callable(fn):
             raise ArgumentTypeError(
-                f"launch({fn!r})", "it is not a function", "launch(train, x), not launch(train(x))"
+                f"launch({fn!r})",
+                problem="it is not a function",
+                expected="launch(train, x), not launch(train(x))",
             )
         call = Call(fn, args, kwargs)
         payload = None

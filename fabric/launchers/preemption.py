@@ -104,7 +104,8 @@ class StopRequest:
         while self._is_held():
             if time.monotonic() > deadline:
                 raise UsageError(
-                    "fabric.should_stop", "a rank has not read it within the timeout, or hangs"
+                    "fabric.should_stop",
+                    problem="a rank has not read it within the timeout, or hangs",
                 )
             time.sleep(_POLL_INTERVAL)
 
@@ -260,10 +261,10 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
     if is_other_job or seconds_left <= max(margin_seconds, 0):
         raise ConfigurationError(
             f"fabric.should_stop {margin_seconds:g} s before the end of a SLURM job",
-            f"SLURM_JOB_ID={job}, SLURM_JOBID={env.get('SLURM_JOBID', job)}, and the end is in "
-            f"{seconds_left:.0f} s",
-            "the variables of one job that has not ended, and a margin shorter than that",
-            "unset SLURM_JOB_ID   # in a shell older than its job",
+            problem=f"SLURM_JOB_ID={job}, SLURM_JOBID={env.get('SLURM_JOBID', job)}, and the end "
+            f"is in {seconds_left:.0f} s",
+            expected="the variables of one job that has not ended, and a margin shorter than that",
+            suggestion="unset SLURM_JOB_ID   # in a shell older than its job",
         )
     return time.monotonic() + seconds_left - margin_seconds
 
@@ -319,5 +320,5 @@ def _scontrol(*arguments: str) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or ""
-        raise UsageError(" ".join(command), f"{error} {output}") from error
+        raise UsageError(" ".join(command), problem=f"{error} {output}") from error
     return result.stdout

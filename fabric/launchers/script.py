@@ -163,8 +163,8 @@ class ScriptLauncher(base.Launcher):
         if "FABRIC_STORE" in os.environ:
             raise UsageError(
                 f"a launch of {spec.num_processes} processes by re-running the script",
-                f"this process is rank {os.environ.get('RANK')} of a job that fabric launched: it "
-                "would never end",
+                problem=f"this process is rank {os.environ.get('RANK')} of a job that fabric "
+                "launched: it would never end",
                 suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start another job from "
                 "within a rank",
             )

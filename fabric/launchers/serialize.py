@@ -72,14 +72,14 @@ def _call_error(
     if unpicklable.error is None or (is_definition and not by_value):
         return MissingDependencyError(
             request,
-            "it is defined where another process cannot import it, and cloudpickle is not "
+            problem="it is defined where another process cannot import it, and cloudpickle is not "
             "installed",
             suggestion='pip install "torch-fabric[notebook]"',
         )
     path = unpicklable.path.lstrip(".") or "it"
     return ArgumentTypeError(
         request,
-        f"{path} is {unpicklable.description}",
+        problem=f"{path} is {unpicklable.description}",
         suggestion="build it inside the function, or use the start method 'fork', which inherits "
         "it",
     )
@@ -97,9 +97,9 @@ def dump_result(value: Any) -> bytes:
     unpicklable = _find_unpicklable(value, _dump_by_value)
     raise ArgumentTypeError(
         "what the function returned in a rank has to reach the launching process",
-        f"result{unpicklable.path} is {unpicklable.description}",
-        "numbers, texts, tensors, state dicts, and collections of them",
-        "return the values that you need; or None, or launch(..., return_result=False)",
+        problem=f"result{unpicklable.path} is {unpicklable.description}",
+        expected="numbers, texts, tensors, state dicts, and collections of them",
+        suggestion="return the values that you need; or None, or launch(..., return_result=False)",
     ) from packed
 
 

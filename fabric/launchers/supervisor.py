@@ -621,7 +621,9 @@ class Supervisor:
             calls = "".join(rank.last_call() for rank in self.ranks[:_MAX_LAST_CALLS])
             last_calls = f"where each rank was:{calls}"
         request = f"rank {rank.rank} of {rank.config.world.world_size} {end}"
-        return RankFailedError(request, rank.rank, code, text, last_calls)
+        return RankFailedError(
+            request, rank=rank.rank, exit_code=code, traceback=text, problem=last_calls
+        )
 
 
 def _processor_seconds(ranks: Sequence[RankProcess]) -> float:

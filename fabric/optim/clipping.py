@@ -60,8 +60,8 @@ def clip_gradients(
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteGradientError(
             "clip_gradients(...)",
-            f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping would spoil "
-            "all of them",
+            problem=f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping "
+            "would spoil all of them",
             suggestion="error_if_nonfinite=False to clip all the same",
         )
     for group in parameters_by_mesh.values():

@@ -66,7 +66,8 @@ class ExponentialMovingAverage(nn.Module):
         contract = model._fabric_contract
         if contract is None:
             raise UsageError(
-                f"ema with a copy of {type(model.module).__name__}", "a copy is not set up itself"
+                f"ema with a copy of {type(model.module).__name__}",
+                problem="a copy is not set up itself",
             )
         if not callable(decay):
             _check_decay(decay)
@@ -114,7 +115,8 @@ class ExponentialMovingAverage(nn.Module):
         """Update the averages with the weights, after an optimizer step. Not a collective."""
         if self._is_applied:
             raise UsageError(
-                "ema.update() within ema.applied()", "the weights are the averages themselves"
+                "ema.update() within ema.applied()",
+                problem="the weights are the averages themselves",
             )
         if self._updates == 0:
             for average, weight in self._pairs():
@@ -189,7 +191,7 @@ class ExponentialMovingAverage(nn.Module):
             names = ", ".join(sorted(changed))
             raise UsageError(
                 "an average of the weights",
-                f"these were added to the model or removed from it since: {names}",
+                problem=f"these were added to the model or removed from it since: {names}",
                 suggestion="fabric.ema(model) after such a change",
             )
         pairs: list[tuple[Tensor, Tensor]] = []

@@ -145,8 +145,8 @@ class LossScaler:
             if grads[0].dtype is torch.float16:
                 raise ConfigurationError(
                     'precision="16-mixed" with float16 parameters',
-                    "their gradients are float16 too, and lose in unscaling what the scale had "
-                    "kept",
+                    problem="their gradients are float16 too, and lose in unscaling what the scale "
+                    "had kept",
                     suggestion='model.float(), or Fabric(precision="16-true")',
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
@@ -206,8 +206,10 @@ class LossScaler:
         if has_closure(args, kwargs):
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) under loss scaling",
-                "the closure computes new gradients inside the step, after the overflow check",
-                "step() without a closure under 16-mixed; closures under every other precision",
+                problem="the closure computes new gradients inside the step, after the overflow "
+                "check",
+                expected="step() without a closure under 16-mixed; closures under every other "
+                "precision",
             )
         state = self._states[optimizer]
         state.was_skipped = self.unscale(optimizer)

@@ -425,8 +425,8 @@ class LossWeights:
         raise UsageError(
             f"{request} on rank {self._communicator.rank}",
             problem,
-            "weighted losses, added to gradients that are cleared after each step",
-            suggestion,
+            expected="weighted losses, added to gradients that are cleared after each step",
+            suggestion=suggestion,
         )
 
 

@@ -80,7 +80,7 @@ class ParameterLists:
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) of an nn.ParameterList or "
                 "nn.ParameterDict",
-                "its gradients are averaged before the step, and those of the closure are "
+                problem="its gradients are averaged before the step, and those of the closure are "
                 "computed within",
                 suggestion="fabric.backward(loss), then optimizer.step()",
             )

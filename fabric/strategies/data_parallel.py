@@ -79,9 +79,9 @@ class SingleDeviceStrategy(Strategy):
         if len(devices) * num_nodes != 1:
             raise ConfigurationError(
                 'strategy="single_device"',
-                f"it drives one device, and there are {num_nodes} node(s) with {len(devices)} "
-                "device(s) each",
-                'strategy="ddp", or devices=1',
+                problem=f"it drives one device, and there are {num_nodes} node(s) with "
+                f"{len(devices)} device(s) each",
+                expected='strategy="ddp", or devices=1',
             )
 
     @override
@@ -142,8 +142,8 @@ class DataParallelStrategy(ParallelStrategy):
             names = ", ".join(map(str, devices))
             raise ConfigurationError(
                 f'strategy="dp" on {num_nodes} nodes with devices {names}',
-                "it drives the devices of one node from one process, and no device but the CPU may "
-                "be named twice",
+                problem="it drives the devices of one node from one process, and no device but the "
+                "CPU may be named twice",
                 suggestion='strategy="ddp", with a process for each device',
             )
 
@@ -351,8 +351,8 @@ def _check_not_compiled(module: nn.Module) -> None:
     if compiled:
         raise ConfigurationError(
             f'setup of a {type(module).__name__} with strategy="dp" on several devices',
-            f"torch.compile was applied to {', '.join(compiled)}, and compiled code is bound to "
-            "the module that it was made from, not to its replicas",
+            problem=f"torch.compile was applied to {', '.join(compiled)}, and compiled code is "
+            "bound to the module that it was made from, not to its replicas",
             suggestion="setup of the module without torch.compile; or "
             'strategy="ddp", which takes compiled modules',
         )
@@ -364,7 +364,7 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
         return tensor
     if not len(tensor):
         raise ConfigurationError(
-            f"all_reduce of shape {tuple(tensor.shape)} under dp", "it has no rows"
+            f"all_reduce of shape {tuple(tensor.shape)} under dp", problem="it has no rows"
         )
     # As over processes: the sum of float16 may overflow where the mean does not.
     dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
@@ -410,7 +410,8 @@ def _batch_size(call: Any) -> int:
     if len(sizes) > 1:
         raise ConfigurationError(
             f"a forward pass under dp with tensors of shapes {', '.join(map(str, shapes))}",
-            "a batch is split over the replicas along dim 0, and these tensors differ in it",
+            problem="a batch is split over the replicas along dim 0, and these tensors differ in "
+            "it",
             suggestion="mask.expand(batch, ...) for what belongs to every sample, or a buffer of "
             "the module",
         )
@@ -480,8 +481,8 @@ def _join(path: str, values: Sequence[Any]) -> Any:
             returned = ", ".join(map(repr, values))
             raise ConfigurationError(
                 f"gathering {path} of a forward pass under dp",
-                f"it cannot be joined along dim 0: the replicas returned {returned}",
-                "collections of one structure, of tensors (torch.tensor(number) for numbers) or "
-                "objects that are equal",
+                problem=f"it cannot be joined along dim 0: the replicas returned {returned}",
+                expected="collections of one structure, of tensors (torch.tensor(number) for "
+                "numbers) or objects that are equal",
             )
     return first

@@ -130,7 +130,7 @@ class DDPStrategy(ParallelStrategy):
         )
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
             raise ConfigurationError(
-                "DDPStrategy(ddp_comm_wrapper=...)", "there is no ddp_comm_hook to wrap"
+                "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
         if model_averaging_period is not None:
             _check_model_averaging(model_averaging_period, ddp_comm_state)
@@ -153,8 +153,8 @@ class DDPStrategy(ParallelStrategy):
         if self.sync_batchnorm and accelerator.name == "cpu":
             raise ConfigurationError(
                 "DDPStrategy(sync_batchnorm=True)",
-                "torch's SyncBatchNorm refuses inputs on the CPU",
-                "sync_batchnorm=False, or GroupNorm",
+                problem="torch's SyncBatchNorm refuses inputs on the CPU",
+                expected="sync_batchnorm=False, or GroupNorm",
             )
 
     @override
@@ -344,7 +344,8 @@ def _check_model_averaging(period: int, hook_state: Any) -> None:
     if not hasattr(hook_state, "start_localSGD_iter"):
         raise ConfigurationError(
             f"DDPStrategy(model_averaging_period={period})",
-            "replicas drift only with a PostLocalSGDState as ddp_comm_state and post_localSGD_hook",
+            problem="replicas drift only with a PostLocalSGDState as ddp_comm_state and "
+            "post_localSGD_hook",
         )
 
 

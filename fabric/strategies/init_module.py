@@ -231,9 +231,9 @@ def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
         free_bytes = usage.f_bavail * usage.f_frsize
         raise UsageError(
             f"init_module(): a file of {nbytes:,} bytes in {folder}",
-            f"{error.strerror}; there are {free_bytes:,} bytes free",
-            "room for the whole model, once for each rank on the node",
-            "TMPDIR=/a/folder/with/room in the environment of the job, or "
+            problem=f"{error.strerror}; there are {free_bytes:,} bytes free",
+            expected="room for the whole model, once for each rank on the node",
+            suggestion="TMPDIR=/a/folder/with/room in the environment of the job, or "
             "init_module(source='rank0') for one model",
         ) from error
 

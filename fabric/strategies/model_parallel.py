@@ -75,14 +75,14 @@ def mesh_sizes(
     if product != world_size:
         raise ConfigurationError(
             request,
-            f"{factors} = {product}, and not {world_size}",
-            f'sizes whose product is {world_size}; "auto" is what the other sizes leave',
+            problem=f"{factors} = {product}, and not {world_size}",
+            expected=f'sizes whose product is {world_size}; "auto" is what the other sizes leave',
         )
     if sizes["tensor_parallel"] > 1 and not splits_layers:
         raise ConfigurationError(
             request,
-            f"nothing says how layers are split in {factors} = {product}",
-            "parallelize_fn= or tp_plan=",
+            problem=f"nothing says how layers are split in {factors} = {product}",
+            expected="parallelize_fn= or tp_plan=",
         )
     return sizes
 
@@ -430,7 +430,7 @@ def _check_parallelized(
         return None
     return UsageError(
         f"parallelize_fn({type(root).__name__}, mesh), which returned a {type(result).__name__}",
-        "these parameters were added, removed or untied, or have no values: "
+        problem="these parameters were added, removed or untied, or have no values: "
         f"{', '.join(sorted(wrong)) or 'none'}",
-        "the model itself, with all its parameters, split in place",
+        expected="the model itself, with all its parameters, split in place",
     )

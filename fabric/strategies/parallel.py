@@ -47,7 +47,7 @@ class ParallelStrategy(Strategy):
         if self._is_prepared(module):
             raise UsageError(
                 f"{type(self).__name__}.setup(trainer)",
-                f"this {type(module).__name__} is set up already",
+                problem=f"this {type(module).__name__} is set up already",
                 suggestion=_MODERN_SETUP,
             )
         optimizers = as_list(getattr(trainer, "optimizers", None))
@@ -66,8 +66,8 @@ class ParallelStrategy(Strategy):
         if needs_autocast or precision.has_own_context:
             raise ConfigurationError(
                 f"{request} with precision={precision.name!r}",
-                "a strategy alone does not enter the precision's forward context, and does not "
-                "scale the loss",
+                problem="a strategy alone does not enter the precision's forward context, and does "
+                "not scale the loss",
                 suggestion=modern,
             )
         if precision.loss_scale is not None and self.is_global_zero:
@@ -101,7 +101,11 @@ class ParallelStrategy(Strategy):
             rank = self.global_rank
             self.runtime.abort()
             raise RankFailedError(
-                f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this rank failed"
+                f"reconciliate_processes(trace) on rank {rank}",
+                rank,
+                exit_code=1,
+                traceback=trace,
+                problem="this rank failed",
             )
 
 
@@ -118,8 +122,8 @@ def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     """Raise for a module whose gradients this strategy does not synchronize."""
     raise UsageError(
         f"no_backward_sync({type(module).__name__})",
-        f"it was not set up with {type(strategy).__name__}: no backward pass of it synchronizes "
-        "anything",
+        problem=f"it was not set up with {type(strategy).__name__}: no backward pass of it "
+        "synchronizes anything",
         suggestion="fabric.setup_module(model)",
     )
 
@@ -143,6 +147,6 @@ def check_forwarded_arguments(
     torch_name = function.__qualname__.split(".")[0]
     raise ArgumentTypeError(
         f"{strategy}({call})",
-        f"{torch_name} takes no {', '.join(unknown)}, or the strategy decides it",
-        ", ".join(sorted(accepted)),
+        problem=f"{torch_name} takes no {', '.join(unknown)}, or the strategy decides it",
+        expected=", ".join(sorted(accepted)),
     )

@@ -87,7 +87,8 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     if not attention.calls:
         raise UsageError(
             _BLOCK,
-            "scaled_dot_product_attention was not called: each rank has used its own tokens alone",
+            problem="scaled_dot_product_attention was not called: each rank has used its own "
+            "tokens alone",
         )
 
 
@@ -124,9 +125,10 @@ def _check_lengths(length_of_leaf: Mapping[str, int], dim: int, ranks: int) -> i
     if lengths != {length} or length < ranks:
         raise ConfigurationError(
             f"{_BLOCK} with {dim=}",
-            f"the lengths are {dict(length_of_leaf)}",
-            f"one length of all tensors that have that dimension, of at least {ranks} tokens",
-            "leave out others",
+            problem=f"the lengths are {dict(length_of_leaf)}",
+            expected=f"one length of all tensors that have that dimension, of at least {ranks} "
+            "tokens",
+            suggestion="leave out others",
         )
     return length
 
@@ -156,8 +158,8 @@ def _check_same_batch(
     if rows.count(rows[0]) != len(rows):
         raise CollectiveMismatchError(
             request,
-            f"the bytes of these tensors have the sums {rows}, by rank of the group",
-            "the same batch on all of them, as set-up loaders give it",
+            problem=f"the bytes of these tensors have the sums {rows}, by rank of the group",
+            expected="the same batch on all of them, as set-up loaders give it",
         )
 
 
@@ -197,7 +199,8 @@ class _SequenceParallelAttention(TorchFunctionMode):
         if func is multi_head_attention_forward:
             raise UsageError(
                 _BLOCK,
-                "nn.MultiheadAttention would compute attention over the tokens of this rank alone",
+                problem="nn.MultiheadAttention would compute attention over the tokens of this "
+                "rank alone",
             )
         if func is scaled_dot_product_attention:
             return self._attend_outside_of_graphs(*args, **kwargs)
@@ -246,11 +249,11 @@ class _SequenceParallelAttention(TorchFunctionMode):
         rank = self._communicator.rank
         raise ConfigurationError(
             f"attention in {_BLOCK} on rank {rank}, which has {length} of {total} tokens",
-            f"queries, keys and values have {counts} tokens, and the shape of the mask ends in "
-            f"{mask_shape}",
-            f"{length} of each, and a mask of shape (..., {length}, {total}), (..., 1, {total}) or "
-            f"(..., 1, {length})",
-            "other attention outside of the block",
+            problem=f"queries, keys and values have {counts} tokens, and the shape of the mask "
+            f"ends in {mask_shape}",
+            expected=f"{length} of each, and a mask of shape (..., {length}, {total}), (..., 1, "
+            f"{total}) or (..., 1, {length})",
+            suggestion="other attention outside of the block",
         )
 
     def _attend_by_heads(

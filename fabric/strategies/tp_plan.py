@@ -84,8 +84,8 @@ def check_styles(plan: Any) -> None:
         if not is_torch_style:
             raise ConfigurationError(
                 f"tp_plan={dict(plan)}",
-                f"torch has no style {style!r}",
-                f"{', '.join(_STYLES)}, or a ParallelStyle of torch",
+                problem=f"torch has no style {style!r}",
+                expected=f"{', '.join(_STYLES)}, or a ParallelStyle of torch",
             )
 
 
@@ -111,7 +111,9 @@ def find_layers(
         styles = getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)
     if not styles:
         raise ConfigurationError(
-            request, "the model has no plan of its own", suggestion='tp_plan={"*.up": "colwise"}'
+            request,
+            problem="the model has no plan of its own",
+            suggestion='tp_plan={"*.up": "colwise"}',
         )
     check_styles(styles)
     modules = dict(root.named_modules())
@@ -122,12 +124,12 @@ def find_layers(
         if not matching and not is_of_model:
             raise ConfigurationError(
                 request,
-                f"no layer is called {pattern!r}",
-                f"a pattern for {', '.join(_patterns_of(modules))}",
+                problem=f"no layer is called {pattern!r}",
+                expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
         layers.update(dict.fromkeys(matching, style))
     if not layers:
-        raise ConfigurationError(request, f"no layer fits {', '.join(styles)}")
+        raise ConfigurationError(request, problem=f"no layer fits {', '.join(styles)}")
     problems = [
         *_layer_problems(root, layers, world_size),
         *_head_problems(root, layers, world_size),
@@ -135,7 +137,7 @@ def find_layers(
         *_shared_parameter_problems(root, layers),
     ]
     if problems:
-        raise ConfigurationError(request, "; ".join(problems))
+        raise ConfigurationError(request, problem="; ".join(problems))
     return layers
 
 
@@ -404,8 +406,8 @@ class PartStreams:
         if is_open and self._requires_rowwise and not has_raised:
             raise UsageError(
                 f"{type(root).__name__}(...)",
-                'the output of a layer that is split "colwise" went into no layer that is split '
-                '"rowwise"',
+                problem='the output of a layer that is split "colwise" went into no layer that is '
+                'split "rowwise"',
                 suggestion='"colwise_rep" for the last layer',
             )
 

@@ -167,7 +167,9 @@ def plan(
     try:
         inspect.signature(build).bind("fabric")
     except TypeError as error:
-        raise ConfigurationError(f"fabric.plan({build=})", str(error), "build(fabric)") from error
+        raise ConfigurationError(
+            f"fabric.plan({build=})", problem=str(error), expected="build(fabric)"
+        ) from error
     job = _Job(
         build=build,
         step=step,

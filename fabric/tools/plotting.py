@@ -46,7 +46,7 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
                     lines.setdefault(label, []).append((step, float(value)))
     if not panels:
         raise ConfigurationError(
-            f"plot {', '.join(map(str, tables))}", "no metric has been logged there yet"
+            f"plot {', '.join(map(str, tables))}", problem="no metric has been logged there yet"
         )
     columns = min(len(panels), 3)
     rows_of_panels = -(-len(panels) // columns)
@@ -81,5 +81,7 @@ def _tables(folder: Path) -> list[Path]:
             if folder.is_dir()
             else "there is no such folder"
         )
-        raise ConfigurationError(f"plot {folder}", problem, "a folder that CSVLogger has written")
+        raise ConfigurationError(
+            f"plot {folder}", problem, expected="a folder that CSVLogger has written"
+        )
     return found

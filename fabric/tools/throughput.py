@@ -171,7 +171,7 @@ class _FlopCounter(DispatchMode):
                 "torch.utils.flop_counter.register_flop_formula for it; or no count_flops()"
             )
             raise UsageError(
-                "count_flops()", f"torch has no formula for {func}", suggestion=suggestion
+                "count_flops()", problem=f"torch has no formula for {func}", suggestion=suggestion
             )
         # Checkpointed blocks are recomputed in backward with gradients enabled, which are otherwise off there.
         if formula and not is_fake and not (in_backward() and torch.is_grad_enabled()):

@@ -392,7 +392,7 @@ def timings(session: Session) -> Timings:
     if timeline is None:
         raise UsageError(
             "fabric.timings()",
-            "nothing has been measured",
+            problem="nothing has been measured",
             suggestion="Fabric(timings=True), profile()",
         )
     totals = session.runtime.communicator.gather_objects(timeline.totals())
@@ -482,7 +482,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         )
     timeline = _latest_timeline(session)
     if timeline is not None and timeline.on_step is not None:
-        raise UsageError(request, "another profile is under way")
+        raise UsageError(request, problem="another profile is under way")
     target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
     communicator = session.runtime.communicator
     with rank_zero_first(communicator):

@@ -348,7 +348,8 @@ class FSDPStrategy(ParallelStrategy):
         states_of_rank0 = self.runtime.store.from_rank0(key, states)
         if not states_of_rank0:
             raise UsageError(
-                f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it"
+                f'init_module(source="rank0") on rank {self.global_rank}',
+                problem="rank 0 failed in it",
             )
         if states_of_rank0.startswith(state_before):
             state_after = states_of_rank0.removeprefix(state_before)
@@ -603,8 +604,8 @@ def _merge_activation_checkpointing(activation_checkpointing: Any, policy: Any) 
         return policy
     raise ConfigurationError(
         f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})",
-        "these are names of one option",
-        "one of the two",
+        problem="these are names of one option",
+        expected="one of the two",
     )
 
 
@@ -620,7 +621,9 @@ def _parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
     if isinstance(value, CPUOffloadPolicy):
         return value
     raise ArgumentTypeError(
-        f"FSDPStrategy(cpu_offload={value!r})", "", "a bool, CPUOffloadPolicy or CPUOffload"
+        f"FSDPStrategy(cpu_offload={value!r})",
+        problem="",
+        expected="a bool, CPUOffloadPolicy or CPUOffload",
     )
 
 

@@ -111,8 +111,8 @@ class ShardedForward:
         call = call_of_method(self.root) or f"{path}(...)"
         raise UsageError(
             f"{call} on rank {self._rank}",
-            "its parameters are sharded over the ranks, and are gathered only in a forward pass of "
-            "the whole model",
+            problem="its parameters are sharded over the ranks, and are gathered only in a forward "
+            "pass of the whole model",
             suggestion=(
                 'model(...); or model.mark_forward_method("name") once, for a method that calls '
                 "this part"
@@ -132,8 +132,8 @@ class ShardedForward:
         if is_outermost and not self._is_finished:
             raise UsageError(
                 f"model(...) on rank {self._rank} after a pass that raised",
-                "this release of torch cannot make the model forget that pass: gradients would be "
-                "wrong",
+                problem="this release of torch cannot make the model forget that pass: gradients "
+                "would be wrong",
                 suggestion=(
                     "fabric.load(...) into a model that is set up anew, or torch with "
                     "reset_iter_state"

@@ -199,7 +199,7 @@ def _refuse(root: nn.Module, names: Sequence[str], problem: str, suggestion: str
     if names:
         raise ConfigurationError(
             f"setup({type(root).__name__}) with FSDP",
-            f"these {problem}: {', '.join(names)}",
+            problem=f"these {problem}: {', '.join(names)}",
             suggestion=suggestion,
         )
 
@@ -262,7 +262,7 @@ def check_dtypes(
         if len(names) > 1:
             raise ConfigurationError(
                 f"setup({type(root).__name__}) with FSDP",
-                f"one FSDP module has trained parameters of several dtypes: {names}",
+                problem=f"one FSDP module has trained parameters of several dtypes: {names}",
                 suggestion=(
                     "model.float(); or FSDPStrategy(auto_wrap_policy={...}) with a class around "
                     "each dtype"

@@ -88,8 +88,8 @@ def choose_modules(
         classes = sorted({type(module).__name__ for module in root.modules()})
         raise ConfigurationError(
             f"FSDPStrategy({option}={choice!r})",
-            f"it chooses no module of {type(root).__name__}",
-            f"classes of modules in it: {', '.join(classes)}",
+            problem=f"it chooses no module of {type(root).__name__}",
+            expected=f"classes of modules in it: {', '.join(classes)}",
         )
     return chosen[::-1]
 
@@ -121,7 +121,7 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
         names = "; ".join(" and ".join(owners) for owners in shared)
         raise ConfigurationError(
             "auto_wrap_policy=...",
-            f"it puts names of one parameter into several FSDP modules: {names}",
+            problem=f"it puts names of one parameter into several FSDP modules: {names}",
             suggestion="auto_wrap_policy=None, which leaves these parameters to the root",
         )
     return fsdp_modules
