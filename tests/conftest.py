@@ -21,25 +21,31 @@ pytest_plugins = ["fabric.testing.plugin"]
 # Examples start processes and write files: how long one takes says nothing.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-# A worker of `make test` runs code of `python -c`, which no launcher could run again; pytest itself is a script.
+# A worker of `make test` runs the code of `python -c`, which no launcher can run again. The file of
+# pytest stands in for it.
 if not hasattr(sys.modules["__main__"], "__file__"):
     sys.modules["__main__"].__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
 
-
-MARK = "FABRIC_TESTS_RUN"  # inherited by every process that a test starts, also by one that lost its parent
+# Every process that a test starts inherits this variable, even a process that lost its parent.
+MARK = "FABRIC_TESTS_RUN"
+# Two caches live as long as this process: torch's compiler and multiprocessing's sockets have them.
+CACHES = ("torchinductor_", "pymp-")
+# pytest names the running test in the first, and torch's compiler notes its cache in the second.
+FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """After the last test no process is left, no file where temporary files go, and the environment is as it was.
+    """Check that no process and no temporary file is left, and that the environment is restored.
 
-    The run has a temporary folder of its own, so that nobody else's files are taken for ours.
+    The run has a temporary folder of its own, so that files of other programs are not counted.
     """
-    # A shell that starts the tests in the background makes them ignore Ctrl-C, and all that they start after them.
+    # A shell that starts the tests in the background makes them, and their children, ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     variables = _variables()
-    tmp_path_factory.getbasetemp()  # pytest keeps it on purpose: settled while temporary files still go elsewhere
+    # pytest keeps its own folder on purpose: create it before the temporary folder changes.
+    tmp_path_factory.getbasetemp()
     temporary = Path(tempfile.mkdtemp(prefix="run-"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, secrets.token_hex(8))
@@ -48,35 +54,35 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
         yield
         close_shared_ranks()
         processes = _started_in_this_run(os.environ[MARK])
-    # Two caches that live as long as this process: of torch's compiler, and of multiprocessing for its sockets.
-    files = [
-        path.name
-        for path in temporary.iterdir()
-        if not path.name.startswith(("torchinductor_", "pymp-"))
-    ]
+    files = []
+    for path in temporary.iterdir():
+        if not path.name.startswith(CACHES):
+            files.append(path.name)
     shutil.rmtree(temporary)
-    changed = sorted(name for name, _ in variables.items() ^ _variables().items())
-    assert (processes, files, changed) == ([], [], []), "left behind: processes, files or variables"
+    changed = {name for name, _ in variables.items() ^ _variables().items()}
+    assert (processes, files, changed) == ([], [], set()), (
+        "left behind: processes, files, variables"
+    )
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """A test that leaves a process, an environment variable or a process group behind fails."""
+    """Fail a test that leaves a process, an environment variable or a process group behind."""
     variables = _variables()
     before = set(psutil.pids())
     yield
     assert not torch.distributed.is_initialized(), "a process group was left behind"
     assert _variables() == variables, "an environment variable was left behind"
-    # Whose children the new processes are is costly to find out, and after most tests there are none.
+    # To list the children is costly, and after most tests there are no new processes.
     new = set(psutil.pids()) - before
-    ours = psutil.Process().children(recursive=True) if new else []
-    left = [process for process in ours if process.pid in new and not _is_warm_server(process)]
-    _, alive = psutil.wait_procs(left, timeout=5)
-    assert not alive, f"processes were left behind: {alive}"
+    if new:
+        alive = _wait_for_children(new)
+        assert not alive, f"processes were left behind: {alive}"
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
+    """Seed the streams, and let torch compute in one thread."""
     torch.manual_seed(0)
     random.seed(0)
     threads = torch.get_num_threads()
@@ -86,32 +92,45 @@ def seeded() -> Iterator[None]:
 
 
 def _variables() -> dict[str, str]:
-    # pytest names the running test in one, and torch's compiler notes its cache folder in another when it is imported.
-    foreign = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-    return {name: value for name, value in os.environ.items() if name not in foreign}
+    """Return the environment variables of this process that tests must leave alone."""
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+
+
+def _wait_for_children(pids: set[int]) -> list[psutil.Process]:
+    """Wait for the children among some processes, and return the children that do not end."""
+    children = []
+    for process in psutil.Process().children(recursive=True):
+        if process.pid in pids and not _is_warm_server(process):
+            children.append(process)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    return alive
 
 
 def _started_in_this_run(mark: str) -> list[psutil.Process]:
-    """Those that still live, wherever in the tree of processes they are by now."""
-    left = set(psutil.Process().children(recursive=True))
-    left |= {
-        process for process in psutil.process_iter() if _environment(process).get(MARK) == mark
-    }
-    # Ranks have the command line of the server that forked them; it is our child, they are not.
-    ours = {process for process in psutil.Process().children() if _is_warm_server(process)}
-    left -= {psutil.Process(), *ours}
-    return psutil.wait_procs(left, timeout=30)[1]
+    """Return the live processes of this run, wherever they are in the tree of processes."""
+    processes = set(psutil.Process().children(recursive=True))
+    for process in psutil.process_iter():
+        if _environment(process).get(MARK) == mark:
+            processes.add(process)
+    processes.discard(psutil.Process())
+    # Ranks have the command line of the server that forked them, but only the server is our child.
+    for child in psutil.Process().children():
+        if _is_warm_server(child):
+            processes.discard(child)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return alive
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
+    """Return the variables of a process; none if it has ended or belongs to another user."""
     try:
         return process.environ()
     except psutil.Error:
-        return {}  # it has ended, or is another user's
+        return {}
 
 
 def _is_warm_server(process: psutil.Process) -> bool:
-    """The fork server and multiprocessing's resource tracker live as long as this process, by design."""
+    """Say whether a process lives as long as this one by design: fork server, resource tracker."""
     try:
         command = " ".join(process.cmdline())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Running a function in real ranks, for tests."""
+"""Runs of a function in real ranks."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +9,18 @@ from fabric import Fabric
 from fabric.launchers import Launcher, LaunchSpec
 from fabric.testing import RankPool
 
-TIMEOUT = 150.0  # seconds for a call of the shared ranks; less than pytest's limit for a test
+# Seconds that a call of the shared ranks may take; less than pytest's limit for a test.
+TIMEOUT = 150.0
 
 _POOLS: dict[int, RankPool] = {}
 
 
 class SharedRanks(Launcher):
-    """Runs a function in processes that stay from test to test, a pool for each number of ranks.
+    """A launcher whose processes stay from test to test, with a pool for each number of ranks.
 
-    Each launch has a Fabric, a process group and random states of its own, as in new processes; the modules that a rank
-    has imported, and whatever a test leaves in them, stay. Ranks that failed are replaced.
+    Each launch has a Fabric, a process group and random states of its own, as in new processes. The
+    modules that a rank has imported, and whatever a test leaves in them, stay. Ranks that failed
+    are replaced.
     """
 
     name = "shared"
@@ -33,12 +35,16 @@ class SharedRanks(Launcher):
         size = spec.num_processes
         if size not in _POOLS:
             _POOLS[size] = RankPool(size, timeout=TIMEOUT)
-        # A store of its own: one that all launches share would be read again by each of them.
+        # Each launch has its own store: a shared store would hold the keys of earlier launches.
         with TemporaryDirectory() as directory:
             results = _POOLS[size].run(
                 _without_the_pool, f"file://{directory}/store", fn, args, kwargs
             )
-        return {"all": results, "first": results[0], "none": None}[spec.results]
+        if spec.results == "all":
+            return results
+        if spec.results == "first":
+            return results[0]
+        return None
 
 
 def _without_the_pool(
@@ -48,7 +54,8 @@ def _without_the_pool(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    fabric.teardown()  # closes its process group: the function makes one
+    """Call a function in a rank of the pool, as in a new process without a process group."""
+    fabric.teardown()
     environment = dict(os.environ)
     os.environ["FABRIC_STORE"] = store
     try:
@@ -59,26 +66,27 @@ def _without_the_pool(
 
 
 def close_shared_ranks() -> None:
-    """End the processes; the next launch starts others."""
+    """End the processes. The next launch starts new ones."""
     while _POOLS:
-        _POOLS.popitem()[1].close()
+        _, pool = _POOLS.popitem()
+        pool.close()
 
 
 def run_in_ranks(
     function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any
 ) -> list[Any]:
-    """What ``function(fabric, *args)`` returned in each of several processes, by rank.
+    """Run ``function(fabric, *args)`` in several processes, and return its results by rank.
 
     The processes are shared with other tests, unless ``options`` name another launcher.
     """
-    # The block closes what a single rank, which is this process, has opened.
+    # A single rank is this process: the block closes what it has opened.
     options = {"strategy": "ddp", "launcher": SharedRanks(), **options}
     with Fabric(accelerator="cpu", devices=ranks, **options) as fabric:
         return fabric.launch(function, *args, return_all=True)
 
 
 def outcome(action: Callable[[], Any]) -> str:
-    """The first words of what an action raises, or "fine"."""
+    """Return the text and notes of the error that an action raises, or "fine"."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - the outcome is what is tested

@@ -9,29 +9,55 @@ import pytest
 Case = tuple[Any, ...]
 
 
+def _no_marks(case: Case) -> list[Any]:
+    """Return no marks."""
+    return []
+
+
 def sampled(
     cases: Iterable[Case],
     *,
     slow: int,
     quick: Collection[Case] = (),
-    marks: Callable[[Case], list[Any]] = lambda case: [],
+    marks: Callable[[Case], list[Any]] = _no_marks,
 ) -> list[Any]:
-    """Parameters of a test: ``quick`` ones always run, ``slow`` others in `make test-slow`, the rest in `make soak`.
+    """Return the parameters of a test, each with the marks that say when it runs.
 
-    The sample is spread evenly: each case that it takes has the parameters that came up least so far. ``marks`` are
-    marks that a case has besides.
+    The sample is spread evenly: each case that it takes has the parameters that came up least so
+    far.
+
+    Args:
+        cases: All cases.
+        slow: The number of cases that `make test-slow` runs besides the quick cases.
+        quick: The cases that always run. `make soak` also runs the remaining cases.
+        marks: Returns the marks that a case has besides.
     """
-    rest = [case for case in cases if case not in quick]
-    seen = Counter(part for case in quick for part in enumerate(case))
+    candidates = [case for case in cases if case not in quick]
+    sample = _sample(candidates, slow, quick)
+    parameters = [pytest.param(*case, marks=marks(case)) for case in quick]
+    for case in candidates:
+        case_marks = [pytest.mark.slow]
+        if case not in sample:
+            case_marks.append(pytest.mark.soak)
+        parameters.append(pytest.param(*case, marks=[*case_marks, *marks(case)]))
+    return parameters
+
+
+def _sample(candidates: list[Case], size: int, quick: Collection[Case]) -> list[Case]:
+    """Choose cases whose parameters came up least in the quick cases and those chosen before."""
+    counts: Counter[tuple[int, Any]] = Counter()
+    for case in quick:
+        counts.update(enumerate(case))
     sample: list[Case] = []
-    while len(sample) < min(slow, len(rest)):
-        left = [case for case in rest if case not in sample]
-        sample.append(min(left, key=lambda case: sum(seen[part] for part in enumerate(case))))
-        seen.update(enumerate(sample[-1]))
-    when = {
-        case: [pytest.mark.slow] if case in sample else [pytest.mark.slow, pytest.mark.soak]
-        for case in rest
-    }
-    return [
-        pytest.param(*case, marks=[*when.get(case, []), *marks(case)]) for case in [*quick, *rest]
-    ]
+    remaining = list(candidates)
+    while remaining and len(sample) < size:
+        case = min(remaining, key=lambda case: _occurrences(case, counts))
+        remaining.remove(case)
+        sample.append(case)
+        counts.update(enumerate(case))
+    return sample
+
+
+def _occurrences(case: Case, counts: Counter[tuple[int, Any]]) -> int:
+    """Return how often the parameters of a case came up so far."""
+    return sum(counts[parameter] for parameter in enumerate(case))
