@@ -1,4 +1,4 @@
-"""The facade in one process: what it refuses, what it does without launch(), and what it leaves behind (nothing)."""
+"""Fabric in one process: what it refuses, what works without launch(), and that nothing is left."""
 
 import gc
 import weakref
@@ -48,7 +48,8 @@ def enter(context: AbstractContextManager[Any]) -> None:
 
 
 def assert_four_parts(error: FabricError, *names: str) -> None:
-    assert all(name in str(error) for name in names), str(error)
+    for name in names:
+        assert name in str(error)
     assert error.request
     assert error.problem
     assert error.expected
@@ -80,22 +81,22 @@ BEFORE_LAUNCH: dict[str, Callable[[Fabric], Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", BEFORE_LAUNCH)
-def test_what_needs_the_processes_is_refused_before_launch(asked: str) -> None:
+@pytest.mark.parametrize("member", BEFORE_LAUNCH)
+def test_what_needs_the_processes_is_refused_before_launch(member: str) -> None:
     with pytest.raises(UsageError) as caught:
-        BEFORE_LAUNCH[asked](several())
-    assert_four_parts(caught.value, f"fabric.{asked}", "2 processes", "fabric.launch()")
+        BEFORE_LAUNCH[member](several())
+    assert_four_parts(caught.value, f"fabric.{member}", "2 processes", "fabric.launch()")
 
 
 @dataclass
-class Things:
-    """What the refused calls are made with: a model and its optimizer that are set up, and others that are not."""
+class Job:
+    """A model and its optimizer that are set up, and an optimizer that is not."""
 
     fabric: Fabric
     net: Net
     model: Any
     optimizer: torch.optim.SGD
-    other: torch.optim.SGD
+    new_optimizer: torch.optim.SGD
     path: Path
 
     def truncated(self) -> None:
@@ -112,132 +113,145 @@ class Things:
         self.fabric.launch()
 
 
-REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]] = {
-    "setup twice": (lambda t: t.fabric.setup(t.net), UsageError, ["Net", "already"]),
-    "setup of a result": (lambda t: t.fabric.setup(t.model), UsageError, ["Net", "already"]),
+REFUSALS: dict[str, tuple[Callable[[Job], Any], type[FabricError], list[str]]] = {
+    "setup twice": (lambda job: job.fabric.setup(job.net), UsageError, ["Net", "already"]),
+    "setup of a result": (lambda job: job.fabric.setup(job.model), UsageError, ["Net", "already"]),
     "setup compiled": (
-        lambda t: t.fabric.setup(torch.compile(t.net)),
+        lambda job: job.fabric.setup(torch.compile(job.net)),
         UsageError,
         ["Net", "already"],
     ),
     "optimizer first": (
-        lambda t: t.fabric.setup_optimizers(t.other),
+        lambda job: job.fabric.setup_optimizers(job.new_optimizer),
         UsageError,
         ["SGD", "with or after the module"],
     ),
     "optimizer of another": (
-        lambda t: t.fabric.setup(Net(), t.other),
+        lambda job: job.fabric.setup(Net(), job.new_optimizer),
         UsageError,
         ["none of its parameters"],
     ),
-    "optimizer twice": (lambda t: t.fabric.setup_optimizers(t.optimizer), UsageError, ["already"]),
-    "same optimizer": (lambda t: setup_with_one_optimizer_twice(t.fabric), UsageError, ["already"]),
+    "optimizer twice": (
+        lambda job: job.fabric.setup_optimizers(job.optimizer),
+        UsageError,
+        ["already"],
+    ),
+    "same optimizer": (
+        lambda job: setup_with_one_optimizer_twice(job.fabric),
+        UsageError,
+        ["already"],
+    ),
     "launch of a result": (
-        lambda t: t.fabric.launch(3),
+        lambda job: job.fabric.launch(3),
         UsageError,
         ["launch(3)", "not fabric.launch(main(1, 2))"],
     ),  # type: ignore[arg-type]
     "launch without a function": (
-        lambda t: several().launch(),
+        lambda job: several().launch(),
         UsageError,
         ["'spawn'", "fabric.launch(main, 1, 2)"],
     ),
     "launch with arguments": (
-        lambda t: t.fabric.launch(x=3),
+        lambda job: job.fabric.launch(x=3),
         UsageError,
         ["no function", "main, 1, 2"],
     ),
     "setup of a loader": (
-        lambda t: t.fabric.setup(Net(), DataLoader([1])),
+        lambda job: job.fabric.setup(Net(), DataLoader([1])),
         UsageError,
-        ["DataLoader", "neither"],
+        ["DataLoader", "neither", "setup_dataloaders(loader)"],
+    ),
+    "setup of a scheduler": (
+        lambda job: setup_with_a_positional_scheduler(job.fabric),
+        UsageError,
+        ["StepLR", "neither", "setup(..., scheduler=...)"],
     ),
     "setup of a list": (
-        lambda t: t.fabric.setup(Net(), [t.other]),
+        lambda job: job.fabric.setup(Net(), [job.new_optimizer]),
         UsageError,
         ["list", "neither"],
     ),
     "optimizer before its model": (
-        lambda t: t.fabric.setup(t.optimizer, t.net),
+        lambda job: job.fabric.setup(job.optimizer, job.net),
         ArgumentTypeError,
         ["type SGD", "setup(model, optimizer)"],
     ),
-    "launch twice": (Things.twice, UsageError, ["launched already"]),
-    "run": (lambda t: t.fabric.run(), UsageError, ["Fabric.run()", "subclass"]),
+    "launch twice": (Job.twice, UsageError, ["launched already"]),
+    "run": (lambda job: job.fabric.run(), UsageError, ["Fabric.run()", "subclass"]),
     "clip a plain module": (
-        lambda t: t.fabric.clip_gradients(t.net, t.optimizer, max_norm=1.0),  # type: ignore[arg-type]
+        lambda job: job.fabric.clip_gradients(job.net, job.optimizer, max_norm=1.0),
         ArgumentTypeError,
         ["clip_gradients with Net"],
     ),
     "clip another optimizer": (
-        lambda t: t.fabric.clip_gradients(t.model, t.other, max_norm=1.0),
+        lambda job: job.fabric.clip_gradients(job.model, job.new_optimizer, max_norm=1.0),
         UsageError,
         ["SGD", "not been set up"],
     ),
     "clip the optimizer of another": (
-        lambda t: t.fabric.clip_gradients(t.fabric.setup(Net()), t.optimizer, max_norm=1.0),
+        lambda job: job.fabric.clip_gradients(job.fabric.setup(Net()), job.optimizer, max_norm=1.0),
         UsageError,
         ["none of the optimizer's parameters", "Net"],
     ),
     "clip without a limit": (
-        lambda t: t.fabric.clip_gradients(t.model, t.optimizer),
+        lambda job: job.fabric.clip_gradients(job.model, job.optimizer),
         ConfigurationError,
         ["clip_val", "max_norm"],
     ),
     "accumulate on a plain module": (
-        lambda t: t.fabric.no_backward_sync([t.model, t.net]),  # type: ignore[list-item]
+        lambda job: job.fabric.no_backward_sync([job.model, job.net]),  # type: ignore[list-item]
         ArgumentTypeError,
         ["no_backward_sync with Net"],
     ),
     "reduction": (
-        lambda t: t.fabric.all_reduce(1.0, reduce_op="avrg"),
+        lambda job: job.fabric.all_reduce(1.0, reduce_op="avrg"),
         ConfigurationError,
         ["'avrg'", "'mean'"],
     ),
     "reduction as group": (
-        lambda t: t.fabric.all_reduce(1.0, "sum"),  # type: ignore[arg-type]
+        lambda job: job.fabric.all_reduce(1.0, "sum"),  # type: ignore[arg-type]
         UsageError,
         ["group='sum'", 'Write: fabric.all_reduce(x, reduce_op="sum")'],
     ),
-    "broadcast": (lambda t: t.fabric.broadcast(1, src=1), ConfigurationError, ["src=1"]),
+    "broadcast": (lambda job: job.fabric.broadcast(1, src=1), ConfigurationError, ["src=1"]),
     "environment class": (
-        lambda t: Fabric(accelerator="cpu", environment=Recorded),  # type: ignore[arg-type]
+        lambda job: Fabric(accelerator="cpu", environment=Recorded),  # type: ignore[arg-type]
         ArgumentTypeError,
         ["Recorded", "no environment"],
     ),
     "checkpoint_io class": (
-        lambda t: DDPStrategy(checkpoint_io=dict),
+        lambda job: DDPStrategy(checkpoint_io=dict),
         ArgumentTypeError,
-        ["it is no object"],
+        ["it is not an object"],
     ),
     "checkpoint_io": (
-        lambda t: SingleDeviceStrategy(checkpoint_io="x"),
+        lambda job: SingleDeviceStrategy(checkpoint_io="x"),
         ArgumentTypeError,
         ["save", "wait"],
     ),
     "metric": (
-        lambda t: single(loggers=CSVLogger(t.path)).log("loss", torch.ones(2)),
+        lambda job: single(loggers=CSVLogger(job.path)).log("loss", torch.ones(2)),
         ArgumentTypeError,
         ["'loss'", "tensor([1., 1.])", "one element"],
     ),
-    "truncated checkpoint": (Things.truncated, CheckpointError, ["damaged", "state.pt"]),
-    "missing key": (Things.missing_key, CheckpointError, ["'epoch'", "'model'"]),
+    "truncated checkpoint": (Job.truncated, CheckpointError, ["damaged", "state.pt"]),
+    "missing key": (Job.missing_key, CheckpointError, ["'epoch'", "'model'"]),
     "save of a module": (
-        lambda t: t.fabric.save(t.path, t.model),
+        lambda job: job.fabric.save(job.path, job.model),
         ArgumentTypeError,
         ["a path, then a dict"],
     ),
     "save as torch": (
-        lambda t: t.fabric.save({"model": t.model}, t.path),  # type: ignore[arg-type]
+        lambda job: job.fabric.save({"model": job.model}, job.path),  # type: ignore[arg-type]
         ArgumentTypeError,
         ["PosixPath", "(path, {'model': model})"],
     ),
     "plain loader": (
-        lambda t: t.fabric.save(t.path, {"loader": DataLoader([1])}),
+        lambda job: job.fabric.save(job.path, {"loader": DataLoader([1])}),
         ArgumentTypeError,
         ["DataLoader", "setup_dataloaders"],
     ),
-    "seed": (lambda t: t.fabric.seed_everything(-1), ConfigurationError, ["-1"]),
+    "seed": (lambda job: job.fabric.seed_everything(-1), ConfigurationError, ["-1"]),
 }
 
 
@@ -247,16 +261,23 @@ def setup_with_one_optimizer_twice(fabric: Fabric) -> None:
     fabric.setup(net, optimizer, optimizer)
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_work_is_refused_by_name_and_with_the_reason(name: str, tmp_path: Path) -> None:
-    action, error, names = REFUSALS[name]
+def setup_with_a_positional_scheduler(fabric: Fabric) -> None:
+    net = Net()
+    optimizer = sgd(net)
+    fabric.setup(net, optimizer, StepLR(optimizer, 1))
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_work_is_refused_by_name_and_with_the_reason(case: str, tmp_path: Path) -> None:
+    action, error, names = REFUSALS[case]
     with single() as fabric:
         net = Net()
         model, optimizer = fabric.setup(net, sgd(net))
-        things = Things(fabric, net, model, optimizer, sgd(Net()), tmp_path / "state.pt")
+        job = Job(fabric, net, model, optimizer, sgd(Net()), tmp_path / "state.pt")
         with pytest.raises(error) as caught:
-            action(things)
-    assert all(part in str(caught.value) for part in names), str(caught.value)
+            action(job)
+    for name in names:
+        assert name in str(caught.value)
     assert caught.value.problem or caught.value.expected
 
 
@@ -267,6 +288,16 @@ def test_a_missing_checkpoint_names_its_path_and_what_is_there(tmp_path: Path) -
             fabric.load(tmp_path / "lasst.pt")
     assert str(tmp_path / "lasst.pt") in caught.value.request
     assert str(tmp_path / "last.pt") in caught.value.suggestion
+
+
+def test_a_missing_checkpoint_suggests_no_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with single() as fabric:
+        fabric.save(tmp_path / "train.pt", {"step": 1})
+        (tmp_path / "train.py").write_text("pass")
+        (tmp_path / "unlike").write_text("it")
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            fabric.load(tmp_path / "trian.pt")
+    assert str(caught.value).endswith(f"Write: {tmp_path / 'train.pt'}")
 
 
 def test_one_device_needs_no_launch() -> None:
@@ -292,33 +323,35 @@ def test_setup_returns_what_it_was_given_in_order() -> None:
         loaders = [DataLoader([1]), DataLoader([2])]
         optimizers = [sgd(net), sgd(net)]
         scheduler = StepLR(optimizers[1], 1)
-        model, *rest = fabric.setup(net, *optimizers, scheduler=scheduler)
-        assert model.module is net
-        assert all(
-            mine is theirs for mine, theirs in zip(rest, [*optimizers, scheduler], strict=True)
+        model, first, second, returned_scheduler = fabric.setup(
+            net, *optimizers, scheduler=scheduler
         )
-        other = sgd(net)
-        assert fabric.setup_optimizers(other) is other
+        assert model.module is net
+        assert first is optimizers[0]
+        assert second is optimizers[1]
+        assert returned_scheduler is scheduler
+        third = sgd(net)
+        assert fabric.setup_optimizers(third) is third
         assert [loader.original for loader in fabric.setup_dataloaders(*loaders)] == loaders
 
 
 class Recorder:
-    """A logger and a callback that note what reaches them."""
+    """A logger and callback that records the calls it gets."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.calls: list[Any] = []
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.seen.append((dict(metrics), step))
+        self.calls.append((dict(metrics), step))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self.seen.append(params)
+        self.calls.append(params)
 
     def close(self) -> None:
-        self.seen.append("closed")
+        self.calls.append("closed")
 
     def on_step(self, step: int, loss: float = 0.0) -> None:
-        self.seen.append((step, loss))
+        self.calls.append((step, loss))
 
 
 class Failing(Recorder):
@@ -333,18 +366,18 @@ def test_the_end_of_the_block_closes_and_a_second_teardown_does_nothing() -> Non
         assert torch.distributed.is_initialized()
     assert not torch.distributed.is_initialized()
     fabric.teardown()
-    assert logger.seen == ["closed"]
+    assert logger.calls == ["closed"]
 
 
-@pytest.mark.parametrize("asked", ["setup", "all_reduce", "device"])
-def test_a_torn_down_fabric_is_refused(asked: str) -> None:
+@pytest.mark.parametrize("member", ["setup", "all_reduce", "device"])
+def test_a_torn_down_fabric_is_refused(member: str) -> None:
     fabric = single()
     fabric.barrier()
     fabric.teardown()
     with pytest.raises(UsageError) as caught:
-        BEFORE_LAUNCH[asked](fabric)
+        BEFORE_LAUNCH[member](fabric)
     assert "teardown() has closed this Fabric" in str(caught.value)
-    assert caught.value.request == f"fabric.{asked}"
+    assert caught.value.request == f"fabric.{member}"
 
 
 def test_a_torn_down_fabric_launches_nothing() -> None:
@@ -360,11 +393,11 @@ def test_everything_is_closed_even_when_one_logger_fails() -> None:
     fabric.barrier()
     with pytest.raises(OSError, match="disk full"):
         fabric.teardown()
-    assert last.seen == ["closed"]
+    assert last.calls == ["closed"]
     assert not torch.distributed.is_initialized()
 
 
-def test_an_exception_in_the_block_lets_go_of_the_group_and_passes() -> None:
+def test_an_exception_in_the_block_closes_the_group_and_passes() -> None:
     def failing() -> None:
         with single(strategy="ddp") as fabric:
             fabric.barrier()
@@ -380,7 +413,8 @@ def test_hooks_are_gone_after_teardown() -> None:
     with single(strategy="ddp") as fabric:
         fabric.setup(net)
         assert net.encoder._forward_hooks
-    assert not any(module._forward_hooks for module in net.modules())
+    for module in net.modules():
+        assert not module._forward_hooks
 
 
 def test_a_strategy_object_serves_one_fabric_at_a_time() -> None:
@@ -403,10 +437,11 @@ def test_what_the_user_drops_is_freed(strategy: str) -> None:
         model, optimizer = fabric.setup(net, sgd(net))
         loader = fabric.setup_dataloaders(DataLoader([1, 2], collate_fn=data))
         fabric.backward(model(torch.ones(1, 4)).sum())
-        watched = [weakref.ref(one) for one in (net, model, optimizer, loader, data)]
+        references = list(map(weakref.ref, (net, model, optimizer, loader, data)))
         del net, model, optimizer, loader, data
         gc.collect()
-        assert [one() for one in watched] == [None] * 5
+        for reference in references:
+            assert reference() is None
         assert "Net" not in fabric.describe()
 
 
@@ -417,8 +452,10 @@ def test_is_wrapped_and_unwrap() -> None:
         model, optimizer = fabric.setup(net, sgd(net))
         loader = fabric.setup_dataloaders(plain)
         compiled = torch.compile(model, backend="eager")
-        assert all(fabric.is_wrapped(one) for one in (model, optimizer, loader, compiled))
-        assert not any(fabric.is_wrapped(one) for one in (net, sgd(net), plain, 3))
+        for value in (model, optimizer, loader, compiled):
+            assert fabric.is_wrapped(value)
+        for value in (net, sgd(net), plain, 3):
+            assert not fabric.is_wrapped(value)
         assert fabric.unwrap(model) is net
         assert fabric.unwrap(compiled) is net
         assert isinstance(fabric.unwrap(loader), DataLoader)
@@ -432,44 +469,42 @@ def test_a_compiled_model_is_clipped_accumulated_and_saved_like_any(
 ) -> None:
     with single(strategy=strategy) as fabric:
         net = Net()
-        model, optimizer = fabric.setup(
-            torch.compile(net, backend="eager") if when == "before" else net, sgd(net)
-        )
-        model = model if when == "before" else torch.compile(model, backend="eager")
+        if when == "before":
+            model, optimizer = fabric.setup(torch.compile(net, backend="eager"), sgd(net))
+        else:
+            prepared, optimizer = fabric.setup(net, sgd(net))
+            model = torch.compile(prepared, backend="eager")
         with fabric.no_backward_sync(model):
             fabric.backward(model(torch.ones(1, 4)).sum())
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         fabric.save(tmp_path / "state.pt", {"model": model})
-        assert list(torch.load(tmp_path / "state.pt", weights_only=True)["model"]) == list(
-            net.state_dict()
-        )
+        content = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert list(content["model"]) == list(net.state_dict())
         expected = net.head.bias.detach().clone()
         nn.init.zeros_(net.head.bias)
         fabric.load(tmp_path / "state.pt", {"model": model})
         assert torch.equal(net.head.bias, expected)
 
 
-def test_describe_tells_what_was_resolved_and_set_up_in_order() -> None:
+def test_describe_shows_what_was_resolved_and_set_up_in_order() -> None:
     with single(precision="16-mixed", strategy="ddp") as fabric:
         models = [fabric.setup(nn.Linear(1, 1)), fabric.setup(Net())]
         loader = fabric.setup_dataloaders(DataLoader([1]))
         text = fabric.describe()
-    assert text.index("Linear in DistributedDataParallel") < text.index(
-        "Net in DistributedDataParallel"
-    )
-    assert all(
-        part in text
-        for part in ("cpu", "DDPStrategy", "16-mixed", "rank 0", "FabricDataLoader", "65536")
-    )
+    first = text.index("Linear in DistributedDataParallel")
+    second = text.index("Net in DistributedDataParallel")
+    assert first < second
+    for name in ("cpu", "DDPStrategy", "16-mixed", "rank 0", "FabricDataLoader", "65536"):
+        assert name in text
     assert len(models) == 2
     assert loader is not None
 
 
-def test_callbacks_are_called_in_order_and_those_without_the_hook_are_passed_over() -> None:
+def test_callbacks_are_called_in_order_and_callbacks_without_the_hook_are_skipped() -> None:
     first = Recorder()
     second = Recorder()
     single(callbacks=[first, object(), second]).call("on_step", 3, loss=0.5)
-    assert first.seen == second.seen == [(3, 0.5)]
+    assert first.calls == second.calls == [(3, 0.5)]
 
 
 def test_metrics_reach_every_logger_as_numbers(tmp_path: Path) -> None:
@@ -478,7 +513,7 @@ def test_metrics_reach_every_logger_as_numbers(tmp_path: Path) -> None:
         assert isinstance(fabric.logger, CSVLogger)
         fabric.log_dict({"loss": torch.tensor(0.5), "epoch": 2}, step=7)
         fabric.log("lr", 0.1)
-    assert recorder.seen == [({"loss": 0.5, "epoch": 2.0}, 7), ({"lr": 0.1}, None), "closed"]
+    assert recorder.calls == [({"loss": 0.5, "epoch": 2.0}, 7), ({"lr": 0.1}, None), "closed"]
     rows = (tmp_path / "run" / "version_0" / "metrics.csv").read_text().split()
     assert rows == ["step,loss,epoch,lr", "7,0.5,2.0,", ",,,0.1"]
 
@@ -507,25 +542,24 @@ def test_run_of_a_subclass_returns_its_result() -> None:
 
 def test_launch_runs_a_function_here_and_returns_its_result() -> None:
     with single() as fabric:
-        assert fabric.launch(lambda own, x, y=0: (own is fabric, x + y), 1, y=2) == (True, 3)
-        assert fabric.launch(lambda own: own.world_size, return_all=True) == [1]
-        assert fabric.launch(lambda own: 5, return_result=False) is None
+        assert fabric.launch(lambda job, x, y=0: (job is fabric, x + y), 1, y=2) == (True, 3)
+        assert fabric.launch(lambda job: job.world_size, return_all=True) == [1]
+        assert fabric.launch(lambda job: 5, return_result=False) is None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-mixed"])
-def test_modules_and_tensors_are_made_in_the_dtype_of_the_precision(precision: str) -> None:
+def test_modules_and_tensors_are_created_in_the_dtype_of_the_precision(precision: str) -> None:
     with single(precision=precision) as fabric:
         with fabric.init_module():
             net = Net()
         with fabric.init_tensor():
-            made = torch.ones(2), torch.ones(2, dtype=torch.int32)
+            floats = torch.ones(2)
+            integers = torch.ones(2, dtype=torch.int32)
     expected = fabric.precision.param_dtype or torch.float32
-    assert (net.head.weight.dtype, net.steps.dtype, made[0].dtype) == (
-        expected,
-        torch.int64,
-        expected,
-    )
-    assert made[1].dtype is torch.int32
+    assert net.head.weight.dtype is expected
+    assert net.steps.dtype is torch.int64
+    assert floats.dtype is expected
+    assert integers.dtype is torch.int32
     assert torch.ones(1).dtype is torch.float32
 
 
@@ -549,7 +583,7 @@ def test_to_device_keeps_the_type_of_a_collection() -> None:
 
 
 class Recorded:
-    """An environment whose launcher is recorded instead of running."""
+    """An environment of a job that another launcher has started."""
 
     name = "recorded"
 
@@ -571,12 +605,10 @@ def test_an_environment_that_is_passed_says_who_this_is() -> None:
         port=2900,
     )
     fabric = Fabric(accelerator="cpu", environment=Recorded(world))
-    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (
-        5,
-        1,
-        1,
-        8,
-    )
+    assert fabric.global_rank == 5
+    assert fabric.local_rank == 1
+    assert fabric.node_rank == 1
+    assert fabric.world_size == 8
     assert not fabric.is_global_zero
     assert "2 node(s), by recorded" in fabric.describe()
 
@@ -587,13 +619,10 @@ def test_nodes_with_different_numbers_of_processes_count_every_process() -> None
 
 
 def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with Fabric(accelerator="cpu", strategy="ddp") as fabric:
         fabric.launch()
         assert "by torchrun" in fabric.describe()
@@ -605,7 +634,7 @@ def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
-def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronise(strategy: str) -> None:
+def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronize(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
         model = fabric.setup(Net())
         first = model(torch.ones(1, 4)).sum()
@@ -629,7 +658,7 @@ def test_ddp_refuses_a_second_backward_pass_of_any_earlier_forward_pass(strategy
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
-def test_ddp_refuses_each_forward_pass_without_synchronisation_whose_backward_pass_has_it(
+def test_ddp_refuses_a_forward_pass_without_synchronization_whose_backward_pass_synchronizes(
     strategy: str,
 ) -> None:
     with single(strategy=strategy) as fabric:
@@ -644,7 +673,7 @@ def test_ddp_refuses_each_forward_pass_without_synchronisation_whose_backward_pa
             fabric.backward(losses[2])
 
 
-def test_a_backward_pass_of_another_model_uses_nothing_up() -> None:
+def test_a_backward_pass_of_another_model_counts_for_that_model_alone() -> None:
     with single(strategy="ddp") as fabric:
         generator = fabric.setup(Net())
         critic = fabric.setup(nn.Linear(1, 1))
@@ -659,10 +688,13 @@ def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
         model = fabric.setup(nn.Linear(2, 1))
         for _ in range(2):
             fabric.backward(model(torch.ones(1, 2)).sum())
-            fabric.backward(sum(parameter.pow(2).sum() for parameter in model.parameters()))
+            penalty = torch.zeros(())
+            for parameter in model.parameters():
+                penalty = penalty + parameter.pow(2).sum()
+            fabric.backward(penalty)
 
 
-def test_a_penalty_may_be_made_between_forward_passes() -> None:
+def test_a_penalty_may_be_computed_between_forward_passes() -> None:
     with single(strategy="ddp") as fabric:
         model = fabric.setup(nn.Linear(2, 1))
         first = model(torch.ones(1, 2))
@@ -672,7 +704,7 @@ def test_a_penalty_may_be_made_between_forward_passes() -> None:
         fabric.backward(penalty)
 
 
-def test_a_backward_pass_outside_of_fabric_says_nothing_about_later_ones() -> None:
+def test_a_backward_pass_outside_of_fabric_leaves_later_passes_alone() -> None:
     with single(strategy="ddp") as fabric:
         model = fabric.setup(nn.Linear(2, 1))
         inputs = torch.ones(1, 2, requires_grad=True)
@@ -705,7 +737,7 @@ def test_seeding_gives_the_same_numbers_again() -> None:
     assert 0 <= fabric.seed_everything() < 2**32
 
 
-def test_setup_of_no_loaders_and_launch_of_none_are_errors() -> None:
+def test_setup_of_no_loader_and_launch_of_no_function_are_errors() -> None:
     with single() as fabric:
         with pytest.raises(TypeError, match="loader"):
             fabric.setup_dataloaders()  # type: ignore[call-overload]
@@ -721,11 +753,15 @@ def test_a_method_of_the_model_is_marked_and_a_norm_is_named(strategy: str) -> N
         for _ in range(2):
             model.mark_forward_method(model.loss)
         fabric.backward(model.loss(torch.ones(1, 4)))
-        largest = max(p.grad.abs().max() for p in net.parameters() if p.grad is not None)
-        assert fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf") == largest
+        largest = 0.0
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                largest = max(largest, parameter.grad.abs().max().item())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf")
+        assert norm.item() == largest
 
 
-def test_the_package_seeds_and_the_class_says_what_to_seed() -> None:
+def test_the_package_seeds_and_seeding_on_the_class_is_refused() -> None:
     assert package.seed_everything(3) == 3
     drawn = torch.rand(2)
     single().seed_everything(3)

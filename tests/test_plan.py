@@ -1,4 +1,4 @@
-"""From what the user wrote to what is decided; what cannot work is refused before any process starts."""
+"""The decisions from the user's arguments, and the refusals before any process starts."""
 
 import sys
 from datetime import timedelta
@@ -35,7 +35,7 @@ no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA wh
 
 
 def plan(env: dict[str, str] | None = None, **arguments: object) -> Fabric:
-    """What is decided in a process with these variables."""
+    """Build a Fabric in a process with these variables."""
     with pytest.MonkeyPatch.context() as patch:
         # pytest itself may have been started by code that is in no file.
         patch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
@@ -45,23 +45,24 @@ def plan(env: dict[str, str] | None = None, **arguments: object) -> Fabric:
 
 
 def processes(fabric: Fabric) -> str:
-    """The line of ``describe()`` that says how many processes there are, where, and what starts them."""
-    [line] = [line for line in fabric.describe().splitlines() if line.startswith("processes")]
+    """Return what ``describe()`` says of the processes: their number, nodes and launcher."""
+    lines = fabric.describe().splitlines()
+    [line] = [line for line in lines if line.startswith("processes")]
     return line.removeprefix("processes").strip()
 
 
 def test_defaults_are_one_process_on_one_device() -> None:
-    made = plan()
-    assert isinstance(made.strategy, SingleDeviceStrategy)
-    assert processes(made) == "1 on 1 node(s), by this script"
-    assert made.precision.name == "32-true"
-    assert made.global_rank == 0
+    fabric = plan()
+    assert isinstance(fabric.strategy, SingleDeviceStrategy)
+    assert processes(fabric) == "1 on 1 node(s), by this script"
+    assert fabric.precision.name == "32-true"
+    assert fabric.global_rank == 0
 
 
-def test_several_devices_mean_ddp_in_processes_to_be_made() -> None:
-    made = plan(devices=3)
-    assert isinstance(made.strategy, DDPStrategy)
-    assert processes(made) == "3 on 1 node(s), by popen"
+def test_several_devices_mean_ddp_in_processes_that_are_still_to_start() -> None:
+    fabric = plan(devices=3)
+    assert isinstance(fabric.strategy, DDPStrategy)
+    assert processes(fabric) == "3 on 1 node(s), by popen"
 
 
 @pytest.mark.parametrize(
@@ -76,19 +77,22 @@ def test_several_devices_mean_ddp_in_processes_to_be_made() -> None:
     ],
 )
 @pytest.mark.parametrize("suffix", ["", "_find_unused_parameters_true"])
-def test_a_strategy_name_is_a_row(name: str, method: str, suffix: str) -> None:
+def test_a_strategy_name_sets_the_start_method(name: str, method: str, suffix: str) -> None:
     strategy = plan(devices=2, strategy=name + suffix).strategy
     assert isinstance(strategy, DDPStrategy)
     assert strategy.start_method == method
-    assert strategy.ddp_kwargs == ({"find_unused_parameters": True} if suffix else {})
+    if suffix:
+        assert strategy.ddp_kwargs == {"find_unused_parameters": True}
+    else:
+        assert strategy.ddp_kwargs == {}
 
 
 @pytest.mark.parametrize("env", [{}, ONE_RANK])
 def test_dp_drives_all_devices_from_one_process(env: dict[str, str]) -> None:
-    made = plan(env, devices=3, strategy="dp")
-    assert isinstance(made.strategy, DataParallelStrategy)
-    assert (made.world_size, made.global_rank) == (1, 0)
-    assert "replicas     3 of each module" in made.describe()
+    fabric = plan(env, devices=3, strategy="dp")
+    assert isinstance(fabric.strategy, DataParallelStrategy)
+    assert (fabric.world_size, fabric.global_rank) == (1, 0)
+    assert "replicas     3 of each module" in fabric.describe()
     assert "replicas     1 of each module" in plan(env, strategy="dp").describe()
 
 
@@ -100,7 +104,7 @@ def test_fsdp_has_a_row_with_and_without_offloading(name: str, offloads: bool) -
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("precision", "name"),
     [
         (None, "32-true"),
         (64, "64-true"),
@@ -110,34 +114,33 @@ def test_fsdp_has_a_row_with_and_without_offloading(name: str, offloads: bool) -
         (32, "32-true"),
     ],
 )
-def test_precision_aliases(given: object, name: str) -> None:
-    assert plan(precision=given).precision.name == name
+def test_an_alias_of_a_precision_resolves_to_its_name(precision: object, name: str) -> None:
+    assert plan(precision=precision).precision.name == name
 
 
-def test_auto_yields_to_the_launcher_that_made_the_processes() -> None:
-    made = plan(TWO_RANKS)
-    assert (made.global_rank, processes(made)) == (1, "2 on 1 node(s), by torchrun")
-    assert isinstance(made.strategy, DDPStrategy)
+def test_auto_yields_to_the_launcher_that_started_the_processes() -> None:
+    fabric = plan(TWO_RANKS)
+    assert (fabric.global_rank, processes(fabric)) == (1, "2 on 1 node(s), by torchrun")
+    assert isinstance(fabric.strategy, DDPStrategy)
     assert processes(plan(TWO_NODES)) == "2 on 2 node(s), by torchrun"
 
 
-def test_the_switch_turns_detection_off() -> None:
+def test_environment_none_turns_detection_off() -> None:
     assert plan(TWO_RANKS, environment="none").world_size == 1
 
 
-def test_ranks_that_fabric_made_accept_the_start_method_that_made_them() -> None:
+def test_ranks_that_fabric_started_accept_the_start_method_that_started_them() -> None:
     assert plan(OWN_RANKS, devices=2, strategy="ddp_spawn").world_size == 2
     assert processes(plan(OWN_RANKS, devices=2, launcher="spawn")) == "2 on 1 node(s), by fabric"
 
 
 def test_the_launcher_argument_wins_over_the_start_method() -> None:
     assert processes(plan(devices=2, strategy="ddp", launcher="spawn")).endswith("by spawn")
-    assert processes(
-        plan(devices=2, strategy="ddp_spawn", launcher=ProcessLauncher("fork"))
-    ).endswith("by fork")
+    fabric = plan(devices=2, strategy="ddp_spawn", launcher=ProcessLauncher("fork"))
+    assert processes(fabric).endswith("by fork")
 
 
-def test_a_name_that_says_nothing_of_how_to_start_is_safe_at_a_prompt(
+def test_a_strategy_name_without_a_start_method_is_safe_at_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
@@ -148,15 +151,15 @@ def test_a_name_that_says_nothing_of_how_to_start_is_safe_at_a_prompt(
         plan(devices=2, strategy=DDPStrategy())
 
 
-def test_options_of_fabric_run_fill_what_is_left_open() -> None:
+def test_options_of_fabric_run_apply_where_the_script_says_nothing() -> None:
     env = {
         **TWO_RANKS,
         "FABRIC_PRECISION": "bf16-mixed",
         "FABRIC_STRATEGY": "ddp",
         "FABRIC_DEVICES": "2",
     }
-    made = plan(env, accelerator="auto", devices=2, precision="bf16")
-    assert made.precision.name == "bf16-mixed"
+    fabric = plan(env, accelerator="auto", devices=2, precision="bf16")
+    assert fabric.precision.name == "bf16-mixed"
 
 
 @pytest.mark.parametrize("strategy", ["auto", "single_device", "dp", "ddp_spawn", "fsdp"])
@@ -177,8 +180,8 @@ def test_a_strategy_object_has_the_precision_of_the_fabric_that_uses_it() -> Non
 
 
 def test_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
-    made = plan(OWN_RANKS, strategy=SingleDeviceStrategy(device="cpu"), environment="none")
-    assert (made.world_size, made.global_rank) == (1, 0)
+    fabric = plan(OWN_RANKS, strategy=SingleDeviceStrategy(device="cpu"), environment="none")
+    assert (fabric.world_size, fabric.global_rank) == (1, 0)
 
 
 def test_a_job_of_this_process_alone_takes_no_option_of_fabric_run() -> None:
@@ -189,9 +192,9 @@ def test_a_job_of_this_process_alone_takes_no_option_of_fabric_run() -> None:
         "FABRIC_PRECISION": "bf16-mixed",
     }
     for devices in (1, "auto"):
-        made = plan(env, devices=devices, environment="none")
-        assert (made.world_size, made.strategy.name) == (1, "single_device")
-        assert made.precision.name == "32-true"
+        fabric = plan(env, devices=devices, environment="none")
+        assert (fabric.world_size, fabric.strategy.name) == (1, "single_device")
+        assert fabric.precision.name == "32-true"
     with pytest.raises(
         ConfigurationError, match=r"--devices 2` \(FABRIC_DEVICES; environment='none' ignores it"
     ):
@@ -202,11 +205,11 @@ def test_options_of_the_strategy_are_merged() -> None:
     cpu = torch.device("cpu")
     strategy = DDPStrategy(parallel_devices=[cpu, cpu], precision="64-true", accelerator="cpu")
     for devices in ("auto", 2, "2"):
-        made = plan(accelerator="auto", devices=devices, strategy=strategy)
-        assert (made.world_size, made.precision.name) == (2, "64-true")
+        fabric = plan(accelerator="auto", devices=devices, strategy=strategy)
+        assert (fabric.world_size, fabric.precision.name) == (2, "64-true")
 
 
-# What the user wrote, in which environment, the error, and what its text has to name.
+# The arguments, the environment variables, the error, and what its text has to name.
 REFUSALS = [
     ({"accelerator": "tpu"}, {}, ConfigurationError, ["'tpu'", "'cpu'", "'cuda'"]),
     ({"accelerator": 3}, {}, ArgumentTypeError, ["accelerator=3", "int"]),
@@ -313,13 +316,13 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("arguments", "env", "error", "names"), REFUSALS)
-def test_what_cannot_work_is_refused_with_what_can(
+def test_what_cannot_work_is_refused_with_what_is_valid(
     arguments: dict[str, object], env: dict[str, str], error: type[FabricError], names: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
         plan(env, **arguments)
-    text = str(caught.value)
-    assert all(name in text for name in names), text
+    for name in names:
+        assert name in str(caught.value)
     assert caught.value.problem
     assert caught.value.expected or caught.value.suggestion
 
@@ -347,7 +350,8 @@ def test_wrong_options_of_ddp_are_refused_at_construction(
 ) -> None:
     with pytest.raises(error) as caught:
         DDPStrategy(**arguments)  # type: ignore[arg-type]
-    assert all(name in str(caught.value) for name in names), str(caught.value)
+    for name in names:
+        assert name in str(caught.value)
 
 
 def test_a_plugin_accelerator_can_be_passed_as_an_object() -> None:
