@@ -1,4 +1,4 @@
-"""The older names do on real processes what their modern spellings do, and say which these are."""
+"""The older names do on real processes what their modern spellings do, and name those."""
 
 import traceback
 import warnings
@@ -43,22 +43,20 @@ def sharded(**options: Any) -> DDPFullyShardedNativeStrategy:
 
 
 def trainer_of(net: nn.Module) -> SimpleNamespace:
-    return SimpleNamespace(
-        model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={}
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return SimpleNamespace(model=net, optimizers=[optimizer], callback_metrics={})
 
 
 def parameters_of(module: nn.Module) -> torch.Tensor:
-    return torch.cat(
-        [full_tensor(parameter.detach()).flatten() for parameter in module.parameters()]
-    )
+    parameters = [full_tensor(parameter.detach()) for parameter in module.parameters()]
+    return nn.utils.parameters_to_vector(parameters)
 
 
-# -- a loop on the older names ----------------------------------------------------------------------------------------
+# -- a loop on the older names ---------------------------------------------------------------------
 
 
 def step_of_trainer(strategy: Any, trainer: Any) -> torch.Tensor:
-    """Parameters after one step on data that differs between ranks."""
+    """Return the parameters after one step on data that differs between ranks."""
     strategy.setup(trainer)
     strategy.model_to_device()
     torch.manual_seed(strategy.global_rank)
@@ -83,22 +81,23 @@ def expected_step(ranks: int = 2) -> torch.Tensor:
 
 
 class Model:
-    """What a ported script spawns: a method of an object that holds its strategy."""
+    """An object as ported scripts have it: it holds its strategy, which spawns its method."""
 
     def __init__(self, strategy: DDPSpawnPlugin) -> None:
         self.strategy = strategy
 
     def fit(self, trainer: Any, offset: int, *, scale: int) -> dict[str, torch.Tensor]:
         rank = self.strategy.global_rank
-        mine = torch.tensor(float(rank + offset) * scale, requires_grad=True)
-        result = {"step": step_of_trainer(self.strategy, trainer), "mine": mine}
+        value = torch.tensor(float(rank + offset) * scale, requires_grad=True)
+        parameters = step_of_trainer(self.strategy, trainer)
         trainer.callback_metrics = {
             "rank": torch.tensor(rank),
             "nested": [torch.ones(3)[1:]],
             "epoch": 3,
         }
         self.strategy.add_to_queue(trainer, self.strategy.mp_queue)
-        return {**result, "sum": self.strategy.all_reduce(mine, reduce_op="sum")}
+        total = self.strategy.all_reduce(value, reduce_op="sum")
+        return {"parameters": parameters, "value": value, "sum": total}
 
 
 def test_with_one_device_a_trainer_takes_the_step_of_the_plain_loop_in_this_process() -> None:
@@ -106,16 +105,14 @@ def test_with_one_device_a_trainer_takes_the_step_of_the_plain_loop_in_this_proc
     strategy = plugin(ranks=1)
     trainer = trainer_of(Net())
     result = strategy.spawn(Model(strategy).fit, trainer, 1, scale=10)
-    assert torch.allclose(result["step"], expected_step(ranks=1), atol=1e-6)
-    assert (result["sum"].item(), result["mine"].item(), result["mine"].requires_grad) == (
-        10.0,
-        10.0,
-        True,
-    )
-    trainer.callback_metrics = dict[str, Any](kept=1)
+    assert torch.allclose(result["parameters"], expected_step(ranks=1), atol=1e-6)
+    assert result["sum"].item() == 10
+    assert result["value"].item() == 10
+    assert result["value"].requires_grad
+    trainer.callback_metrics = {"earlier": 1}
     strategy.post_dispatch(trainer)
     assert torch.equal(trainer.callback_metrics.pop("nested")[0], torch.ones(2))
-    assert trainer.callback_metrics == {"kept": 1, "rank": torch.tensor(0), "epoch": 3}
+    assert trainer.callback_metrics == {"earlier": 1, "rank": torch.tensor(0), "epoch": 3}
     assert len(strategy.mp_queue) == 0
 
 
@@ -133,14 +130,14 @@ def rank_and_size(fabric: Fabric) -> tuple[int, int]:
     return fabric.global_rank, fabric.world_size
 
 
-def test_fabric_takes_both_as_strategies() -> None:
+def test_fabric_takes_the_older_classes_as_strategies() -> None:
     strategy = DDPSpawnPlugin()
     assert isinstance(strategy, DDPStrategy)
     assert run_in_ranks(rank_and_size, strategy=strategy) == [(0, 2), (1, 2)]
     assert isinstance(sharded(), FSDPStrategy)
 
 
-# -- spawn ------------------------------------------------------------------------------------------------------------
+# -- spawn -----------------------------------------------------------------------------------------
 
 
 def fail_on_rank_one(strategy: DDPSpawnPlugin) -> None:
@@ -162,7 +159,7 @@ def test_reconciled_processes_end_with_the_rank_and_the_trace_of_the_failure() -
 def raise_in_loop(strategy: DDPSpawnPlugin) -> str:
     strategy.reconciliate_processes("a trace")
     strategy.on_exception(exception=ValueError("of the loop"))
-    return "a result that nobody asked for"
+    return "a result that the caller does not request"
 
 
 def test_a_single_process_has_nothing_to_reconcile() -> None:
@@ -170,49 +167,45 @@ def test_a_single_process_has_nothing_to_reconcile() -> None:
     assert strategy.spawn(raise_in_loop, strategy, return_result=False) is None
 
 
-# -- gradients stay local ---------------------------------------------------------------------------------------------
+# -- gradients stay local --------------------------------------------------------------------------
 
 
-def sync_states(fabric: Fabric) -> dict[str, list[bool]]:
-    """Whether a backward pass through each of two models would synchronise, in each context."""
+def synchronizing_models(fabric: Fabric) -> dict[str, list[bool]]:
+    """Return by context whether a backward pass through each of two models synchronizes."""
     strategy: Any = fabric.strategy
     models = [fabric.setup(Net()), fabric.setup(Net())]
 
-    def synced() -> list[bool]:
-        return [
-            strategy.gradient_contract(model._fabric_prepared).synchronizes() for model in models
-        ]
+    def synchronizes(model: Any) -> bool:
+        return strategy.gradient_contract(model._fabric_prepared).synchronizes()
 
-    seen = {"before": synced()}
+    states = {"before": list(map(synchronizes, models))}
     with strategy.block_backward_sync():
-        seen["all"] = synced()
+        states["in a block"] = list(map(synchronizes, models))
         with strategy.block_backward_sync(models[0], enabled=False):
-            seen["nested"] = synced()
+            states["in a nested block"] = list(map(synchronizes, models))
     with strategy.block_backward_sync(models[1]):
-        seen["second"] = synced()
-    return {**seen, "after": synced()}
+        states["in a block of the second"] = list(map(synchronizes, models))
+    states["after"] = list(map(synchronizes, models))
+    return states
 
 
 @pytest.mark.parametrize("make", [DDPSpawnPlugin, sharded])
 def test_without_a_module_the_sync_of_every_module_is_blocked(make: Callable[[], Any]) -> None:
-    both = [True, True]
-    none = [False, False]
-    second = [True, False]
-    for seen in run_in_ranks(sync_states, strategy=make()):
-        assert seen == {
-            "before": both,
-            "all": none,
-            "nested": none,
-            "second": second,
-            "after": both,
+    for states in run_in_ranks(synchronizing_models, strategy=make()):
+        assert states == {
+            "before": [True, True],
+            "in a block": [False, False],
+            "in a nested block": [False, False],
+            "in a block of the second": [True, False],
+            "after": [True, True],
         }
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- warnings --------------------------------------------------------------------------------------
 
 
-def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
-    """The warnings that each older name gives in a rank: the text, and whether it points to this file."""
+def call_older_names(fabric: Fabric) -> list[tuple[str, str]]:
+    """Call every older name in a rank, and return the texts and files of the warnings."""
     strategy: Any = fabric.strategy
     trainer = trainer_of(Net())
     with warnings.catch_warnings(record=True) as caught:
@@ -237,46 +230,50 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
             strategy.get_from_queue(trainer, queue)
         else:
             strategy.training_step(torch.ones(1, 4))
-    return [
-        (str(one.message), one.filename == __file__)
-        for one in caught
-        if one.category is DeprecationWarning
-    ]
+    result = []
+    for warning in caught:
+        if warning.category is DeprecationWarning:
+            result.append((str(warning.message), warning.filename))
+    return result
 
 
-SAID = [
-    "setup(",
-    "setup_optimizers(",
-    "model_to_device(",
-    "block_backward_sync(",
-    "model_sharded_context(",
+OLDER_NAMES = [
+    "setup",
+    "setup_optimizers",
+    "model_to_device",
+    "block_backward_sync",
+    "model_sharded_context",
 ]
-SAID_BY_PLUGIN = ["pre_backward(", "post_dispatch(", "add_to_queue(", "get_from_queue("]
+NAMES_OF_PLUGIN = ["pre_backward", "post_dispatch", "add_to_queue", "get_from_queue"]
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
-    [(DDPSpawnPlugin, SAID + SAID_BY_PLUGIN), (sharded, [*SAID, "training_step("])],
+    ("make", "names"),
+    [(DDPSpawnPlugin, OLDER_NAMES + NAMES_OF_PLUGIN), (sharded, [*OLDER_NAMES, "training_step"])],
 )
-def test_every_older_name_tells_its_caller_the_modern_one(
-    make: Callable[[], Any], said: list[str]
+def test_every_older_name_warns_its_caller_with_the_modern_name(
+    make: Callable[[], Any], names: list[str]
 ) -> None:
-    for texts in run_in_ranks(everything, strategy=make(), ranks=1):
-        assert all(here and "Write: " in text for text, here in texts)
-        assert [text.split(" is an older name")[0].split("(")[0] + "(" for text, _ in texts] == said
+    [calls] = run_in_ranks(call_older_names, strategy=make(), ranks=1)
+    assert len(calls) == len(names)
+    for name, (text, filename) in zip(names, calls, strict=True):
+        assert text.startswith(f"{name}(")
+        assert "Write: " in text
+        assert filename == __file__
 
 
-def test_a_line_that_runs_often_is_told_once() -> None:
+def test_a_line_that_runs_often_warns_once() -> None:
     strategy = DDPSpawnPlugin()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
             strategy.pre_backward(torch.ones(()))
         strategy.pre_backward(torch.ones(()))
-    assert [one.lineno - caught[0].lineno for one in caught] == [0, 1]
+    first, second = caught
+    assert second.lineno == first.lineno + 1
 
 
-def test_making_one_tells_the_modern_names_of_the_strategy_and_of_precision() -> None:
+def test_the_constructors_warn_with_the_modern_names_of_strategy_and_precision() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = DDPSpawnPlugin(precision_plugin=64)
@@ -284,13 +281,14 @@ def test_making_one_tells_the_modern_names_of_the_strategy_and_of_precision() ->
             precision_plugin=SimpleNamespace(precision="bf16"), precision="bf16-mixed"
         )
     assert strategy.precision is PRECISIONS["64-true"]
-    modern = ['strategy="ddp_spawn"', 'strategy="fsdp"']
-    assert all(name in str(one.message) for name, one in zip(modern, caught, strict=True))
-    assert all("precision= for precision_plugin=" in str(one.message) for one in caught)
-    assert all(one.filename == __file__ for one in caught)
+    modern_names = ['strategy="ddp_spawn"', 'strategy="fsdp"']
+    for name, warning in zip(modern_names, caught, strict=True):
+        assert name in str(warning.message)
+        assert "precision= for precision_plugin=" in str(warning.message)
+        assert warning.filename == __file__
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -345,23 +343,20 @@ def refusals(fabric: Fabric) -> list[str]:
 
 
 def test_a_model_that_is_set_up_already_is_refused() -> None:
-    for seen in run_in_ranks(refusals, strategy=DDPSpawnPlugin(), ranks=1):
-        assert all(
-            "Net is set up already" in text or "DistributedDataParallel is set up" in text
-            for text in seen
-        )
+    [[again, inner]] = run_in_ranks(refusals, strategy=DDPSpawnPlugin(), ranks=1)
+    assert "DistributedDataParallel is set up" in again
+    assert "Net is set up already" in inner
 
 
 def set_up_without_trainer(fabric: Fabric) -> tuple[torch.dtype, bool] | str:
     strategy: Any = fabric.strategy
-    strategy.model = net = Net()
+    net = Net()
+    strategy.model = net
     strategy.model_to_device()
     text = outcome(strategy.setup)
-    return (
-        (net.head.weight.dtype, strategy.gradient_contract(strategy.model).synchronizes())
-        if text == "fine"
-        else text
-    )
+    if text != "fine":
+        return text
+    return net.head.weight.dtype, strategy.gradient_contract(strategy.model).synchronizes()
 
 
 def test_without_a_trainer_the_model_of_the_strategy_is_set_up_in_its_precision() -> None:

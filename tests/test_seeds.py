@@ -1,8 +1,8 @@
-"""The constructors, members and documented behavior of the older toolkits' strategies, as their texts have them."""
+"""The constructors, members and behavior that older toolkits document for their strategies."""
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Minimal(ParallelStrategy):
-    """No more than what is abstract, and the property that is so in the text."""
+    """A strategy that overrides only the abstract members."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -40,18 +40,21 @@ class Minimal(ParallelStrategy):
         return CPU
 
 
-# -- signatures -------------------------------------------------------------------------------------------------------
+# -- signatures ------------------------------------------------------------------------------------
 
 
 class Seed(NamedTuple):
-    """A text: the constructor's arguments, the members with theirs, and the properties."""
+    """A documented class: the constructor's arguments, the members with theirs, the properties."""
 
     constructor: str
     members: dict[str, str]
     properties: tuple[str, ...] = ("root_device",)
 
 
-SHARED = "accelerator=None, parallel_devices=None, cluster_environment=None, checkpoint_io=None, precision_plugin=None"
+SHARED = (
+    "accelerator=None, parallel_devices=None, cluster_environment=None, checkpoint_io=None, "
+    "precision_plugin=None"
+)
 HOOKS = "ddp_comm_state=None, ddp_comm_hook=None, ddp_comm_wrapper=None"
 REDUCE = "tensor, group=None, reduce_op='mean'"
 SEEDS: Mapping[Any, Seed] = {
@@ -97,8 +100,8 @@ SEEDS: Mapping[Any, Seed] = {
         ("is_global_zero", "root_device"),
     ),
     DDPSpawnPlugin: Seed(
-        "parallel_devices=None, num_nodes=None, cluster_environment=None, checkpoint_io=None, sync_batchnorm=None, "
-        f"{HOOKS}, **kwargs",
+        "parallel_devices=None, num_nodes=None, cluster_environment=None, checkpoint_io=None, "
+        f"sync_batchnorm=None, {HOOKS}, **kwargs",
         {
             "add_to_queue": "trainer, queue",
             "barrier": "*args, **kwargs",
@@ -114,33 +117,35 @@ SEEDS: Mapping[Any, Seed] = {
         },
     ),
     DDPFullyShardedNativeStrategy: Seed(
-        f"{SHARED}, process_group_backend=None, cpu_offload=None, backward_prefetch=None, mixed_precision=None, "
-        "activation_checkpointing=None, **kwargs",
+        f"{SHARED}, process_group_backend=None, cpu_offload=None, backward_prefetch=None, "
+        "mixed_precision=None, activation_checkpointing=None, **kwargs",
         {
             "barrier": "name=None",
             "broadcast": "obj, src=0",
             "model_sharded_context": "",
             "model_to_device": "",
-            **dict.fromkeys(
-                ("predict_step", "test_step", "training_step", "validation_step"), "*args, **kwargs"
-            ),
+            "predict_step": "*args, **kwargs",
             "reduce": REDUCE,
             "setup": "trainer",
             "setup_environment": "",
             "setup_optimizers": "trainer",
             "teardown": "",
+            "test_step": "*args, **kwargs",
+            "training_step": "*args, **kwargs",
+            "validation_step": "*args, **kwargs",
         },
     ),
 }
-# A value for each argument of a constructor, and what the strategy's attribute of that name then is.
 POLICY = MixedPrecisionPolicy(torch.bfloat16)
 HOOK = SimpleNamespace(start_localSGD_iter=1)
 SLURM = SlurmEnvironment()
+FORMAT = SimpleNamespace(save=None)
+# For each argument of a constructor, a value and the strategy's attribute of that name after it.
 VALUES: Mapping[str, tuple[Any, Any]] = {
     "accelerator": ("cpu", "cpu"),
     "parallel_devices": ([CPU, CPU], (CPU, CPU)),
     "cluster_environment": (SLURM, SLURM),
-    "checkpoint_io": (FORMAT := SimpleNamespace(save=None), FORMAT),
+    "checkpoint_io": (FORMAT, FORMAT),
     "precision": ("64-true", "64-true"),
     "precision_plugin": (SimpleNamespace(precision=64), "64-true"),
     "ddp_comm_state": (HOOK, HOOK),
@@ -161,72 +166,78 @@ BY_KIND = pytest.mark.parametrize("kind", SEEDS, ids=lambda kind: kind.__name__)
 
 
 def signature(text: str) -> inspect.Signature:
+    """Return the signature that a text of this file writes out."""
     names = {"datetime": SimpleNamespace(timedelta=timedelta)}
-    return inspect.signature(eval(f"lambda {text}: None", names))  # noqa: S307 - a text of this file
+    return inspect.signature(eval(f"lambda {text}: None", names))  # noqa: S307
 
 
-def named(text: str) -> dict[str, Any]:
-    """The arguments that have names, with their defaults."""
-    found = signature(text).parameters.values()
-    return {one.name: one.default for one in found if one.kind is one.POSITIONAL_OR_KEYWORD}
+def named_arguments(text: str) -> dict[str, Any]:
+    """Return the defaults of the arguments that have names."""
+    defaults = {}
+    for parameter in signature(text).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            defaults[parameter.name] = parameter.default
+    return defaults
 
 
 def attribute(strategy: Any, argument: str) -> Any:
+    """Return the attribute of a strategy that holds an argument of its constructor."""
     value = getattr(strategy, argument.removesuffix("_plugin"))
-    return getattr(value, "name", None) if argument.startswith("precision") else value
+    if argument.startswith("precision"):
+        return getattr(value, "name", None)
+    return value
 
 
 @BY_KIND
-def test_e_a_constructor_takes_the_arguments_of_its_text_by_position_and_by_keyword(
+def test_a_constructor_takes_the_arguments_of_its_text_by_position_and_by_keyword(
     kind: Any,
 ) -> None:
-    defaults = named(SEEDS[kind].constructor)
-    given = {name: VALUES[name][0] for name in defaults}
-    for strategy in (kind(*given.values()), kind(**given)):
-        assert {name: attribute(strategy, name) for name in given} == {
-            name: VALUES[name][1] for name in given
-        }
+    defaults = named_arguments(SEEDS[kind].constructor)
+    arguments = {name: VALUES[name][0] for name in defaults}
+    for strategy in (kind(*arguments.values()), kind(**arguments)):
+        for name in arguments:
+            assert attribute(strategy, name) == VALUES[name][1], name
     assert vars(kind(*defaults.values())).keys() == vars(kind()).keys()
-    ours = list(inspect.signature(kind).parameters.values())
-    assert [one.default for one in ours[: len(defaults)]] == list(defaults.values())
-    assert all(one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in ours[len(defaults) :])
+    parameters = list(inspect.signature(kind).parameters.values())
+    documented = parameters[: len(defaults)]
+    assert [parameter.default for parameter in documented] == list(defaults.values())
+    for parameter in parameters[len(defaults) :]:
+        assert parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
 
 
 @BY_KIND
-def test_e_a_strategy_has_each_member_of_its_text_with_its_arguments(kind: Any) -> None:
+def test_a_strategy_has_each_member_of_its_text_with_its_arguments(kind: Any) -> None:
     assert issubclass(kind, ParallelStrategy)
     for name, text in SEEDS[kind].members.items():
-        ours = inspect.signature(getattr(kind, name))
-        defaults = named(text)
-        values = {argument: object() for argument in defaults}
-        by_position = ours.bind(None, *values.values())
-        by_keyword = ours.bind(None, **values)
-        for argument in values.keys() & ours.parameters.keys():
-            assert (
-                by_position.arguments[argument]
-                is by_keyword.arguments[argument]
-                is values[argument]
-            )
-            assert defaults[argument] in (
-                inspect.Parameter.empty,
-                ours.parameters[argument].default,
-            )
-        ours.bind(
-            None,
-            *(value for one, value in values.items() if defaults[one] is inspect.Parameter.empty),
-        )
-        if "**" in text:
-            ours.bind(
-                None,
-                *values.values(),
-                *("anything" for _ in range(text.count("*args"))),
-                something=1,
-            )
+        check_member(inspect.signature(getattr(kind, name)), text)
     for name in SEEDS[kind].properties:
         assert isinstance(inspect.getattr_static(kind, name), property), name
 
 
-# -- before the runtime is started ------------------------------------------------------------------------------------
+def check_member(member: inspect.Signature, text: str) -> None:
+    """Check that a method takes the arguments of its text, each by position and by keyword."""
+    defaults = named_arguments(text)
+    values = {argument: object() for argument in defaults}
+    by_position = member.bind(None, *values.values()).arguments
+    by_keyword = member.bind(None, **values).arguments
+    for argument in values.keys() & member.parameters.keys():
+        assert by_position[argument] is values[argument]
+        assert by_keyword[argument] is values[argument]
+        default = member.parameters[argument].default
+        assert defaults[argument] in (inspect.Parameter.empty, default)
+    required = []
+    for argument, default in defaults.items():
+        if default is inspect.Parameter.empty:
+            required.append(values[argument])
+    member.bind(None, *required)
+    if "**" in text:
+        positional = list(values.values())
+        if "*args" in text:
+            positional.append("anything")
+        member.bind(None, *positional, something=1)
+
+
+# -- before the runtime is started -----------------------------------------------------------------
 
 
 def collectives(strategy: ParallelStrategy) -> list[Any]:
@@ -242,7 +253,7 @@ def collectives(strategy: ParallelStrategy) -> list[Any]:
 @pytest.mark.parametrize(
     "kind", [DDPStrategy, Minimal, DDPSpawnPlugin, DDPFullyShardedNativeStrategy]
 )
-def test_e_before_the_environment_is_set_up_collectives_are_the_identity(kind: Any) -> None:
+def test_before_the_environment_is_set_up_collectives_are_the_identity(kind: Any) -> None:
     assert collectives(kind(parallel_devices=[CPU, CPU])) == [3.0, 2, {"of": "anybody"}, False]
     assert collectives(kind()) == [3.0, 2, {"of": "anybody"}, False]
 
@@ -250,40 +261,40 @@ def test_e_before_the_environment_is_set_up_collectives_are_the_identity(kind: A
 @pytest.mark.parametrize(
     "kind", [DataParallelStrategy, DDPStrategy, DDPSpawnPlugin, DDPFullyShardedNativeStrategy]
 )
-def test_e_before_the_environment_is_set_up_the_root_device_is_one_of_the_parallel_devices(
+def test_before_the_environment_is_set_up_the_root_device_is_one_of_the_parallel_devices(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = kind(parallel_devices=[torch.device("cuda", 3), torch.device("cuda", 1)])
     assert strategy.root_device == torch.device("cuda", 3)
-    place = {
+    variables = {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "1",
     }
-    for name, value in {**place, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "1"}.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert strategy.root_device == torch.device("cuda", 1)
-    # Something is distributed now, and not connected yet: no silent identity.
+    # The job has several processes now, which are not connected yet: no silent identity.
     assert outcome(lambda: strategy.reduce(torch.ones(1))).startswith("UsageError: the runtime of")
     with pytest.raises(UsageError, match="the runtime of"):
         kind().root_device  # noqa: B018
 
 
-# -- on 2 processes ---------------------------------------------------------------------------------------------------
+# -- on 2 processes --------------------------------------------------------------------------------
 
 
 def trainer_of(net: nn.Module) -> SimpleNamespace:
-    return SimpleNamespace(
-        model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={}
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return SimpleNamespace(model=net, optimizers=[optimizer], callback_metrics={})
 
 
 def parameters_of(module: nn.Module) -> torch.Tensor:
-    return torch.cat(
-        [full_tensor(parameter.detach()).flatten() for parameter in module.parameters()]
-    )
+    parameters = [full_tensor(parameter.detach()) for parameter in module.parameters()]
+    return nn.utils.parameters_to_vector(parameters)
 
 
 def batch_of(rank: int) -> torch.Tensor:
@@ -296,7 +307,7 @@ def seeded() -> Net:
 
 
 def expected_step() -> torch.Tensor:
-    """Parameters after one step of the plain loop on the batches of both ranks."""
+    """Return the parameters after one step of the plain loop on the batches of both ranks."""
     net = seeded()
     for rank in range(2):
         (net(batch_of(rank)).pow(2).mean() / 2).backward()
@@ -305,34 +316,45 @@ def expected_step() -> torch.Tensor:
 
 
 def shared_members(strategy: Any) -> dict[str, Any]:
-    """What every text has of collectives, and of the place of a process."""
+    """Return the results of the members that every text has: collectives, rank and device."""
     rank = strategy.global_rank
     strategy.barrier()
     strategy.barrier("a name")
     strategy.barrier(name="a name")
-    own = torch.tensor([float(rank + 1)])
+    tensor = torch.tensor([float(rank + 1)])
     return {
-        "mean": [strategy.reduce(own, None, op).item() for op in ("mean", "avg", None)],
-        "sum": [
-            strategy.reduce(own, reduce_op=op).item()
-            for op in ("sum", torch.distributed.ReduceOp.SUM)
-        ],
+        "mean": strategy.reduce(tensor, None, "mean").item(),
+        "avg": strategy.reduce(tensor, None, "avg").item(),
+        "default": strategy.reduce(tensor, None, None).item(),
+        "sum": strategy.reduce(tensor, reduce_op="sum").item(),
+        "SUM": strategy.reduce(tensor, reduce_op=torch.distributed.ReduceOp.SUM).item(),
         "unchanged": strategy.reduce("no tensor"),
-        "sent": [strategy.broadcast([rank, torch.ones(1)])[0], strategy.broadcast(obj=rank, src=1)],
+        "sent by rank 0": strategy.broadcast([rank, torch.ones(1)])[0],
+        "sent by rank 1": strategy.broadcast(obj=rank, src=1),
         "device": strategy.root_device,
         "zero": strategy.is_global_zero is (rank == 0),
     }
 
 
 SHARED_RESULTS = {
-    "mean": [1.5] * 3, "sum": [3.0] * 2, "unchanged": "no tensor", "sent": [0, 1], "device": CPU, "zero": True,
-}  # fmt: skip
+    "mean": 1.5,
+    "avg": 1.5,
+    "default": 1.5,
+    "sum": 3.0,
+    "SUM": 3.0,
+    "unchanged": "no tensor",
+    "sent by rank 0": 0,
+    "sent by rank 1": 1,
+    "device": CPU,
+    "zero": True,
+}
 
 
-def ddp_members(fabric: Fabric) -> dict[str, Any]:
+def ddp_members(fabric: Fabric) -> torch.Tensor:
+    """Check the members of DDP, and return the parameters after one step."""
     strategy: Any = fabric.strategy
+    assert shared_members(strategy) == SHARED_RESULTS
     net = seeded()
-    seen = shared_members(fabric.strategy)
     trainer = trainer_of(net)
     strategy.setup(trainer)
     [optimizer] = trainer.optimizers
@@ -344,77 +366,66 @@ def ddp_members(fabric: Fabric) -> dict[str, Any]:
         return loss
 
     loss = strategy.optimizer_step(optimizer, closure, net)
+    assert isinstance(loss, torch.Tensor)
     with strategy.block_backward_sync():
         trainer.model(batch_of(fabric.global_rank)).sum().backward()
-    local = strategy.all_gather(net.head.weight.grad)
-    again = outcome(lambda: strategy.setup(trainer_of(net)))
-    alone = outcome(lambda: DDPStrategy(parallel_devices=[CPU]).reduce(torch.ones(1)))
-    second = outcome(strategy.setup_environment)
+    first, second = strategy.all_gather(net.head.weight.grad)
+    assert (first != second).any()
+
+    assert "Net is set up already" in outcome(lambda: strategy.setup(trainer_of(net)))
+    assert "started already" in outcome(strategy.setup_environment)
+    unconnected = DDPStrategy(parallel_devices=[CPU])
+    text = outcome(lambda: unconnected.reduce(torch.ones(1)))
+    assert text.startswith("UsageError: the runtime of DDPStrategy")
     error = RuntimeError("Parameter indices which did not receive grad for rank 1: 0 1")
     strategy.on_exception(exception=error)
+    assert "encoder.weight, encoder.bias" in error.__notes__[0]
+
     strategy.teardown()
-    return {
-        **seen,
-        "distributed": strategy.is_distributed,
-        "loss": isinstance(loss, torch.Tensor),
-        "wrapped": type(trainer.model).__name__,
-        "stepped": parameters_of(net),
-        "local": bool((local[0] != local[1]).any()),
-        "again": "Net is set up already" in again,
-        "alone": alone.startswith("UsageError: the runtime of DDPStrategy"),
-        "second": "started already" in second,
-        "hint": "encoder.weight, encoder.bias" in error.__notes__[0],
-        "group": torch.distributed.is_initialized(),
-    }
+    assert not torch.distributed.is_initialized()
+    assert strategy.is_distributed
+    assert type(trainer.model).__name__ == "DistributedDataParallel"
+    return parameters_of(net)
 
 
-def test_e_ddp_does_what_its_text_says_on_two_processes() -> None:
-    for seen in run_in_ranks(ddp_members, strategy=DDPStrategy(start_method="forkserver")):
-        torch.testing.assert_close(seen.pop("stepped"), expected_step())
-        assert seen == {
-            **SHARED_RESULTS, "distributed": True, "loss": True, "wrapped": "DistributedDataParallel", "local": True,
-            "again": True, "alone": True, "second": True, "hint": True, "group": False,
-        }  # fmt: skip
+def test_ddp_does_what_its_text_says_on_two_processes() -> None:
+    strategy = DDPStrategy(start_method="forkserver")
+    for parameters in run_in_ranks(ddp_members, strategy=strategy):
+        torch.testing.assert_close(parameters, expected_step())
 
 
-def minimal_members(fabric: Fabric) -> dict[str, Any]:
+def minimal_members(fabric: Fabric) -> None:
+    """Check the members of a minimal parallel strategy."""
     strategy: Any = fabric.strategy
-    own = torch.tensor([float(fabric.global_rank)], requires_grad=True)
-    gathered = strategy.all_gather(own, None, True)
-    (gathered * (fabric.global_rank + 1)).sum().backward()
+    rank = fabric.global_rank
+    tensor = torch.tensor([float(rank)], requires_grad=True)
+    gathered = strategy.all_gather(tensor, None, True)
+    assert gathered.tolist() == [[0.0], [1.0]]
+    (gathered * (rank + 1)).sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.tolist() == [3.0]
+    assert not strategy.all_gather(tensor).requires_grad
+
     trainer = trainer_of(seeded())
     strategy.setup(trainer)
     with strategy.block_backward_sync():
         trainer.model(batch_of(0)).sum().backward()
-    return {
-        **shared_members(strategy),
-        "gathered": gathered.tolist(),
-        "gradient": [] if own.grad is None else own.grad.tolist(),
-        "without": strategy.all_gather(own).requires_grad,
-        "decided": [
-            strategy.reduce_boolean_decision(fabric.is_global_zero),
-            strategy.reduce_boolean_decision(True),
-        ],
-        "distributed": strategy.is_distributed,
-        "failed": outcome(lambda: strategy.reconciliate_processes("the trace")),
-    }
+    assert shared_members(strategy) == SHARED_RESULTS
+    assert not strategy.reduce_boolean_decision(fabric.is_global_zero)
+    assert strategy.reduce_boolean_decision(True)
+    assert strategy.is_distributed
+    failure = outcome(lambda: strategy.reconciliate_processes("the trace"))
+    assert failure.startswith("RankFailedError")
+    assert f"rank {rank}" in failure
+    assert "the trace" in failure
 
 
-def test_e_a_minimal_parallel_strategy_does_what_its_text_says_on_two_processes() -> None:
-    for rank, seen in enumerate(
-        run_in_ranks(minimal_members, strategy=Minimal(start_method="forkserver"))
-    ):
-        failed = seen.pop("failed")
-        assert failed.startswith("RankFailedError")
-        assert all(text in failed for text in (f"rank {rank}", "the trace"))
-        assert seen == {
-            **SHARED_RESULTS, "gathered": [[0.0], [1.0]], "gradient": [3.0], "without": False, "decided": [False, True],
-            "distributed": True,
-        }  # fmt: skip
+def test_a_minimal_parallel_strategy_does_what_its_text_says_on_two_processes() -> None:
+    run_in_ranks(minimal_members, strategy=Minimal(start_method="forkserver"))
 
 
 class Steps(Net):
-    """A module with the steps of older toolkits, none of which is forward itself."""
+    """A module with the steps of older toolkits besides its forward pass."""
 
     def validation_step(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
         return {"loss": self.loss(x) * scale, "dtype": self.encoder(x.double().to(x.dtype)).dtype}
@@ -423,35 +434,36 @@ class Steps(Net):
         return self(x)
 
 
-def native_members(fabric: Fabric) -> dict[str, Any]:
+def native_members(fabric: Fabric) -> torch.Tensor:
+    """Check the members of the fully sharded strategy, and return the parameters after one step."""
     strategy: Any = fabric.strategy
     x = batch_of(fabric.global_rank)
-    seen = shared_members(fabric.strategy)
-    none = outcome(lambda: strategy.training_step(x))
+    assert shared_members(strategy) == SHARED_RESULTS
+    assert "no module is set up" in outcome(lambda: strategy.training_step(x))
     with strategy.model_sharded_context():
-        torch.manual_seed(0)
-        first = Steps()
-    fabric.setup_module(first)
-    last = strategy.training_step(x)  # the one that was set up last
+        module = seeded_steps()
+    fabric.setup_module(module)
+    # The step of the module that was set up last.
+    loss_of_module = strategy.training_step(x)
+
     trainer = SimpleNamespace(model=seeded_steps())
     strategy.setup(trainer)
     trainer.optimizers = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     strategy.setup_optimizers(trainer)
     fabric.setup_module(Steps())
     strategy.model_to_device()
-    loss = strategy.training_step(x)  # that of setup(trainer), whatever came later
+    # The step of the trainer's module, although another module was set up later.
+    loss = strategy.training_step(x)
+    assert loss.item() == loss_of_module.item()
     loss.backward()
     strategy.optimizer_step(trainer.optimizers, None)
-    seen |= {
-        "none": "no module is set up" in none,
-        "last": last.item() == loss.item(),
-        "stepped": parameters_of(trainer.model),
-        "scaled": strategy.validation_step(x, scale=0.0)["loss"].item(),
-        "shape": strategy.predict_step(x).shape,
-        "missing": outcome(lambda: strategy.test_step(x)),
-    }
+    assert strategy.validation_step(x, scale=0.0)["loss"].item() == 0
+    assert strategy.predict_step(x).shape == (4, 1)
+    assert "has no attribute 'test_step'" in outcome(lambda: strategy.test_step(x))
+    parameters = parameters_of(trainer.model)
     strategy.teardown()
-    return {**seen, "group": torch.distributed.is_initialized()}
+    assert not torch.distributed.is_initialized()
+    return parameters
 
 
 def seeded_steps() -> Steps:
@@ -459,27 +471,26 @@ def seeded_steps() -> Steps:
     return Steps()
 
 
-def test_e_fully_sharded_does_what_its_text_says_on_two_processes() -> None:
+def test_fully_sharded_does_what_its_text_says_on_two_processes() -> None:
     strategy = DDPFullyShardedNativeStrategy(
         start_method="forkserver", activation_checkpointing=nn.Linear
     )
-    for seen in run_in_ranks(native_members, strategy=strategy):
-        torch.testing.assert_close(seen.pop("stepped"), expected_step())
-        assert "has no attribute 'test_step'" in seen.pop("missing")
-        assert seen == {
-            **SHARED_RESULTS, "none": True, "last": True, "scaled": 0.0, "shape": (4, 1), "group": False,
-        }  # fmt: skip
+    for parameters in run_in_ranks(native_members, strategy=strategy):
+        torch.testing.assert_close(parameters, expected_step())
 
 
-OLDER = {
-    "use_orig_params": False, "limit_all_gathers": True, "sync_module_states": True, "forward_prefetch": True,
-    "activation_checkpointing_policy": {nn.Linear}, "sharding_strategy": ShardingStrategy.NO_SHARD,
-}  # fmt: skip
+OLDER_OPTIONS = {
+    "use_orig_params": False,
+    "limit_all_gathers": True,
+    "sync_module_states": True,
+    "forward_prefetch": True,
+    "activation_checkpointing_policy": {nn.Linear},
+    "sharding_strategy": ShardingStrategy.NO_SHARD,
+}
 
 
-def step_and_warnings(**options: Any) -> tuple[list[str], SimpleNamespace, Any]:
-    """What a strategy of its own warns of, and a trainer after one step with it."""
-    strategy = DDPFullyShardedNativeStrategy(**options)
+def step_and_warnings(strategy: Any) -> tuple[SimpleNamespace, list[str]]:
+    """Return a trainer after one step with a strategy, and what the strategy warns of."""
     trainer = trainer_of(seeded_steps())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -488,69 +499,74 @@ def step_and_warnings(**options: Any) -> tuple[list[str], SimpleNamespace, Any]:
         loss = strategy.training_step(batch_of(strategy.global_rank))
     loss.backward()
     strategy.optimizer_step(trainer.optimizers[0], None)
-    return [str(one.message) for one in caught if one.category is UserWarning], trainer, strategy
+    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    return trainer, texts
 
 
-def options_of_old(fabric: Fabric) -> list[Any]:
-    said, trainer, strategy = step_and_warnings(**OLDER)
-    sizes = [
-        parameter.to_local().numel() == parameter.numel()
-        for parameter in trainer.model.parameters()
-    ]
-    half, in_half, own = step_and_warnings(precision_plugin=16)
-    dtype = own.validation_step(batch_of(0))["dtype"]
-    dtypes = dtype, in_half.model.head.weight.dtype
-    return [
-        said,
-        strategy.activation_checkpointing,
-        all(sizes),
-        parameters_of(trainer.model),
-        half,
-        dtypes,
-    ]
+class OlderOptions(NamedTuple):
+    """The parameters after one step, and what was warned of."""
+
+    parameters: torch.Tensor
+    texts: list[str]
+    texts_in_half: list[str]
 
 
-def test_e_options_of_the_first_fsdp_and_precision_16_are_taken_with_one_warning_each() -> None:
-    results = run_in_ranks(options_of_old, strategy="fsdp")
-    for said, recomputed, whole, stepped, half, dtypes in results:
-        assert (recomputed, whole, dtypes) == ((nn.Linear,), True, (torch.float16, torch.float32))
-        torch.testing.assert_close(stepped, expected_step())
-        assert [len(said), len(half)] == ([1, 1] if said is results[0][0] else [0, 0])
-    [older], [half] = results[0][0], results[0][4]
-    assert all(f"{name} " in older for name in (set(OLDER) - {"sharding_strategy"}) | {"NO_SHARD"})
-    assert "float16" in half
-    assert "fabric.backward(loss)" in half
+def take_older_options(fabric: Fabric) -> OlderOptions:
+    strategy = DDPFullyShardedNativeStrategy(**OLDER_OPTIONS)
+    trainer, texts = step_and_warnings(strategy)
+    assert strategy.activation_checkpointing == (nn.Linear,)
+    for parameter in trainer.model.parameters():
+        assert parameter.to_local().numel() == parameter.numel()
+
+    strategy_in_half: Any = DDPFullyShardedNativeStrategy(precision_plugin=16)
+    trainer_in_half, texts_in_half = step_and_warnings(strategy_in_half)
+    assert strategy_in_half.validation_step(batch_of(0))["dtype"] is torch.float16
+    assert trainer_in_half.model.head.weight.dtype is torch.float32
+    return OlderOptions(parameters_of(trainer.model), texts, texts_in_half)
+
+
+def test_options_of_the_first_fsdp_and_precision_16_are_taken_with_one_warning_each() -> None:
+    first, second = run_in_ranks(take_older_options, strategy="fsdp")
+    torch.testing.assert_close(first.parameters, expected_step())
+    torch.testing.assert_close(second.parameters, expected_step())
+    [text] = first.texts
+    for name in OLDER_OPTIONS.keys() - {"sharding_strategy"}:
+        assert f"{name} " in text
+    assert "NO_SHARD " in text
+    [text_in_half] = first.texts_in_half
+    assert "float16" in text_in_half
+    assert "fabric.backward(loss)" in text_in_half
+    assert second.texts == []
+    assert second.texts_in_half == []
 
 
 class Loop:
-    """What a ported script spawns: a method of an object that holds its strategy."""
+    """An object as ported scripts have it: it holds its strategy, which spawns its method."""
 
     def __init__(self, strategy: DDPSpawnPlugin) -> None:
         self.strategy = strategy
 
-    def fit(self, trainer: Any, *, epoch: int) -> dict[str, Any]:
-        return {**fit(self.strategy, trainer, epoch), "mine": torch.ones(3, requires_grad=True)[1:]}
+    def fit(self, trainer: Any, *, epoch: int) -> torch.Tensor:
+        strategy = self.strategy
+        strategy.setup(trainer)
+        strategy.model_to_device()
+        loss = trainer.model(batch_of(strategy.global_rank)).pow(2).mean()
+        strategy.pre_backward(loss)
+        loss.backward()
+        strategy.optimizer_step(trainer.optimizers[0], None)
+        trainer.callback_metrics = {"loss": torch.ones(2)[1:], "epoch": epoch}
+        strategy.add_to_queue(trainer, strategy.mp_queue)
+        strategy.add_to_queue(trainer, strategy.mp_queue)
+        assert shared_members(strategy) == SHARED_RESULTS
+        return torch.ones(3, requires_grad=True)[1:]
 
 
-def fit(strategy: DDPSpawnPlugin, trainer: Any, epoch: int) -> dict[str, Any]:
-    strategy.setup(trainer)
-    strategy.model_to_device()
-    loss = trainer.model(batch_of(strategy.global_rank)).pow(2).mean()
-    strategy.pre_backward(loss)
-    loss.backward()
-    strategy.optimizer_step(trainer.optimizers[0], None)
-    trainer.callback_metrics = {"loss": torch.ones(2)[1:], "epoch": epoch}
-    strategy.add_to_queue(trainer, strategy.mp_queue)
-    strategy.add_to_queue(trainer, strategy.mp_queue)
-    return shared_members(strategy)
-
-
-def test_e_spawn_does_what_its_text_says_on_two_processes() -> None:
+def test_spawn_does_what_its_text_says_on_two_processes() -> None:
     strategy = DDPSpawnPlugin([CPU, CPU])
     trainer = trainer_of(seeded())
     result = strategy.spawn(Loop(strategy).fit, trainer, epoch=3)
-    assert (result["mine"].tolist(), result.pop("mine").requires_grad) == ([1.0, 1.0], False)
-    assert result == SHARED_RESULTS
+    assert result.tolist() == [1.0, 1.0]
+    assert not result.requires_grad
     assert trainer.callback_metrics == {}
     assert torch.equal(parameters_of(trainer.model), parameters_of(seeded()))
     strategy.get_from_queue(trainer, strategy.mp_queue)
@@ -559,70 +575,78 @@ def test_e_spawn_does_what_its_text_says_on_two_processes() -> None:
     strategy.post_dispatch(trainer)
     assert trainer.callback_metrics == {"loss": torch.ones(1), "epoch": 3}
     torch.testing.assert_close(parameters_of(trainer.model), expected_step())
-    strategy.post_dispatch(trainer)  # nothing is left
+    # The queue and the parameters are empty by now: nothing happens.
+    strategy.post_dispatch(trainer)
     strategy.teardown()
 
 
-def test_e_the_plugin_takes_no_model_along_where_none_was_set_up() -> None:
+def test_spawn_returns_no_model_if_none_was_set_up() -> None:
     strategy = DDPSpawnPlugin([CPU])
     assert strategy.spawn(abs, -3) == 3
     assert strategy.spawn(abs, -3, return_result=False) is None
     strategy.post_dispatch(SimpleNamespace())
 
 
-# -- in one process ---------------------------------------------------------------------------------------------------
+# -- in one process --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.complex64])
-def test_e_dp_reduces_any_tensor_over_dim_0(dtype: torch.dtype, rows: int) -> None:
+def test_dp_reduces_any_tensor_over_dim_0(dtype: torch.dtype, rows: int) -> None:
     strategy = DataParallelStrategy(parallel_devices=[CPU, CPU])
     gathered = torch.arange(rows * 6).reshape(rows, 2, 3).to(dtype)
-    for op in ("sum",) if dtype is torch.int64 else ("mean", "sum", None):
-        expected = gathered.sum(0) if op == "sum" else gathered.mean(0)
-        actual = strategy.all_reduce({"x": [gathered], "n": 2, "zero": gathered[0, 0, 0]}, None, op)
+    collection = {"x": [gathered], "n": 2, "zero": gathered[0, 0, 0]}
+    results: dict[Any, torch.Tensor] = {"sum": gathered.sum(0)}
+    # torch has no mean of integers.
+    if dtype is not torch.int64:
+        results["mean"] = gathered.mean(0)
+        results[None] = gathered.mean(0)
+    for op, expected in results.items():
+        actual = strategy.all_reduce(collection, None, op)
         torch.testing.assert_close(actual["x"][0], expected)
-        assert (actual["n"], actual["zero"]) == (2, gathered[0, 0, 0])
+        assert actual["n"] == 2
+        assert actual["zero"] == gathered[0, 0, 0]
 
 
-def test_e_dp_reduces_what_overflows_or_is_trained_and_refuses_what_has_no_rows() -> None:
+def test_dp_reduces_what_overflows_or_is_trained_and_refuses_what_has_no_rows() -> None:
     strategy = DataParallelStrategy(parallel_devices=[CPU, CPU])
     large = torch.full((3,), 60000.0, dtype=torch.float16)
     assert strategy.all_reduce(large).item() == 60000.0
     assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
     trained = torch.tensor([2.0, 1.0], requires_grad=True)
     strategy.all_reduce({"loss": trained}, reduce_op="min")["loss"].backward()
-    assert torch.equal(
-        trained.grad if trained.grad is not None else trained, torch.tensor([0.0, 1.0])
-    )
+    assert trained.grad is not None
+    assert torch.equal(trained.grad, torch.tensor([0.0, 1.0]))
     with pytest.raises(ConfigurationError, match="no rows"):
         strategy.all_reduce(torch.zeros(0, 2), reduce_op="sum")
     assert strategy.distributed_sampler_kwargs is None
 
 
-def test_e_dp_does_what_its_text_says() -> None:
+@pytest.fixture
+def dp_strategy() -> Iterator[DataParallelStrategy]:
     strategy = DataParallelStrategy("cpu", [CPU, CPU])
-    net = seeded()
     strategy.setup_environment()
-    try:
-        prepared = strategy.setup_module(net)
-        assert isinstance(prepared, nn.DataParallel)
-        prepared(torch.cat([batch_of(0), batch_of(1)])).pow(2).mean().backward()
-        torch.optim.SGD(net.parameters(), lr=0.1).step()
-        torch.testing.assert_close(parameters_of(net), expected_step())
-        state = strategy.get_module_state_dict(prepared)
-        assert state.keys() == net.state_dict().keys()
-        strategy.load_module_state_dict(prepared, {"head.bias": torch.ones(1)}, strict=False)
-        assert net.head.bias.item() == 1
-        assert strategy.module_to_device(net) is net
-        strategy.barrier("a name", "anything", loop=3)
-        assert strategy.broadcast(obj={"a": 1}, src=0) == {"a": 1}
-        assert type(strategy.batch_to_device((torch.ones(1), "text"))) is tuple
-        assert strategy.batch_to_device(torch.ones(1), torch.device("meta")).is_meta
-        assert [strategy.reduce_boolean_decision(one, all=False) for one in (True, False)] == [
-            True,
-            False,
-        ]
-        assert (strategy.distributed_sampler_kwargs, strategy.root_device) == (None, CPU)
-    finally:
-        strategy.teardown()
+    yield strategy
+    strategy.teardown()
+
+
+def test_dp_does_what_its_text_says(dp_strategy: DataParallelStrategy) -> None:
+    net = seeded()
+    prepared = dp_strategy.setup_module(net)
+    assert isinstance(prepared, nn.DataParallel)
+    prepared(torch.cat([batch_of(0), batch_of(1)])).pow(2).mean().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    torch.testing.assert_close(parameters_of(net), expected_step())
+    state = dp_strategy.get_module_state_dict(prepared)
+    assert state.keys() == net.state_dict().keys()
+    dp_strategy.load_module_state_dict(prepared, {"head.bias": torch.ones(1)}, strict=False)
+    assert net.head.bias.item() == 1
+    assert dp_strategy.module_to_device(net) is net
+    dp_strategy.barrier("a name", "anything", loop=3)
+    assert dp_strategy.broadcast(obj={"a": 1}, src=0) == {"a": 1}
+    assert type(dp_strategy.batch_to_device((torch.ones(1), "text"))) is tuple
+    assert dp_strategy.batch_to_device(torch.ones(1), torch.device("meta")).is_meta
+    assert dp_strategy.reduce_boolean_decision(True, all=False)
+    assert not dp_strategy.reduce_boolean_decision(False, all=False)
+    assert dp_strategy.distributed_sampler_kwargs is None
+    assert dp_strategy.root_device == CPU
