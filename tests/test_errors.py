@@ -8,8 +8,11 @@ import pytest
 from fabric import errors
 from fabric.errors import CheckpointNotFoundError, ConfigurationError, FabricError, RankFailedError
 
-KINDS = [getattr(errors, name) for name in errors.__all__]
-FOUR_PARTS = [kind for kind in KINDS if kind is not RankFailedError]
+WITH_FOUR_PARTS = [getattr(errors, name) for name in errors.__all__ if name != "RankFailedError"]
+
+
+def pickled_copy(error: Exception) -> Exception:
+    return pickle.loads(pickle.dumps(error))
 
 
 def test_the_text_has_the_four_parts_in_order():
@@ -37,29 +40,25 @@ def test_parts_that_are_missing_leave_no_gap():
         (errors.UnsafeCheckpointError, errors.CheckpointError),
     ],
 )
-def test_each_error_is_what_python_would_raise_too(kind, builtin):
+def test_an_error_is_caught_as_the_builtin_error_of_its_kind(kind, builtin):
     with pytest.raises(builtin):
         raise kind("request")
     assert issubclass(kind, FabricError)
 
 
-@pytest.mark.parametrize("kind", FOUR_PARTS)
-@pytest.mark.parametrize(
-    "again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))]
-)
-def test_errors_keep_their_parts_and_notes(kind, again):
+@pytest.mark.parametrize("kind", WITH_FOUR_PARTS)
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled_copy])
+def test_copies_of_errors_keep_their_parts_and_notes(kind, make_copy):
     error = kind("request", "problem", "expected", "suggestion")
     error.add_note("on rank 1")
-    other = again(error)
-    assert type(other) is kind
-    assert str(other) == str(error)
-    assert (other.request, other.problem, other.expected, other.suggestion) == (
-        "request",
-        "problem",
-        "expected",
-        "suggestion",
-    )
-    assert other.__notes__ == ["on rank 1"]
+    result = make_copy(error)
+    assert type(result) is kind
+    assert str(result) == str(error)
+    assert result.request == "request"
+    assert result.problem == "problem"
+    assert result.expected == "expected"
+    assert result.suggestion == "suggestion"
+    assert result.__notes__ == ["on rank 1"]
 
 
 def test_a_failed_rank_keeps_its_traceback():
@@ -67,15 +66,14 @@ def test_a_failed_rank_keeps_its_traceback():
         "launch(train)", rank=3, exit_code=-9, traceback="Traceback\n  x\n", problem="killed"
     )
     error.add_note("a note")
-    other = pickle.loads(pickle.dumps(error))
-    assert (other.rank, other.exit_code, other.traceback, other.problem) == (
-        3,
-        -9,
-        "Traceback\n  x\n",
-        "killed",
-    )
-    assert str(other) == str(error) == "launch(train)\n  killed\nTraceback\n  x"
-    assert other.__notes__ == ["a note"]
+    result = pickle.loads(pickle.dumps(error))
+    assert result.rank == 3
+    assert result.exit_code == -9
+    assert result.traceback == "Traceback\n  x\n"
+    assert result.problem == "killed"
+    assert str(error) == "launch(train)\n  killed\nTraceback\n  x"
+    assert str(result) == str(error)
+    assert result.__notes__ == ["a note"]
 
 
 def test_a_missing_checkpoint_shows_its_own_text():
@@ -83,4 +81,5 @@ def test_a_missing_checkpoint_shows_its_own_text():
 
 
 def test_the_tree_in_the_docstring_is_complete():
-    assert all(name in errors.__doc__ for name in errors.__all__)
+    for name in errors.__all__:
+        assert name in errors.__doc__

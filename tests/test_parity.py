@@ -1,7 +1,7 @@
-"""Every strategy, number of ranks, precision and accumulation gives the numbers of the plain loop in one process."""
+"""Every strategy, number of ranks, precision and accumulation gives the numbers of a plain loop."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,13 +11,24 @@ from fabric.strategies import FSDPStrategy
 from tests.loops import Record, assert_same, fabric_loop, plain_loop
 from tests.ranks import SharedRanks
 
-# Precision: dtype of the plain loop, its autocast dtype, whether it scales the loss, and the tolerance on several
-# ranks, where sums are taken in another order. 16-bit autocast rounds each micro-batch's gradients on its own.
+
+class PlainLoop(NamedTuple):
+    """The options of the plain loop for a precision, and the tolerance on several ranks.
+
+    Several ranks add in another order. 16-bit autocast rounds the gradients of every micro-batch.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    is_scaled: bool
+    tolerance: float
+
+
 PRECISIONS = {
-    "32-true": (torch.float32, None, False, 1e-5),
-    "64-true": (torch.float64, None, False, 1e-10),
-    "bf16-mixed": (torch.float32, torch.bfloat16, False, 2e-2),
-    "16-mixed": (torch.float32, torch.float16, True, 2e-3),
+    "32-true": PlainLoop(torch.float32, None, False, 1e-5),
+    "64-true": PlainLoop(torch.float64, None, False, 1e-10),
+    "bf16-mixed": PlainLoop(torch.float32, torch.bfloat16, False, 2e-2),
+    "16-mixed": PlainLoop(torch.float32, torch.float16, True, 2e-3),
 }
 JOBS: dict[str, dict[str, Any]] = {
     "single": {"strategy": "single_device", "devices": 1},
@@ -36,17 +47,22 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp-grad-op-4": {"strategy": ("SHARD_GRAD_OP", None), "devices": 4},
     "fsdp-hybrid-2x2": {"strategy": ("HYBRID_SHARD", (2, 2)), "devices": 4},
 }
-# Of those, what `make test` leaves out in all precisions but the most exact.
-SLOW = {
-    name for name in JOBS if name.startswith("fsdp-grad-op") or name.endswith(("-3", "-4", "-2x2"))
-}
-CASES = [
-    pytest.param(
-        name, precision, marks=pytest.mark.slow if name in SLOW and precision != "64-true" else ()
-    )
-    for name in JOBS
-    for precision in PRECISIONS
-]
+
+
+def is_slow(name: str, precision: str) -> bool:
+    """Say whether `make test` leaves a case out; it runs all jobs in the most exact precision."""
+    if precision == "64-true":
+        return False
+    return name.startswith("fsdp-grad-op") or name.endswith(("-3", "-4", "-2x2"))
+
+
+def cases() -> list[Any]:
+    parameters = []
+    for name in JOBS:
+        for precision in PRECISIONS:
+            marks = [pytest.mark.slow] if is_slow(name, precision) else []
+            parameters.append(pytest.param(name, precision, marks=marks))
+    return parameters
 
 
 @pytest.fixture
@@ -56,23 +72,27 @@ def fabric(name: str, precision: str) -> Iterator[Fabric]:
         sharding, mesh = job["strategy"]
         strategy = FSDPStrategy(sharding_strategy=sharding, device_mesh=mesh)
         job = {**job, "strategy": strategy}
-    with Fabric(accelerator="cpu", precision=precision, launcher=SharedRanks(), **job) as made:
-        yield made
+    with Fabric(accelerator="cpu", precision=precision, launcher=SharedRanks(), **job) as fabric:
+        yield fabric
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("name", "precision"), CASES)
+@pytest.mark.parametrize(("name", "precision"), cases())
 def test_the_numbers_are_those_of_the_plain_loop(
     fabric: Fabric, name: str, precision: str, accumulation: int
 ) -> None:
-    dtype, autocast, scaled, tolerance = PRECISIONS[precision]
+    dtype, autocast, is_scaled, tolerance = PRECISIONS[precision]
     devices = JOBS[name]["devices"]
-    # float16 gradients of a replica's part are summed in float32: they overflow later than those of a whole batch.
-    parts = devices if scaled and fabric.strategy.drives_all_devices else 1
-    expected = plain_loop(dtype, autocast, scaled, accumulation * parts)
+    chunks = accumulation
+    # The float16 gradients of a replica's share of the batch are summed in float32. They overflow
+    # later than the gradients of the whole batch.
+    if is_scaled and fabric.strategy.drives_all_devices:
+        chunks *= devices
+    expected = plain_loop(dtype, autocast, is_scaled, chunks)
     records: list[Record] = fabric.launch(fabric_loop, dtype, accumulation, return_all=True)
     # Under FSDP whole modules compute in 16 bits, where autocast keeps some operations in 32.
-    exact = devices == 1 and (autocast is None or not name.startswith("fsdp"))
+    if devices == 1 and (autocast is None or not name.startswith("fsdp")):
+        tolerance = 0.0
     for record in records:
-        assert_same(record, expected, 0.0 if exact else tolerance)
+        assert_same(record, expected, tolerance)

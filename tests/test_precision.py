@@ -1,4 +1,4 @@
-"""A precision is a row in a table, and casts exactly what it says."""
+"""A precision is a row in a table, and casts what its fields say and nothing else."""
 
 import dataclasses
 import threading
@@ -36,7 +36,7 @@ class Batch:
 
 
 @pytest.mark.parametrize(
-    ("value", "name"),
+    ("alias", "name"),
     [
         (None, "32-true"),
         (32, "32-true"),
@@ -50,12 +50,12 @@ class Batch:
         *[(name, name) for name in PRECISIONS],
     ],
 )
-def test_names_and_aliases_find_their_row(value, name):
-    assert parse_precision(value) is PRECISIONS[name]
+def test_names_and_aliases_find_their_row(alias, name):
+    assert parse_precision(alias) is PRECISIONS[name]
     assert PRECISIONS[name].name == name
 
 
-def test_a_row_of_ones_own_stays_as_it_is():
+def test_a_row_of_the_users_own_is_returned_unchanged_and_frozen():
     row = Precision(name="mine", param_dtype=torch.float64)
     assert parse_precision(row) is row
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -65,7 +65,7 @@ def test_a_row_of_ones_own_stays_as_it_is():
 @pytest.mark.parametrize(
     "value", ["fp16", "8", 8, 0, True, False, "", "16-mix", 16.0, torch.float16, "bf16true"]
 )
-def test_an_unknown_precision_lists_the_valid_ones(value):
+def test_an_unknown_precision_is_refused_with_the_valid_names(value):
     with pytest.raises(ConfigurationError) as caught:
         parse_precision(value)
     error = caught.value
@@ -84,28 +84,31 @@ def test_true_precisions_convert_floating_state_and_nothing_else(name, dtype):
     module.register_buffer("mask", torch.tensor([True, False]))
     PRECISIONS[name].convert_module(module)
     assert module.weight is weight
-    assert (weight.dtype, module.running_mean.dtype) == (dtype, dtype)
-    assert (module.num_batches_tracked.dtype, module.mask.dtype) == (torch.int64, torch.bool)
+    assert weight.dtype is dtype
+    assert module.running_mean.dtype is dtype
+    assert module.num_batches_tracked.dtype is torch.int64
+    assert module.mask.dtype is torch.bool
 
 
 @pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-mixed"])
-def test_the_others_leave_parameters_as_they_were_built(name):
+def test_mixed_precisions_and_32_true_leave_parameters_as_they_were_built(name):
     module = nn.Linear(1, 1).double()
     module.register_buffer("phase", torch.ones(1, dtype=torch.complex64))
     PRECISIONS[name].convert_module(module)
-    assert (module.weight.dtype, module.phase.dtype) == (torch.float64, torch.complex64)
+    assert module.weight.dtype is torch.float64
+    assert module.phase.dtype is torch.complex64
 
 
 @pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
 def test_complex_tensors_do_not_lose_their_imaginary_part(name):
-    module = nn.Sequential(nn.Linear(1, 1))
-    module[0].register_buffer("phase", torch.full((1,), 1j, dtype=torch.complex64))
-    module[0].register_parameter(
-        "spectrum", nn.Parameter(torch.full((1,), 2j, dtype=torch.complex64))
-    )
-    PRECISIONS[name].convert_module(module)
-    assert module[0].weight.dtype is PRECISIONS[name].param_dtype
-    assert (module[0].phase.item(), module[0].spectrum.item()) == (1j, 2j)
+    layer = nn.Linear(1, 1)
+    layer.register_buffer("phase", torch.full((1,), 1j, dtype=torch.complex64))
+    spectrum = nn.Parameter(torch.full((1,), 2j, dtype=torch.complex64))
+    layer.register_parameter("spectrum", spectrum)
+    PRECISIONS[name].convert_module(nn.Sequential(layer))
+    assert layer.weight.dtype is PRECISIONS[name].param_dtype
+    assert layer.phase.item() == 1j
+    assert layer.spectrum.item() == 2j
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_dtype_that_torch_does_not_train_in_is_refused(field, dtype):
 
 
 def test_autocast_to_float32_is_refused():
-    # torch warns, and computes without autocast.
+    # torch would warn and compute without autocast.
     with pytest.raises(ConfigurationError, match=r"compute_dtype=torch\.float32"):
         Precision(name="mine", compute_dtype=torch.float32)
 
@@ -155,22 +158,24 @@ def test_inputs_of_the_right_dtype_pass_without_a_copy():
     assert cast_kwargs is kwargs
 
 
-def test_floating_inputs_are_cast_wherever_they_are():
+def test_floating_inputs_are_cast_at_any_depth():
     nested = {
-        "x": [torch.ones(1)],
-        "p": Pair(torch.ones(1).half(), 3),
-        "b": Batch(torch.ones(1), torch.ones(1).int()),
+        "list": [torch.ones(1)],
+        "pair": Pair(torch.ones(1).half(), 3),
+        "batch": Batch(torch.ones(1), torch.ones(1).int()),
     }
-    args = (torch.ones(2), "text", 1.5)
-    (tensor, text, number), kwargs = cast_inputs(torch.float64, args, {"nested": nested})
+    (tensor, text, number), kwargs = cast_inputs(
+        torch.float64, (torch.ones(2), "text", 1.5), {"nested": nested}
+    )
     assert tensor.dtype is torch.float64
-    assert (text, number) == ("text", 1.5)
-    cast = kwargs["nested"]
-    assert cast["x"][0].dtype is torch.float64
-    assert cast["p"].left.dtype is torch.float64
-    assert cast["b"].image.dtype is torch.float64
-    assert cast["b"].label.dtype is torch.int32
-    assert cast["b"].name == "x"
+    assert text == "text"
+    assert number == 1.5
+    nested = kwargs["nested"]
+    assert nested["list"][0].dtype is torch.float64
+    assert nested["pair"].left.dtype is torch.float64
+    assert nested["batch"].image.dtype is torch.float64
+    assert nested["batch"].label.dtype is torch.int32
+    assert nested["batch"].name == "x"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ def test_other_dtypes_are_never_cast(dtype):
     assert kwargs["x"] is tensor
 
 
-def test_a_container_that_a_forward_pass_fills_stays_the_callers():
+def test_a_container_that_a_forward_pass_fills_stays_the_object_of_the_caller():
     cache = {"keys": [torch.ones(1)]}
     hidden = []
     (_, cast), kwargs = cast_inputs(
@@ -204,18 +209,18 @@ def test_gradients_flow_back_through_the_cast():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_outputs_come_back_wider(dtype):
-    assert cast_outputs(torch.float32, torch.ones(1, dtype=dtype)).dtype is torch.float32
-    tree = {"a": [torch.ones(1, dtype=dtype)], "b": Pair(torch.ones(1, dtype=dtype), 1)}
-    output = cast_outputs(torch.float32, tree)
-    assert output["a"][0].dtype is torch.float32
-    assert output["b"].left.dtype is torch.float32
+def test_16_bit_outputs_are_cast_to_float32_at_any_depth(dtype):
+    tensor = torch.ones(1, dtype=dtype)
+    assert cast_outputs(torch.float32, tensor).dtype is torch.float32
+    output = cast_outputs(torch.float32, {"list": [tensor], "pair": Pair(tensor, 1)})
+    assert output["list"][0].dtype is torch.float32
+    assert output["pair"].left.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
 )
-def test_other_outputs_come_back_themselves(dtype):
+def test_outputs_of_more_bits_and_of_no_floats_are_returned_unchanged(dtype):
     tensor = torch.ones(2).to(dtype)
     output = [tensor, {"x": tensor}, None, "text"]
     assert cast_outputs(torch.float32, tensor) is tensor
@@ -226,7 +231,7 @@ def test_other_outputs_come_back_themselves(dtype):
 
 
 class RoundedPrecision(Precision):
-    """Halves the parameters in setup, and notes the threads in which forward passes run."""
+    """A precision that halves parameters in setup, and records the threads of forward passes."""
 
     threads: ClassVar[list[int]] = []
 
@@ -286,7 +291,8 @@ def test_both_methods_of_a_precision_are_called_on_one_device(dtypes):
 def test_the_context_of_a_precision_is_entered_in_the_thread_of_each_replica(dtypes):
     precision = RoundedPrecision(name="rounded", **dtypes)
     with Fabric(accelerator="cpu", strategy="dp", devices=2, precision=precision) as fabric:
-        assert train_with(fabric) == (0.5, 3)  # in the caller's thread, and in one for each replica
+        # The contexts of the caller's thread and of the threads of two replicas.
+        assert train_with(fabric) == (0.5, 3)
 
 
 def test_fabric_autocast_enters_the_context_of_a_precision():

@@ -4,6 +4,7 @@ import io
 import pickle
 import random
 import sys
+from itertools import product, starmap
 from typing import Any
 
 import numpy
@@ -28,7 +29,9 @@ def draw() -> tuple[float, float, float]:
 def test_same_seed_gives_the_streams_of_the_libraries_own_seeding() -> None:
     assert seed_everything(42) == 42
     ours = draw()
-    random.seed(42), numpy.random.seed(42), torch.manual_seed(42)
+    random.seed(42)
+    numpy.random.seed(42)
+    torch.manual_seed(42)
     assert draw() == ours
 
 
@@ -41,19 +44,19 @@ def test_ranks_share_their_streams_by_default() -> None:
 
 
 def test_per_rank_streams_are_all_distinct_and_rank_0_has_the_plain_ones() -> None:
-    seen: set[float] = set()
+    values: set[float] = set()
     for seed in range(10):
         for rank in range(10):
             assert seed_everything(seed, rank=rank, per_rank=True) == seed
-            seen.update(draw())
-    assert len(seen) == 300
+            values.update(draw())
+    assert len(values) == 300
     seed_everything(3, rank=0, per_rank=True)
     ours = draw()
     seed_everything(3)
     assert draw() == ours
 
 
-def test_without_a_seed_each_call_finds_a_fresh_one_that_repeats() -> None:
+def test_without_a_seed_a_call_chooses_a_new_seed_that_repeats_its_numbers() -> None:
     seed = seed_everything()
     ours = draw()
     assert 0 <= seed < 2**32
@@ -78,14 +81,20 @@ def test_seed_that_cannot_be_used_is_refused(seed: Any, error: type[Exception]) 
     assert torch.equal(rng_state()["torch"], before["torch"])
 
 
+def draw_with_normals() -> tuple[float, float, tuple[float, float, float]]:
+    return random.gauss(0, 1), numpy.random.randn(), draw()
+
+
 def test_state_goes_through_a_weights_only_file_and_back() -> None:
-    random.gauss(0, 1), numpy.random.randn()  # both keep half of a pair
+    # Both functions draw a pair and keep the second number for the next call.
+    random.gauss(0, 1)
+    numpy.random.randn()
     file = io.BytesIO()
     torch.save(rng_state(), file)
-    expected = random.gauss(0, 1), numpy.random.randn(), draw()
+    expected = draw_with_normals()
     seed_everything(999)
     set_rng_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    assert (random.gauss(0, 1), numpy.random.randn(), draw()) == expected
+    assert draw_with_normals() == expected
 
 
 def test_state_of_something_else_is_refused_before_a_change() -> None:
@@ -103,71 +112,69 @@ def test_state_without_numpy_leaves_numpy_alone() -> None:
     assert numpy.random.rand() == numpy.random.RandomState(5).rand()
 
 
-def test_numpy_is_not_imported_for_its_own_sake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_does_not_import_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     seed_everything(1, rank=1, per_rank=True)
     set_rng_state(rng_state())
     assert "numpy" not in sys.modules
 
 
-def test_streams_that_differ_are_put_back_and_others_go_on() -> None:
+def test_streams_that_differ_are_restored_and_equal_streams_go_on() -> None:
     streams = Streams(("python", "torch"))
-    own = streams.state()
+    saved = streams.state()
     random.seed(77)
-    other = streams.state()
-    random.random(), torch.rand(())
-    streams.restore_shared(own, unless=other)
-    assert random.getstate() == own["python"]
-    assert not torch.equal(torch.get_rng_state(), own["torch"])
+    changed = streams.state()
     random.random()
-    streams.restore_shared(own, unless=own)
-    assert random.getstate() != own["python"]
+    torch.rand(())
+    streams.restore_shared(saved, unless=changed)
+    assert random.getstate() == saved["python"]
+    assert not torch.equal(torch.get_rng_state(), saved["torch"])
+    random.random()
+    streams.restore_shared(saved, unless=saved)
+    assert random.getstate() != saved["python"]
 
 
 def test_the_stream_of_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
-    def first(*numbers: Any) -> float:
-        return torch.rand((), dtype=torch.float64, generator=sample_generator(*numbers)).item()
+    def draw_for_sample(seed: Any, epoch: Any, index: int) -> float:
+        generator = sample_generator(seed, epoch, index)
+        return torch.rand((), dtype=torch.float64, generator=generator).item()
 
-    numbers = [
-        (seed, epoch, index)
-        for seed in (-1, 0, 2**70)
-        for epoch in range(5)
-        for index in (-1, 0, 1, 11, 10**18)
-    ]
-    assert len({first(*number) for number in numbers}) == len(numbers)
+    samples = list(product((-1, 0, 2**70), range(5), (-1, 0, 1, 11, 10**18)))
+    assert len(set(starmap(draw_for_sample, samples))) == len(samples)
     seed_everything(1)
-    drawn = first(3, 1, 4)
+    drawn = draw_for_sample(3, 1, 4)
     shared = draw()
     seed_everything(1)
     assert draw() == shared
-    assert first(numpy.int64(3), torch.tensor(1), 4) == drawn
+    assert draw_for_sample(numpy.int64(3), torch.tensor(1), 4) == drawn
     with pytest.raises(TypeError):
         sample_generator(0.5, 0, 0)  # pyright: ignore[reportArgumentType]
 
 
 def test_worker_seeding_mixes_in_the_rank_and_then_calls_the_users_function() -> None:
-    drawn = []
+    values: list[float] = []
     for rank in range(3):
-        for base in (10, 11):
-            seed_everything(base)
-            pickle.loads(pickle.dumps(WorkerSeeding(rank, remember)))(base)
-            drawn.append(draw())
-    assert len({value for triple in drawn for value in triple}) == 18
+        for worker_id in (10, 11):
+            seed_everything(worker_id)
+            seeding = pickle.loads(pickle.dumps(WorkerSeeding(rank, record_worker)))
+            seeding(worker_id)
+            values += draw()
+    assert len(set(values)) == 18
     seed_everything(10)
-    assert drawn[0] == draw()
-    assert CALLED == [10, 11] * 3
+    assert values[:3] == list(draw())
+    assert WORKER_IDS == [10, 11] * 3
 
 
-CALLED: list[int] = []
+WORKER_IDS: list[int] = []
 
 
-def remember(worker_id: int) -> None:
-    CALLED.append(worker_id)
+def record_worker(worker_id: int) -> None:
+    WORKER_IDS.append(worker_id)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_state_of_the_cuda_device_is_part_of_it() -> None:
+def test_the_state_includes_the_stream_of_the_cuda_device() -> None:
     seed_everything(4)
     torch.rand(3, device="cuda")
     state = rng_state()
