@@ -1,8 +1,9 @@
-"""What the documentation shows runs, and what it leaves out is found.
+"""The code and commands of the documentation run, and every public name is documented.
 
-[Note: Blocks of a page] The blocks in Python of a page are one script: each sees the names of those before it. It runs
-on two processes, in an empty folder, with warnings as errors. A comment ``<!-- setup ... -->`` in a page is code that
-runs in its place and is not shown; ``<!-- not run: reason -->`` before a block leaves it out.
+[Note: Blocks of a page] The Python blocks of a page are one script: a block sees the names of the
+blocks before it. The script runs on two processes, in an empty folder, with warnings as errors. A
+comment ``<!-- setup ... -->`` in a page holds code that runs but is not shown. The comment
+``<!-- not run: reason -->`` before a block leaves the block out.
 """
 
 import gc
@@ -26,30 +27,32 @@ from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {
-    str(path.relative_to(ROOT)): path for path in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
-}
+PATHS = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
+PAGES = {str(path.relative_to(ROOT)): path for path in PATHS}
 BLOCK = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$|"
     r"(?P<mark>^ *<!-- not run: [^\n]+ -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
     re.DOTALL | re.MULTILINE,
 )
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# What a reference page shows of a name: its entry, then up to the next one its example.
+# The entry of a name on a reference page, and the text up to the next entry, which has an example.
 ENTRY = re.compile(r"^::: (fabric\.[\w.]+)$(.*?)(?=^:::|^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
 def script(page: Path) -> str:
-    """The blocks of a page as one script, each on the lines that it has in the page."""
+    """Return the blocks of a page as one script, on the same lines as in the page."""
     text = page.read_text()
     lines = [""] * (text.count("\n") + 1)
     for block in BLOCK.finditer(text):
-        name = "setup" if block["setup"] is not None else "code"
-        if not block["mark"]:
-            first = text.count("\n", 0, block.start(name))
-            width = len(block["indent"] or "")
-            for number, line in enumerate(block[name].splitlines(), first):
-                lines[number] = line[width:]
+        if block["mark"]:
+            continue
+        name = "code"
+        if block["setup"] is not None:
+            name = "setup"
+        start = text.count("\n", 0, block.start(name))
+        width = len(block["indent"] or "")
+        for number, line in enumerate(block[name].splitlines(), start):
+            lines[number] = line[width:]
     return "\n".join(lines)
 
 
@@ -63,19 +66,20 @@ def run_page(job: Fabric, name: str, code: str, folder: str) -> None:
             warnings.simplefilter("error")
             exec(compile(code, name, "exec"), names)
     finally:
-        for each in gc.get_objects():  # names may have been given to others since
-            if isinstance(each, Fabric):
-                each.teardown()
+        # The names of the page may have been assigned to other objects since.
+        for value in gc.get_objects():
+            if isinstance(value, Fabric):
+                value.teardown()
 
 
 def test_the_blocks_of_a_page_are_found_and_compile() -> None:
     for name, page in PAGES.items():
         text = page.read_text()
-        blocks = [bool(block["setup"]) for block in BLOCK.finditer(text)]
-        assert blocks.count(True) == text.count("<!-- setup"), (
-            f"{name}: each comment ends with a line of its own"
+        are_setup = [bool(block["setup"]) for block in BLOCK.finditer(text)]
+        assert are_setup.count(True) == text.count("<!-- setup"), (
+            f"{name}: a comment ends with a line of its own"
         )
-        assert blocks.count(False) == text.count("```python\n"), name
+        assert are_setup.count(False) == text.count("```python\n"), name
         compile(script(page), name, "exec")
 
 
@@ -86,17 +90,19 @@ def test_the_blocks_of_a_page_run(name: str, tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    """The commands ``fabric ...`` of all pages: in blocks for the shell, and after a prompt."""
-    texts = [page.read_text() for page in PAGES.values()]
-    lines = [line for text in texts for block in SHELL.findall(text) for line in block.splitlines()]
-    lines += [line for text in texts for line in re.findall(r"^\$ (.+)$", text, re.MULTILINE)]
-    return sorted(
-        {
-            found[1]
-            for line in lines
-            if (found := re.match(r"(?:srun )?(fabric \w.*?)(?: +#.*)?$", line))
-        }
-    )
+    """Return the commands ``fabric ...`` of all pages: in shell blocks, and after a prompt."""
+    lines = []
+    for page in PAGES.values():
+        text = page.read_text()
+        for block in SHELL.findall(text):
+            lines += block.splitlines()
+        lines += re.findall(r"^\$ (.+)$", text, re.MULTILINE)
+    commands = set()
+    for line in lines:
+        match = re.match(r"(?:srun )?(?P<command>fabric \w.*?)(?: +#.*)?$", line)
+        if match:
+            commands.add(match["command"])
+    return sorted(commands)
 
 
 @pytest.mark.parametrize("command", commands())
@@ -104,37 +110,43 @@ def test_the_parser_takes_a_command_of_fabric(command: str) -> None:
     _build_parser().parse_args(shlex.split(command)[1:])
 
 
-def test_the_shell_takes_every_block_for_it() -> None:
-    blocks = "\n".join(
-        f"(\n{block}\n)" for page in PAGES.values() for block in SHELL.findall(page.read_text())
+def test_the_shell_parses_every_shell_block() -> None:
+    subshells = []
+    for page in PAGES.values():
+        for block in SHELL.findall(page.read_text()):
+            subshells.append(f"(\n{block}\n)")
+    done = subprocess.run(
+        ["bash", "-n"], input="\n".join(subshells), capture_output=True, text=True
     )
-    done = subprocess.run(["bash", "-n"], input=blocks, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
+    assert done.returncode == 0
 
 
 def test_every_public_name_has_an_entry_with_an_example() -> None:
-    pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
-    entries = dict(ENTRY.findall(pages))
-    methods = [f"fabric.Fabric.{name}" for name in dir(Fabric) if not name.startswith("_")]
-    names = [f"fabric.{name}" for name in fabric.__all__ if not name.startswith("_")]
-    for name in [*names, *methods]:
-        assert name in entries, f"{name} has no entry"
-        examples = "".join(re.findall(r"```python\n(.*?)```", entries[name], re.DOTALL))
-        assert re.search(rf"\b{name.rpartition('.')[2]}\b", examples), (
-            f"the entry of {name} has no example of it"
-        )
+    entries: dict[str, str] = {}
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        entries.update(ENTRY.findall(page.read_text()))
+    public_names = []
+    for name in fabric.__all__:
+        if not name.startswith("_"):
+            public_names.append(f"fabric.{name}")
+    for name in dir(Fabric):
+        if not name.startswith("_"):
+            public_names.append(f"fabric.Fabric.{name}")
+    for public_name in public_names:
+        assert public_name in entries, f"{public_name} has no entry"
+        examples = "".join(re.findall(r"```python\n(.*?)```", entries[public_name], re.DOTALL))
+        _, _, name = public_name.rpartition(".")
+        assert re.search(rf"\b{name}\b", examples), f"the entry of {public_name} has no example"
 
 
 def test_the_page_of_errors_has_every_class() -> None:
+    classes = []
+    for name, value in vars(errors).items():
+        if inspect.isclass(value) and issubclass(value, errors.FabricError):
+            classes.append(name)
     page = (DOCS / "errors.md").read_text()
-    classes = [
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and issubclass(value, Exception)
-    ]
-    assert re.findall(r"^::: fabric\.errors\.(\w+)$", page, re.MULTILINE) == [
-        name for name in classes if issubclass(getattr(errors, name), errors.FabricError)
-    ]
+    assert re.findall(r"^::: fabric\.errors\.(\w+)$", page, re.MULTILINE) == classes
 
 
 def bypass(job: Fabric) -> str:
@@ -168,12 +180,16 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) 
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    fetched = re.compile(
-        r"""<(?:script|img|iframe|link)[^>]*?\s(?:src|href)="?(?:https?:)?//|url\(["']?(?:https?:)?//"""
+    elements_that_fetch = re.compile(
+        r"""<(?:script|img|iframe|link)[^>]*?\s(?:src|href)="?(?:https?:)?//|"""
+        r"""url\(["']?(?:https?:)?//"""
     )
-    pages = [path for path in (tmp_path / "site").rglob("*") if path.suffix in (".html", ".css")]
-    assert len(pages) > len(PAGES)
-    assert not [str(path) for path in pages if fetched.search(path.read_text())]
-    assert not [str(path) for path in pages if re.search(r":\w+:<code>", path.read_text())], (
-        "a role of a docstring"
-    )
+    count = 0
+    for path in (tmp_path / "site").rglob("*"):
+        if path.suffix not in (".html", ".css"):
+            continue
+        text = path.read_text()
+        count += 1
+        assert not elements_that_fetch.search(text), path
+        assert not re.search(r":\w+:<code>", text), f"{path} shows a role of a docstring"
+    assert count > len(PAGES)

@@ -1,6 +1,7 @@
-"""The examples run as a reader runs them: from a command line, but for some that take a single process."""
+"""The examples run as a reader runs them, most of them from a command line."""
 
 import difflib
+import importlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import runpy
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -19,64 +20,76 @@ TEXT = EXAMPLES / "text"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PYTHON = [sys.executable, "-W", "error::UserWarning"]
 CPU = ["--accelerator", "cpu"]
+# Seconds that a command may take.
 DEADLINE = 100
-# Eleven steps an epoch, so that twelve cross the end of one.
+# An epoch has eleven steps, so that twelve steps reach the second epoch.
 SMALL = ["--text-size", "22528", "--layers", "1", "--width", "32"]
 
 
 def run(*command: object) -> str:
-    """Standard output of a command; one that fails shows both of its streams."""
+    """Return the standard output of a command, which must not fail."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [str(word) for word in command]
+    words = list(map(str, command))
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def records(text: str) -> list[dict[str, float]]:
+    """Return the JSON records among the lines of a text."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def run_here(script: object, *options: object) -> None:
     """Run a script of one process in this one, which has imported torch already."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(word) for word in (script, *options)])
+        patch.setattr(sys, "argv", list(map(str, (script, *options))))
         patch.syspath_prepend(Path(str(script)).parent)
-        torch.set_num_threads(1)  # the fixtures of a module are older than the fixture that sets it
+        # The fixture that sets the number of threads runs after the fixtures of a module.
+        torch.set_num_threads(1)
         runpy.run_path(str(script), run_name="__main__")
 
 
 def losses(
     tmp_path: Path, *command: object, steps: int = 12, run: Callable[..., object] = run
 ) -> list[dict[str, float]]:
-    """What a training script wrote to its log."""
+    """Return the records that a training script writes to its log."""
     log = tmp_path / "losses.jsonl"
     run(*command, *SMALL, "--steps", steps, "--checkpoint", tmp_path / "text.pt", "--losses", log)
     return records(log.read_text())
 
 
 def changed_lines(before: list[str], after: list[str]) -> int:
-    """Lines added, removed or replaced; replacing m lines by n counts as the larger of the two."""
-    opcodes = difflib.SequenceMatcher(a=before, b=after, autojunk=False).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in opcodes if tag != "equal")
+    """Count the lines that are added, removed or replaced.
+
+    To replace m lines by n lines counts as the larger of the two numbers.
+    """
+    count = 0
+    matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
+    for tag, start, end, new_start, new_end in matcher.get_opcodes():
+        if tag != "equal":
+            count += max(end - start, new_end - new_start)
+    return count
 
 
-def marked(diff: list[str]) -> list[str]:
-    """The lines of a diff that say what changed."""
+def changes(diff: Iterable[str]) -> list[str]:
+    """Return the lines of a diff that are added or removed."""
     return [line for line in diff if line.startswith(("+", "-"))]
+
+
+def lines_of(script: str) -> list[str]:
+    return (TEXT / script).read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """The losses of the plain loop."""
+    """Return the losses of the plain loop."""
     return losses(tmp_path_factory.mktemp("plain"), TEXT / "train_raw.py", run=run_here)
 
 
 def test_fabric_takes_ten_changed_lines() -> None:
-    raw, fabric = ((TEXT / name).read_text().splitlines() for name in ("train_raw.py", "train.py"))
-
-    assert changed_lines(raw, fabric) == 10
-    assert "ten lines changed" in "\n".join(fabric)
+    assert changed_lines(lines_of("train_raw.py"), lines_of("train.py")) == 10
+    assert "ten lines changed" in (TEXT / "train.py").read_text()
 
 
 def test_changed_lines_are_counted_once() -> None:
@@ -87,12 +100,12 @@ def test_changed_lines_are_counted_once() -> None:
 
 def test_the_documentation_shows_the_lines_of_the_examples() -> None:
     page = (EXAMPLES.parent / "docs" / "coming-from.md").read_text()
-    raw, fabric = ((TEXT / name).read_text().splitlines() for name in ("train_raw.py", "train.py"))
-    shown = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
-
-    assert shown is not None
-    _, _, *wanted = difflib.unified_diff(raw, fabric, n=0, lineterm="")
-    assert marked(shown[1].splitlines()) == marked(wanted)
+    block = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    diff = difflib.unified_diff(lines_of("train_raw.py"), lines_of("train.py"), n=0, lineterm="")
+    # The first two lines name the files.
+    _, _, *expected = diff
+    assert changes(block[1].splitlines()) == changes(expected)
 
 
 def test_one_device_gives_the_losses_of_the_plain_loop_exactly(
@@ -116,14 +129,15 @@ def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """The losses of two processes that the script has started."""
+    """Return the losses of two processes that the script has started."""
     return losses(tmp_path_factory.mktemp("two"), *PYTHON, TEXT / "train.py", *CPU, "--devices", 2)
 
 
 def test_two_processes_give_the_losses_of_the_plain_loop(
     plain: list[dict[str, float]], on_two: list[dict[str, float]]
 ) -> None:
-    assert on_two == [pytest.approx(record, abs=1e-5) for record in plain]
+    for record, plain_record in zip(on_two, plain, strict=True):
+        assert record == pytest.approx(plain_record, abs=1e-5)
 
 
 LAUNCHERS = {
@@ -138,9 +152,8 @@ LAUNCHERS = {
 def test_two_processes_give_the_same_losses_however_they_are_launched(
     tmp_path: Path, on_two: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
-    monkeypatch.setenv(
-        "TMPDIR", str(tmp_path)
-    )  # torchrun leaves a folder there, with --log-dir too
+    # torchrun leaves a temporary folder, with --log-dir, too.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert losses(tmp_path, *LAUNCHERS[launcher], TEXT / "train.py", *CPU) == on_two
 
 
@@ -160,18 +173,9 @@ def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happened(
     tmp_path: Path, devices: int
 ) -> None:
-    command = [
-        *PYTHON,
-        TEXT / "train.py",
-        *CPU,
-        "--devices",
-        devices,
-        "--dropout",
-        0.2,
-        "--save-every",
-        7,
-    ]
-    whole = losses(tmp_path, *command, steps=26)
+    options = ["--devices", devices, "--dropout", 0.2, "--save-every", 7]
+    command = [*PYTHON, TEXT / "train.py", *CPU, *options]
+    uninterrupted = losses(tmp_path, *command, steps=26)
     (tmp_path / "text.pt").unlink()
 
     kill_at_step(18, *command, *SMALL, "--steps", 10_000, "--checkpoint", tmp_path / "text.pt")
@@ -179,13 +183,13 @@ def test_a_killed_run_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happen
     resumed = losses(tmp_path, *command, "--resume", steps=26)
 
     assert resumed[0]["step"] % 7 == 1
-    assert resumed == whole[-len(resumed) :]
-    assert len(whole) > len(resumed) > 2
+    assert resumed == uninterrupted[-len(resumed) :]
+    assert len(uninterrupted) > len(resumed) > 2
 
 
 def kill_at_step(step: int, *command: object) -> None:
-    """Kill a training script without warning when the log on its standard output reaches ``step``."""
-    words = [str(word) for word in (*command, "--losses", "/dev/stdout")]
+    """Kill a training script when the log on its standard output reaches ``step``."""
+    words = list(map(str, (*command, "--losses", "/dev/stdout")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -195,7 +199,7 @@ def kill_at_step(step: int, *command: object) -> None:
             if f'"step": {step},' in line:
                 process.kill()
                 break
-        # The ranks hold the pipe, too: it ends when the last of them has gone.
+        # The ranks hold the pipe, too: it ends when the last rank has ended.
         process.stdout.read()
     assert process.returncode == -9
 
@@ -204,46 +208,25 @@ def kill_at_step(step: int, *command: object) -> None:
 def test_any_mesh_prints_the_numbers_of_the_plain_loop_also_after_a_resume_on_another(
     tmp_path: Path,
 ) -> None:
-    mesh = [
-        *PYTHON,
-        EXAMPLES / "mesh" / "train.py",
-        "--checkpoint",
-        tmp_path / "mesh",
-        "--layers",
-        1,
-        "--width",
-        32,
-    ]
-    plain = run(
-        *PYTHON, EXAMPLES / "mesh" / "train_raw.py", "--layers", 1, "--width", 32, "--steps", 6
-    )
-    parts = [
-        run(*mesh, "--steps", 2),
-        run(*mesh, "--resume", "--tensor", 4, "--steps", 4),
-        run(*mesh, "--resume", "--tensor", 1, "--devices", 2, "--steps", 5),
-        run(*mesh, "--resume", "--tensor", 1, "--devices", 1, "--steps", 6),
-    ]
+    scripts = EXAMPLES / "mesh"
+    size = ["--layers", 1, "--width", 32]
+    plain = run(*PYTHON, scripts / "train_raw.py", *size, "--steps", 6)
+    mesh = [*PYTHON, scripts / "train.py", *size, "--checkpoint", tmp_path / "mesh"]
+    output = run(*mesh, "--steps", 2)
+    output += run(*mesh, "--resume", "--tensor", 4, "--steps", 4)
+    output += run(*mesh, "--resume", "--tensor", 1, "--devices", 2, "--steps", 5)
+    output += run(*mesh, "--resume", "--tensor", 1, "--devices", 1, "--steps", 6)
 
-    assert "".join(parts) == plain
+    assert output == plain
     assert len(plain.splitlines()) == 6
 
 
 @pytest.mark.slow
 def test_longer_training_ends_with_text(tmp_path: Path) -> None:
     log = tmp_path / "losses.jsonl"
-    options = [
-        "--layers",
-        2,
-        "--width",
-        64,
-        "--steps",
-        60,
-        "--checkpoint",
-        tmp_path / "text.pt",
-        "--losses",
-        log,
-    ]
-    output = run(*PYTHON, TEXT / "train.py", *CPU, "--devices", 2, *options)
+    size = ["--layers", 2, "--width", 64, "--steps", 60]
+    files = ["--checkpoint", tmp_path / "text.pt", "--losses", log]
+    output = run(*PYTHON, TEXT / "train.py", *CPU, "--devices", 2, *size, *files)
 
     first, *_, last = records(log.read_text())
     assert first["validation_loss"] > 4.3
@@ -255,25 +238,32 @@ def test_windows_are_one_character_apart_and_do_not_overlap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(TEXT)
-    from corpus import CHARACTERS, decode, encode, read_windows  # pyright: ignore[reportMissingImports] beside the script
+    corpus = importlib.import_module("corpus")
 
-    train, validation = read_windows(text_size=1024, block_size=32)
+    train, validation = corpus.read_windows(text_size=1024, block_size=32)
 
-    assert (len(train), len(validation)) == (32, 512)
+    assert len(train) == 32
+    assert len(validation) == 512
     inputs, targets = train[3]
+    next_inputs, _ = train[4]
     assert torch.equal(inputs[1:], targets[:-1])
-    assert targets[-1] == train[4][0][0]
-    assert decode(encode("déf x:\n")) == "d?f x:\n"
-    assert len(CHARACTERS) == 96
+    assert targets[-1] == next_inputs[0]
+    assert corpus.decode(corpus.encode("déf x:\n")) == "d?f x:\n"
+    assert len(corpus.CHARACTERS) == 96
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_gan_learns_in_float16_with_two_optimizers(devices: int) -> None:
     output = run(*PYTHON, EXAMPLES / "gan.py", *CPU, "--devices", devices, "--epochs", 1)
 
-    first, last = (float(line.rsplit(maxsplit=1)[1]) for line in output.splitlines())
+    first, last = map(last_number, output.splitlines())
     assert first > 1.2
     assert last < 0.7
+
+
+def last_number(line: str) -> float:
+    _, _, number = line.rpartition(" ")
+    return float(number)
 
 
 def test_a_long_run_goes_on_where_it_was_ended(
@@ -285,20 +275,17 @@ def test_a_long_run_goes_on_where_it_was_ended(
         main([*CPU, "--folder", str(tmp_path / folder), "--devices", "1", "--steps", str(steps)])
         return capsys.readouterr().out.splitlines()
 
-    whole = lines("whole", 16)
-    assert lines("parts", 14) == whole[:14]
-    assert lines("parts", 16) == whole[12:], (
-        "from step 12, the newest that was saved, in the second epoch"
-    )
+    uninterrupted = lines("uninterrupted", 16)
+    assert lines("resumed", 14) == uninterrupted[:14]
+    # Step 12 in the second epoch is the newest step that was saved.
+    assert lines("resumed", 16) == uninterrupted[12:]
 
 
 @pytest.mark.slow
 def test_a_long_run_goes_on_with_other_processes(tmp_path: Path) -> None:
     command = [*PYTHON, EXAMPLES / "long_run.py", *CPU, "--folder"]
-    whole = run(*command, tmp_path / "whole", "--devices", 1, "--steps", 16).splitlines()
-    first = run(*command, tmp_path / "parts", "--devices", 2, "--steps", 14).splitlines()
-    last = run(*command, tmp_path / "parts", "--devices", 3, "--steps", 16).splitlines()
-    values = [
-        [float(line.rpartition(" ")[2]) for line in part] for part in (whole, [*first[:12], *last])
-    ]
-    assert values[0] == pytest.approx(values[1], abs=2e-6)
+    plain = run(*command, tmp_path / "plain", "--devices", 1, "--steps", 16).splitlines()
+    first = run(*command, tmp_path / "resumed", "--devices", 2, "--steps", 14).splitlines()
+    second = run(*command, tmp_path / "resumed", "--devices", 3, "--steps", 16).splitlines()
+    resumed_losses = list(map(last_number, [*first[:12], *second]))
+    assert list(map(last_number, plain)) == pytest.approx(resumed_losses, abs=2e-6)

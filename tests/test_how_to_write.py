@@ -23,12 +23,12 @@ PAGES = Path(__file__).parents[1] / "docs" / "how-to"
 
 
 def definitions(page: str) -> str:
-    """Return the blocks of a page up to the last that defines a class."""
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE
-    )
-    with_class = [block for block in blocks if re.search(r"^class ", block, re.MULTILINE)]
-    return "\n".join(blocks[: blocks.index(with_class[-1]) + 1])
+    """Return the blocks of a page up to the last block that defines a class."""
+    text = (PAGES / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    while not re.search(r"^class ", blocks[-1], re.MULTILINE):
+        blocks.pop()
+    return "\n".join(blocks)
 
 
 @pytest.fixture
@@ -65,13 +65,10 @@ def test_the_environment_is_found(
     page_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = page_module("write-a-launcher.md").FarmEnvironment()
-    for name, value in (
-        ("FARM_TASK", "0"),
-        ("FARM_TASKS", "1"),
-        ("FARM_TASKS_PER_NODE", "1"),
-        ("FARM_HEAD", "node-0"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FARM_TASK", "0")
+    monkeypatch.setenv("FARM_TASKS", "1")
+    monkeypatch.setenv("FARM_TASKS_PER_NODE", "1")
+    monkeypatch.setenv("FARM_HEAD", "node-0")
     with Fabric(accelerator="cpu", environment=environment) as fabric:
         fabric.launch()
         assert fabric.world_size == 1

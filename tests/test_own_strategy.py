@@ -69,41 +69,53 @@ def train_local_sgd(job: Fabric, precision: str, has_overflow: bool) -> list[Ten
             fabric.backward(mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in model.parameters()]
+        return parameters_of(model)
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def local_sgd_by_definition(precision: str, has_overflow: bool) -> list[list[Tensor]]:
     """Return the parameters of both ranks after training as the definition says, in one process."""
-    scale = INIT_SCALE if precision == "16-mixed" else 1.0
-    models = [make_model(), make_model()]
-    optimizers = [make_optimizer(model) for model in models]
-    batches = [batches_of_rank(rank, has_overflow) for rank in range(2)]
-    for step in range(STEPS):
-        for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
-            inputs, targets = batch[step]
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+    is_mixed = precision == "16-mixed"
+    scale = INIT_SCALE if is_mixed else 1.0
+    first = make_model()
+    second = make_model()
+    batches = zip(batches_of_rank(0, has_overflow), batches_of_rank(1, has_overflow), strict=True)
+    # One optimizer: both ranks step or skip the step together.
+    optimizer = make_optimizer(nn.ModuleList([first, second]))
+    for step, (first_batch, second_batch) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        for model, (inputs, targets) in ((first, first_batch), (second, second_batch)):
+            with torch.autocast("cpu", torch.float16, enabled=is_mixed):
                 output = model(inputs)
             (mse_loss(output.float(), targets) * scale).backward()
-        gradients = [parameter.grad for model in models for parameter in model.parameters()]
-        if all(gradient.isfinite().all() for gradient in gradients):
-            for gradient in gradients:
-                gradient.div_(scale)
-            for optimizer in optimizers:
-                optimizer.step()
+        if unscale_gradients(optimizer, scale):
+            optimizer.step()
         else:
             scale /= 2
-        if (step + 1) % PERIOD == 0:
-            average_parameters(models)
-    return [[parameter.detach() for parameter in model.parameters()] for model in models]
+        if step % PERIOD == 0:
+            average_parameters(first, second)
+    return [parameters_of(first), parameters_of(second)]
 
 
-def average_parameters(models: list[nn.Module]) -> None:
-    with torch.no_grad():
-        for replicas in zip(*[model.parameters() for model in models], strict=True):
-            average = torch.stack(replicas).mean(dim=0)
-            for replica in replicas:
-                replica.copy_(average)
+def unscale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> bool:
+    """Divide the gradients by the loss scale, and return whether all of them are finite."""
+    is_finite = True
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.div_(scale)
+        if not parameter.grad.isfinite().all():
+            is_finite = False
+    return is_finite
+
+
+@torch.no_grad()
+def average_parameters(first: nn.Module, second: nn.Module) -> None:
+    for parameter, replica in zip(first.parameters(), second.parameters(), strict=True):
+        average = (parameter + replica) / 2
+        parameter.copy_(average)
+        replica.copy_(average)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +125,15 @@ def test_local_sgd_of_the_page_equals_its_definition(precision: str, has_overflo
     actual = run_in_ranks(train_local_sgd, precision, has_overflow)
     expected = local_sgd_by_definition(precision, has_overflow)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
-    assert not torch.equal(actual[0][0], actual[1][0])  # seven steps: one since the last average
+    # The last of the seven steps comes after the last average.
+    first_rank, second_rank = actual
+    assert not torch.equal(first_rank[0], second_rank[0])
 
 
-@pytest.mark.parametrize("name", ["LocalSGDStrategy", "ReplicatedStrategy"])
-def test_the_strategies_of_the_page_conform(name: str) -> None:
-    options = {"period": 1} if name == "LocalSGDStrategy" else {}
+@pytest.mark.parametrize(
+    ("name", "options"), [("LocalSGDStrategy", {"period": 1}), ("ReplicatedStrategy", {})]
+)
+def test_the_strategies_of_the_page_conform(name: str, options: dict[str, int]) -> None:
     check_strategy(classes_of_the_page()[name](**options), world_size=2)
 
 

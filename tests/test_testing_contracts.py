@@ -1,4 +1,4 @@
-"""The conformance suites of precisions, accelerators, environments, launchers and checkpoint formats."""
+"""The conformance suites of all contracts but those of strategies and communicators."""
 
 import os
 import pickle
@@ -26,7 +26,7 @@ from fabric.testing import (
 )
 from fabric.world import World
 
-# -- precision ------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
@@ -61,12 +61,12 @@ class HoldsFile(Precision):
         (HoldsFile(name="mine"), "a precision can be pickled"),
     ],
 )
-def test_a_wrong_precision_is_told_what_it_does_wrong(precision: Precision, text: str) -> None:
+def test_the_suite_names_the_fault_of_a_precision(precision: Precision, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         check_precision(precision)
 
 
-def test_a_context_that_leaves_autocast_on_is_told() -> None:
+def test_a_context_that_leaves_autocast_on_is_reported() -> None:
     try:
         with pytest.raises(AssertionError, match="restores the modes of torch"):
             check_precision(LeavesAutocastOn(name="mine"))
@@ -74,7 +74,7 @@ def test_a_context_that_leaves_autocast_on_is_told() -> None:
         torch.set_autocast_enabled("cpu", False)
 
 
-# -- accelerator ----------------------------------------------------------------------------------
+# -- accelerator -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [CPUAccelerator, CUDAAccelerator, MPSAccelerator])
@@ -104,12 +104,12 @@ class Remembers(CPUAccelerator):
     ("accelerator", "text"),
     [(Guesses(), "refuses what names no device"), (Remembers(3), "is stateless")],
 )
-def test_a_wrong_accelerator_is_told_what_it_does_wrong(accelerator: Any, text: str) -> None:
+def test_the_suite_names_the_fault_of_an_accelerator(accelerator: Any, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         check_accelerator(accelerator)
 
 
-# -- environment ----------------------------------------------------------------------------------
+# -- environment -----------------------------------------------------------------------------------
 
 
 def torchrun_variables(size: int) -> list[dict[str, str]]:
@@ -133,7 +133,9 @@ class AlwaysDetects(TorchrunEnvironment):
 
 class ForgetsRanks(TorchrunEnvironment):
     def detect(self, env: Mapping[str, str]) -> World | None:
-        return World(world_size=2, local_world_size=2, port=29500) if env.get("RANK") else None
+        if "RANK" not in env:
+            return None
+        return World(world_size=2, local_world_size=2, port=29500)
 
 
 class ReadsTheProcess(TorchrunEnvironment):
@@ -150,7 +152,7 @@ class ReadsTheProcess(TorchrunEnvironment):
         (ReadsTheProcess(), "changes nothing"),
     ],
 )
-def test_a_wrong_environment_is_told_what_it_does_wrong(
+def test_the_suite_names_the_fault_of_an_environment(
     environment: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FABRIC_TEST_SEEN", "0")
@@ -158,7 +160,7 @@ def test_a_wrong_environment_is_told_what_it_does_wrong(
         check_environment(environment, torchrun_variables(2))
 
 
-# -- launcher -------------------------------------------------------------------------------------
+# -- launcher --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
@@ -166,7 +168,7 @@ def test_our_launchers_of_functions_conform(start_method: Any) -> None:
     check_launcher(ProcessLauncher(start_method))
 
 
-def test_a_launcher_that_starts_no_process_is_told() -> None:
+def test_a_launcher_that_starts_no_process_is_reported() -> None:
     with pytest.raises(AssertionError, match="returns the results"):
         check_launcher(InlineLauncher())
 
@@ -176,7 +178,7 @@ def test_a_launcher_of_scripts_has_no_suite() -> None:
         check_launcher(ScriptLauncher())
 
 
-# -- checkpoint format ----------------------------------------------------------------------------
+# -- checkpoint format -----------------------------------------------------------------------------
 
 
 def test_our_format_conforms(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ class AtomicPickledCheckpoint(PickledCheckpoint):
 
 class LossyCheckpoint(FullCheckpoint):
     def save(self, state: Mapping[str, Any], path: Any) -> None:
-        super().save({name: state[name] for name in state if name != "set"}, path)
+        super().save({name: value for name, value in state.items() if name != "set"}, path)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ class LossyCheckpoint(FullCheckpoint):
         (LossyCheckpoint(), "that save was given"),
     ],
 )
-def test_a_wrong_format_is_told_what_it_does_wrong(
+def test_the_suite_names_the_fault_of_a_checkpoint_format(
     checkpoint_io: Any, text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=text):

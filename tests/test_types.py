@@ -1,4 +1,4 @@
-"""What a type checker, and so an editor, says of programs that use fabric: the examples, the pages, and wrong names."""
+"""What a type checker, and so an editor, says of the examples, the pages and wrong names."""
 
 import ast
 import json
@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeGuard, get_args
 
 import pytest
 
@@ -21,7 +21,8 @@ from fabric.strategies import StrategyName
 from tests.test_docs import script
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("setup", "setup_module", "setup_dataloaders", "all_reduce")
+# The methods of Fabric whose calls in examples and on pages must have types.
+TYPED_METHODS = ("setup", "setup_module", "setup_dataloaders", "all_reduce")
 PROGRAM = """
 import torch
 from torch import Tensor, nn
@@ -81,20 +82,39 @@ TYPES = [
 
 
 class Remark(NamedTuple):
-    """What pyright says of a place in a file: a severity, the line, the columns in it, and a text."""
+    """A remark of pyright: its severity, the line and columns it is about, and its text."""
 
     severity: str
     line: int
-    columns: tuple[int, int]
+    first_column: int
+    last_column: int
     text: str
 
     @property
     def is_unknown(self) -> bool:
         return re.search(r'is ".*\b(Any|Unknown)\b', self.text) is not None
 
+    @property
+    def is_of_fabric(self) -> bool:
+        return self.text.startswith(('Type of "fabric.', 'Type of "reveal_type(fabric).'))
+
+    def contains(self, remark: "Remark") -> bool:
+        if remark is self or remark.line != self.line:
+            return False
+        return self.first_column <= remark.first_column and remark.last_column <= self.last_column
+
+
+class Insertion(NamedTuple):
+    """A text to insert in a program. Insertions at the same column apply in the order of `rank`."""
+
+    line: int
+    column: int
+    rank: int
+    text: str
+
 
 def check(folder: Path) -> dict[str, list[Remark]]:
-    """What pyright says of the files in a folder."""
+    """Return by file the remarks of pyright on the files in a folder."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "."]
     # pyright does not follow the import hook of an editable installation.
     config = {
@@ -104,48 +124,70 @@ def check(folder: Path) -> dict[str, list[Remark]]:
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
-    found: dict[str, list[Remark]] = {}
-    for each in json.loads(done.stdout)["generalDiagnostics"]:
-        start = each["range"]["start"]
-        end = each["range"]["end"]
-        name = str(Path(each["file"]).relative_to(folder))
-        columns = (
+    remarks: dict[str, list[Remark]] = {}
+    for diagnostic in json.loads(done.stdout)["generalDiagnostics"]:
+        if diagnostic.get("rule") == "reportMissingImports":
+            continue
+        start = diagnostic["range"]["start"]
+        end = diagnostic["range"]["end"]
+        last_column = sys.maxsize
+        if end["line"] == start["line"]:
+            last_column = end["character"]
+        remark = Remark(
+            diagnostic["severity"],
+            start["line"] + 1,
             start["character"],
-            end["character"] if end["line"] == start["line"] else sys.maxsize,
+            last_column,
+            diagnostic["message"],
         )
-        if each.get("rule") != "reportMissingImports":
-            found.setdefault(name, []).append(
-                Remark(each["severity"], start["line"] + 1, columns, each["message"])
-            )
-    return found
+        name = str(Path(diagnostic["file"]).relative_to(folder))
+        remarks.setdefault(name, []).append(remark)
+    return remarks
+
+
+def is_typed_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Say whether a node calls a method of a Fabric whose result must have a type."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return ast.unparse(node.func.value) == "fabric" and node.func.attr in TYPED_METHODS
+
+
+def revealed_expressions(source: str) -> list[ast.expr]:
+    """Return the calls of a Fabric's typed methods, with the Fabric and the arguments of each."""
+    expressions: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if not is_typed_call(node):
+            continue
+        assert isinstance(node.func, ast.Attribute)
+        expressions += [node, node.func.value]
+        for argument in node.args:
+            if isinstance(argument, ast.Starred):
+                argument = argument.value
+            expressions.append(argument)
+    return expressions
 
 
 def reveal(source: str) -> str:
-    """A program that shows the types of what the named methods of a Fabric return, and of what they are given."""
-    calls = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "fabric" and node.func.attr in SHOWN
-    ]  # fmt: skip
-    shown = [node for call in calls for node in (call, call.func.value, *call.args)]
-    shown = [node.value if isinstance(node, ast.Starred) else node for node in shown]
-    # Texts that begin at one place go from the outside inwards.
-    places = [
-        (node.lineno, node.col_offset, -(node.end_col_offset or 0), "reveal_type(")
-        for node in shown
-    ]
-    places += [
-        (node.end_lineno or 0, node.end_col_offset or 0, -sys.maxsize, ")") for node in shown
-    ]
+    """Return a program that reveals the types of calls of a Fabric and of their arguments."""
+    insertions = []
+    for node in revealed_expressions(source):
+        end_line = node.end_lineno or 0
+        end_column = node.end_col_offset or 0
+        # Texts that begin at the same column go from the outside inwards.
+        insertions.append(Insertion(node.lineno, node.col_offset, -end_column, "reveal_type("))
+        insertions.append(Insertion(end_line, end_column, -sys.maxsize, ")"))
     lines = source.splitlines()
-    for line, column, _, text in sorted(places, reverse=True):
-        lines[line - 1] = lines[line - 1][:column] + text + lines[line - 1][column:]
+    # Insert from the end, so that the columns of the insertions before stay right.
+    for insertion in sorted(insertions, reverse=True):
+        line = lines[insertion.line - 1]
+        before = line[: insertion.column]
+        after = line[insertion.column :]
+        lines[insertion.line - 1] = f"{before}{insertion.text}{after}"
     return "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Remark]]:
+def remarks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Remark]]:
     folder = tmp_path_factory.mktemp("types")
     (folder / "program.py").write_text(PROGRAM)
     for path in (ROOT / "examples").rglob("*.py"):
@@ -159,69 +201,73 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Remark]]:
 
 
 @pytest.mark.slow
-def test_a_program_has_the_types_of_its_own_objects_and_wrong_names_are_errors(said) -> None:
-    types = [each.text for each in said["program.py"] if each.severity == "information"]
-    assert [
-        re.sub(r'Type of ".*" is "(.*)"', r"\1", text, flags=re.DOTALL) for text in types
-    ] == TYPES
-    wrong = [
-        number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")
-    ]
-    assert sorted({each.line for each in said["program.py"] if each.severity == "error"}) == wrong
+def test_a_program_has_the_types_of_its_own_objects_and_wrong_names_are_errors(remarks) -> None:
+    types = []
+    wrong_lines = set()
+    for remark in remarks["program.py"]:
+        if remark.severity == "information":
+            types.append(re.sub(r'Type of ".*" is "(.*)"', r"\1", remark.text, flags=re.DOTALL))
+        elif remark.severity == "error":
+            wrong_lines.add(remark.line)
+    assert types == TYPES
+    expected = set()
+    for number, line in enumerate(PROGRAM.splitlines(), 1):
+        if line.endswith("# wrong"):
+            expected.add(number)
+    assert wrong_lines == expected
 
 
 @pytest.mark.slow
-def test_the_examples_have_no_errors(said) -> None:
-    examples = {name: remarks for name, remarks in said.items() if name.startswith("examples")}
+def test_the_examples_have_no_errors(remarks) -> None:
+    examples = [name for name in remarks if name.startswith("examples")]
     assert len(examples) > 3
-    assert [
-        (name, *each) for name in examples for each in said[name] if each.severity != "information"
-    ] == []
+    for name in examples:
+        for remark in remarks[name]:
+            assert remark.severity == "information", (name, remark)
 
 
 @pytest.mark.slow
-def test_what_is_set_up_and_reduced_in_examples_and_on_pages_has_a_type_where_what_is_given_has_one(
-    said,
+def test_calls_in_examples_and_on_pages_have_a_type_where_their_arguments_have_one(
+    remarks,
 ) -> None:
     count = 0
-    untyped = []
-    for name, remarks in said.items():
-        types = [remark for remark in remarks if remark.severity == "information"]
-        for call in (
-            each
-            for each in types
-            if each.text.startswith(('Type of "fabric.', 'Type of "reveal_type(fabric).'))
-        ):
-            inside = [
-                each
-                for each in types
-                if each is not call and each.line == call.line
-                and call.columns[0] <= each.columns[0] and each.columns[1] <= call.columns[1]
-            ]  # fmt: skip
-            if not any(each.is_unknown for each in inside):
+    for name, remarks_of_file in remarks.items():
+        types = [remark for remark in remarks_of_file if remark.severity == "information"]
+        for call in types:
+            if call.is_of_fabric and has_typed_arguments(call, types):
                 count += 1
-                untyped += [(name, call)] * call.is_unknown
-    assert untyped == []
+                assert not call.is_unknown, (name, call)
     assert count > 40
 
 
-def test_the_names_that_editors_complete_are_those_of_the_tables() -> None:
-    def names(alias: object) -> set:
-        return {
-            name
-            for part in get_args(alias)
-            for name in get_args(part) or {part}
-            if isinstance(name, str | int)
-        }
+def has_typed_arguments(call: Remark, types: list[Remark]) -> bool:
+    """Say whether every expression that is revealed inside of a call has a type."""
+    arguments = filter(call.contains, types)
+    return not any(argument.is_unknown for argument in arguments)
 
-    assert names(StrategyName) == {"auto", *STRATEGIES}
-    assert names(AcceleratorName) == {"auto", *ACCELERATORS}
-    assert {str(name) for name in names(PrecisionName)} == {*PRECISIONS, *PRECISION_ALIASES}
-    assert names(StartMethod) == {*LAUNCHERS}
-    assert names(ReduceName) == {"avg", *(op.value for op in Reduce)}
+
+def names_of(alias: object) -> set[str]:
+    """Return the names in the literals of a union."""
+    names = set()
+    for member in get_args(alias):
+        # A literal that stands alone has no arguments but its names.
+        for name in get_args(member) or (member,):
+            if isinstance(name, str | int):
+                names.add(str(name))
+    return names
+
+
+def test_the_names_that_editors_complete_are_those_of_the_tables() -> None:
+    assert names_of(StrategyName) == {"auto", *STRATEGIES}
+    assert names_of(AcceleratorName) == {"auto", *ACCELERATORS}
+    assert names_of(PrecisionName) == {*PRECISIONS, *PRECISION_ALIASES}
+    assert names_of(StartMethod) == {*LAUNCHERS}
+    assert names_of(ReduceName) == {"avg", *(op.value for op in Reduce)}
 
 
 def test_dir_of_a_fabric_shows_public_names_only() -> None:
     with Fabric(accelerator="cpu") as fabric:
-        assert not [name for name in dir(fabric) if name.startswith("_")]
-        assert {"setup", "all_reduce", "device"} <= set(dir(fabric))
+        names = dir(fabric)
+    for name in names:
+        assert not name.startswith("_")
+    assert {"setup", "all_reduce", "device"} <= set(names)
