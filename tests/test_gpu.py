@@ -1,7 +1,9 @@
-"""What only a CUDA device can show; run with `pytest -m gpu` on a machine that has one."""
+"""Tests that need a CUDA device; run them with `pytest -m gpu` on a machine that has one."""
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,13 +24,13 @@ pytestmark = [
 ]
 
 
-def plain_losses(dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool) -> list[float]:
+def plain_losses(dtype: torch.dtype, autocast: torch.dtype | None, is_scaled: bool) -> list[float]:
     model, optimizer = make_model(dtype)
     model.cuda()
-    scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+    scaler = torch.amp.GradScaler("cuda", enabled=is_scaled)
     losses = []
     for x, y in batches(dtype):
-        with torch.autocast("cuda", dtype=autocast) if autocast else nullcontext():
+        with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
             output = model(x.cuda())
         loss = nn.functional.mse_loss(output.to(dtype), y.cuda())
         scaler.scale(loss).backward()
@@ -43,12 +45,11 @@ def plain_losses(dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool)
 
 def fabric_losses(fabric: Fabric, dtype: torch.dtype) -> list[float]:
     model, optimizer = fabric.setup(*make_model(dtype))
-    pairs = [(x, y) for batch in batches(dtype) for x, y in zip(*batch, strict=True)]
-    dataset = TensorDataset(torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+    inputs, targets = zip(*batches(dtype), strict=True)
+    dataset = TensorDataset(torch.cat(inputs), torch.cat(targets))
+    plain_loader = DataLoader(dataset, batch_size=GLOBAL_BATCH, pin_memory=True)
     losses = []
-    for x, y in fabric.setup_dataloaders(
-        DataLoader(dataset, batch_size=GLOBAL_BATCH, pin_memory=True)
-    ):
+    for x, y in fabric.setup_dataloaders(plain_loader):
         assert x.device == fabric.device
         loss = nn.functional.mse_loss(model(x), y)
         fabric.backward(loss)
@@ -61,7 +62,7 @@ def fabric_losses(fabric: Fabric, dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.parametrize(
-    ("precision", "dtype", "autocast", "scaled"),
+    ("precision", "dtype", "autocast", "is_scaled"),
     [
         ("32-true", torch.float32, None, False),
         ("64-true", torch.float64, None, False),
@@ -70,11 +71,15 @@ def fabric_losses(fabric: Fabric, dtype: torch.dtype) -> list[float]:
     ],
 )
 def test_the_losses_are_those_of_the_plain_loop(
-    strategy: str, precision: str, dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool
+    strategy: str,
+    precision: str,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    is_scaled: bool,
 ) -> None:
     with Fabric(accelerator="cuda", devices=1, strategy=strategy, precision=precision) as fabric:
         actual = fabric_losses(fabric, dtype)
-    assert actual == plain_losses(dtype, autocast, scaled)
+    assert actual == plain_losses(dtype, autocast, is_scaled)
 
 
 def test_auto_finds_the_device() -> None:
@@ -95,13 +100,14 @@ def test_collectives_over_nccl_keep_devices_and_dtypes() -> None:
         }
         reduced = fabric.all_reduce(tree)
         torch.testing.assert_close(reduced, tree)
+        large = 2**60 + 1
         counts = fabric.all_reduce(
-            {"n": 2**60 + 1, "x": torch.tensor([2**60 + 1], device="cuda")}, reduce_op="sum"
+            {"number": large, "tensor": torch.tensor([large], device="cuda")}, reduce_op="sum"
         )
-        assert counts["n"] == counts["x"].item() == 2**60 + 1
-        assert fabric.all_reduce(
-            torch.tensor([True, False], device="cuda"), reduce_op="max"
-        ).tolist() == [True, False]
+        assert counts["number"] == large
+        assert counts["tensor"].item() == large
+        flags = fabric.all_reduce(torch.tensor([True, False], device="cuda"), reduce_op="max")
+        assert flags.tolist() == [True, False]
         assert fabric.all_gather(torch.ones(2, device="cuda")).shape == (1, 2)
         assert fabric.broadcast({"x": torch.ones(2, device="cuda")})["x"].is_cuda
         fabric.barrier("end")
@@ -120,37 +126,36 @@ def test_sync_batchnorm_is_converted_and_reverted() -> None:
     assert mean.abs().sum() > 0
 
 
-def test_a_checkpoint_continues_exactly(tmp_path: Any) -> None:
-    def losses(
-        fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
-    ) -> list[float]:
-        found = []
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = (
-                nn.functional.dropout(model(torch.randn(8, 4, device=fabric.device)), 0.5)
-                .pow(2)
-                .mean()
-            )
-            fabric.backward(loss)
-            optimizer.step()
-            found.append(loss.item())
-        return found
+def set_up_net(fabric: Fabric) -> dict[str, Any]:
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    return {"model": model, "optimizer": optimizer}
 
-    def start(fabric: Fabric) -> dict[str, Any]:
-        net = Net()
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-        return {"model": model, "optimizer": optimizer}
 
+def train_with_dropout(
+    fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(torch.randn(8, 4, device=fabric.device))
+        loss = nn.functional.dropout(output, 0.5).pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_checkpoint_continues_exactly(tmp_path: Path) -> None:
     with Fabric(accelerator="cuda", devices=1, precision="16-mixed") as fabric:
-        state = start(fabric)
-        losses(fabric, **state, steps=2)
+        state = set_up_net(fabric)
+        train_with_dropout(fabric, **state, steps=2)
         fabric.save(tmp_path / "checkpoint.pt", state)
-        expected = losses(fabric, **state, steps=3)
+        expected = train_with_dropout(fabric, **state, steps=3)
     with Fabric(accelerator="cuda", devices=1, precision="16-mixed") as fabric:
-        state = start(fabric)
+        state = set_up_net(fabric)
         fabric.load(tmp_path / "checkpoint.pt", state)
-        assert losses(fabric, **state, steps=3) == expected
+        assert train_with_dropout(fabric, **state, steps=3) == expected
 
 
 def test_ranks_start_after_cuda_was_used_here() -> None:
@@ -160,34 +165,41 @@ def test_ranks_start_after_cuda_was_used_here() -> None:
     fabric.teardown()
 
 
+class EpochSums(NamedTuple):
+    """The sums of the batches of an epoch, and of the batches after a resume at the third."""
+
+    epoch: list[float]
+    resumed: list[float]
+
+
+def sums_of_batches(fabric: Fabric, plain: DataLoader[Any], overlap: bool) -> EpochSums:
+    torch.manual_seed(0)
+    loader = fabric.setup_dataloaders(plain, overlap_copies=overlap)
+    sums = []
+    state = {}
+    for [batch] in loader:
+        assert batch.device == fabric.device
+        # The device has so much to compute that the CPU runs ahead.
+        for _ in range(20):
+            batch = batch @ torch.eye(1000, device=fabric.device)
+        sums.append(batch.double().sum())
+        if len(sums) == 3:
+            state = loader.state_dict()
+    resumed_loader = fabric.setup_dataloaders(plain, overlap_copies=overlap)
+    resumed_loader.load_state_dict(state)
+    resumed = [batch.double().sum() for [batch] in resumed_loader]
+    return EpochSums(torch.stack(sums).tolist(), torch.stack(resumed).tolist())
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_overlapped_copies_change_no_value_and_continue_exactly(workers: int) -> None:
-    plain = DataLoader(
-        TensorDataset(torch.randn(64, 1000)), batch_size=8, shuffle=True, num_workers=workers
-    )
-
-    def sums(fabric: Fabric, overlap: bool) -> tuple[list[float], list[float]]:
-        torch.manual_seed(0)
-        loader = fabric.setup_dataloaders(plain, overlap_copies=overlap)
-        found = []
-        state = {}
-        for [batch] in loader:
-            assert batch.device == fabric.device
-            for _ in range(20):  # so that the CPU runs ahead
-                batch = batch @ torch.eye(1000, device=fabric.device)
-            found.append(batch.double().sum())
-            if len(found) == 3:
-                state = loader.state_dict()
-        resumed = fabric.setup_dataloaders(plain, overlap_copies=overlap)
-        resumed.load_state_dict(state)
-        return [total.item() for total in found], [
-            batch.double().sum().item() for [batch] in resumed
-        ]
-
+    dataset = TensorDataset(torch.randn(64, 1000))
+    plain = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=workers)
     with Fabric(accelerator="cuda", devices=1) as fabric:
-        overlapped, rest = sums(fabric, overlap=True)
-        assert (overlapped, rest) == sums(fabric, overlap=False)
-    assert rest == pytest.approx(overlapped[3:])
+        overlapped = sums_of_batches(fabric, plain, overlap=True)
+        in_turn = sums_of_batches(fabric, plain, overlap=False)
+    assert overlapped == in_turn
+    assert overlapped.resumed == pytest.approx(overlapped.epoch[3:])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -197,16 +209,19 @@ def test_a_loader_pins_its_batches_unless_copies_are_in_turn(workers: int) -> No
         assert fabric.setup_dataloaders(plain).pin_memory == (workers > 0)
         assert not fabric.setup_dataloaders(plain, overlap_copies=False).pin_memory
         on_device = DataLoader(TensorDataset(torch.ones(4, 2, device="cuda")))
-        assert all(batch.is_cuda for [batch] in fabric.setup_dataloaders(on_device))
+        for [batch] in fabric.setup_dataloaders(on_device):
+            assert batch.is_cuda
     assert not plain.pin_memory
 
 
 def test_a_batch_is_copied_while_the_device_computes() -> None:
     device = torch.device("cuda", 0)
     move = OverlappedCopies(device, pins=True)
-    move(torch.randn(1000))  # makes the stream's and the host's pools
+    # The first copy creates the memory pools of the stream and of the host.
+    move(torch.randn(1000))
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # cycles: a second
+    # The device is busy for so many cycles, which take about a second.
+    torch.cuda._sleep(2_000_000_000)
     computed = torch.cuda.current_stream().record_event()
     batch = move(torch.arange(1000.0))
     move.side.synchronize()
@@ -217,64 +232,94 @@ def test_a_batch_is_copied_while_the_device_computes() -> None:
 
 def test_the_memory_of_a_dropped_batch_is_not_reused_before_its_step_is_computed() -> None:
     move = OverlappedCopies(torch.device("cuda", 0), pins=True)
-    sums = []
+    means = []
     for number in range(6):
         batch = move(torch.full((1_000_000,), float(number)))
         torch.cuda._sleep(100_000_000)
-        sums.append(batch.sum())
+        means.append(batch.mean())
         del batch
-    assert [total.item() for total in sums] == [1e6 * number for number in range(6)]
+    assert torch.stack(means).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_weights_kept_on_the_cpu_are_swapped_once_they_have_been_copied() -> None:
+def test_weights_on_the_cpu_are_swapped_once_they_have_been_copied() -> None:
     with Fabric(accelerator="cuda", devices=1, strategy="fsdp_cpu_offload") as fabric:
-        net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+        net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
         ema = fabric.ema(model)
         x = torch.ones(1, 1024, device=fabric.device)
         fabric.backward(model(x).sum())
         optimizer.step()
-        owns = []
+        outputs = []
         averages = []
-        for _ in range(10):  # without a wait for the device
+        # The loop does not wait for the device.
+        for _ in range(10):
             with torch.no_grad():
-                owns.append(model(x))
+                outputs.append(model(x))
             with ema.applied():
                 averages.append(model(x))
-        assert all(torch.equal(own, owns[0]) for own in owns)
-        assert all(torch.equal(average, averages[0]) for average in averages)
-        assert not torch.equal(owns[0], averages[0])
+        for output, average in zip(outputs, averages, strict=True):
+            assert torch.equal(output, outputs[0])
+            assert torch.equal(average, averages[0])
+        assert not torch.equal(outputs[0], averages[0])
+
+
+@contextmanager
+def refusing_to_wait_for_the_device() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def make_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).cuda()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def test_a_step_with_weights_is_that_of_the_mean_and_does_not_wait_for_the_device() -> None:
-    def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1).cuda()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
     x = torch.randn(4, 3, device="cuda")
-    (reference, plain), weights = make(), [4, torch.tensor(4, device="cuda")]
+    weights = [4, torch.tensor(4, device="cuda")]
+    reference, reference_optimizer = make_linear()
+    for _ in range(6):
+        (reference(x).square().sum() / 4).backward()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+
     with Fabric(accelerator="cuda", devices=1, check_training=False) as fabric:
-        model, optimizer = fabric.setup(*make())
-        for step in range(6):
-            (reference(x).square().sum() / 4).backward()
-            plain.step()
-            plain.zero_grad()
-            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            try:
-                fabric.backward(model(x).square().sum(), weight=weights[step % 2])
-                optimizer.step()
-                optimizer.zero_grad()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(model.weight, reference.weight)
-        for weight in (0, 4):
-            before = model.weight.detach().clone()
+        model, optimizer = fabric.setup(*make_linear())
+
+        def train(weight: Any) -> None:
             fabric.backward(model(x).square().sum(), weight=weight)
-            with pytest.raises(UsageError, match="sum of zero") if weight else nullcontext():
-                optimizer.step()
-            assert torch.equal(model.weight, before)
+            optimizer.step()
             optimizer.zero_grad()
+
+        # The first steps may wait: they allocate.
+        for weight in weights:
+            train(weight)
+        with refusing_to_wait_for_the_device():
+            for weight in [*weights, *weights]:
+                train(weight)
+        torch.testing.assert_close(model.weight, reference.weight)
+
+
+def test_a_step_whose_weights_sum_to_zero_changes_nothing_and_the_next_is_refused() -> None:
+    x = torch.randn(4, 3, device="cuda")
+    with Fabric(accelerator="cuda", devices=1, check_training=False) as fabric:
+        model, optimizer = fabric.setup(*make_linear())
+        fabric.backward(model(x).square().sum(), weight=4)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = model.weight.detach().clone()
+        fabric.backward(model(x).square().sum(), weight=0)
+        optimizer.step()
+        assert torch.equal(model.weight, before)
+        optimizer.zero_grad()
+        fabric.backward(model(x).square().sum(), weight=4)
+        with pytest.raises(UsageError, match="sum of zero"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
 
 
 def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
@@ -283,15 +328,23 @@ def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
         x = torch.ones(4, 8, device="cuda")
         throughput = Throughput(fabric, warmup=2, every=3, peak_flops=1e15)
         actual = []
+
+        def train() -> Any:
+            with throughput.count_flops():
+                fabric.backward(model(x).sum())
+            return throughput.update(len(x), tokens=(x > 0).sum())
+
         for step in range(1, 9):
-            torch.cuda.set_sync_debug_mode("default" if step in (1, 2, 5, 8) else "error")
-            try:
-                with throughput.count_flops():
-                    fabric.backward(model(x).sum())
-                actual.append(throughput.update(len(x), tokens=(x > 0).sum()))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-    assert [step for step, rates in enumerate(actual, 1) if rates] == [5, 8]
-    rates = actual[-1] or {}
+            if step in (1, 2, 5, 8):
+                actual.append(train())
+            else:
+                with refusing_to_wait_for_the_device():
+                    actual.append(train())
+    steps_with_rates = []
+    for step, rates in enumerate(actual, 1):
+        if rates:
+            steps_with_rates.append(step)
+    assert steps_with_rates == [5, 8]
+    rates = actual[-1]
     assert rates["tokens_per_second"] == pytest.approx(8 * rates["samples_per_second"])
     assert rates["flops_per_second"] == pytest.approx(2 * 2 * 8 * 8 * rates["samples_per_second"])
