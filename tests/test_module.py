@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from fabric import Fabric, FabricModule
 from fabric.errors import ArgumentTypeError
+from fabric.strategies import DDPStrategy, FSDPStrategy
 from tests.models import Net
+from tests.ranks import outcome, run_in_ranks
 
 
 @pytest.fixture(params=["single_device", "ddp"])
@@ -201,3 +204,92 @@ def test_inputs_stay_as_they_are_where_parameters_have_no_dtype_in_common(net: n
         net.forward = lambda x: x
         fabric.setup(net)(torch.ones(1, 4, dtype=torch.float64))
         assert dtypes == [torch.float64]
+
+
+# -- conversions after setup -----------------------------------------------------------------------
+
+
+def convert_after_setup(fabric: Fabric) -> dict[str, str]:
+    model = fabric.setup(Net())
+    texts = {
+        "double": outcome(model.double),
+        "float": outcome(model.float),
+        "half": outcome(model.half),
+        "bfloat16": outcome(model.bfloat16),
+        "cpu": outcome(model.cpu),
+        "to": outcome(lambda: model.to(torch.float64)),
+        "type": outcome(lambda: model.type(torch.float64)),
+        "to the same dtype": outcome(lambda: model.to("cpu", torch.float32)),
+    }
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    return texts
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
+def test_a_change_of_the_dtype_is_refused_where_gradients_are_synchronized(
+    strategy: type[FSDPStrategy | DDPStrategy],
+) -> None:
+    for texts in run_in_ranks(convert_after_setup, strategy=strategy(start_method="forkserver")):
+        for name in ("float", "cpu", "to the same dtype"):
+            assert texts.pop(name) == "fine"
+        for text in texts.values():
+            assert text != "fine"
+        for name in ("to", "type"):
+            assert "synchronized in torch.float32, and would then be torch.float64" in texts[name]
+
+
+def test_a_change_of_the_dtype_applies_to_the_next_forward_pass_on_one_device() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        model = fabric.setup(Net())
+        assert model.double()(torch.ones(2, 4)).dtype is torch.float64
+        assert model.to(torch.bfloat16)(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+# -- containers and methods ------------------------------------------------------------------------
+
+
+def test_a_container_that_was_set_up_is_a_container() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
+        model: Any = fabric.setup(nn.Sequential(*layers))
+    assert len(model) == 3
+    assert model[0] is layers[0]
+    assert list(model) == layers
+    assert model[-1] in model
+    assert len(model[:2]) == 2
+
+
+def test_a_module_without_a_length_is_true_and_is_no_container() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        model: Any = fabric.setup(Net())
+    assert model
+    for action in (lambda: len(model), lambda: model[0], lambda: iter(model)):
+        assert "Net" in outcome(action)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def call_method(fabric: Fabric) -> str:
+    model: Any = fabric.setup(Tower())
+    return outcome(lambda: fabric.backward(model.encode(torch.ones(2, 5)).sum()))
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
+def test_the_error_of_a_method_that_bypasses_the_forward_pass_names_the_method(
+    strategy: type[FSDPStrategy | DDPStrategy],
+) -> None:
+    for text in run_in_ranks(call_method, strategy=strategy(start_method="forkserver")):
+        assert "model.encode(...)" in text
+        assert "model.head" not in text

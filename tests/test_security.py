@@ -160,3 +160,12 @@ def test_a_wide_socket_would_be_seen():
             c.laddr.ip for c in psutil.Process().net_connections("inet") if c.laddr.port == port
         ]
     assert not ip_address(seen).is_loopback
+
+
+def test_the_error_of_a_file_with_a_class_suggests_the_safe_way_first(tmp_path: Path) -> None:
+    torch.save({"net": nn.Linear(2, 1)}, tmp_path / "net.pt")
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        text = outcome(lambda: fabric.load(tmp_path / "net.pt"))
+    safe = text.find("add_safe_globals")
+    unsafe = text.find("whose author you trust, weights_only=False")
+    assert -1 < safe < unsafe

@@ -673,3 +673,45 @@ def test_a_fingerprint_depends_on_single_bits_beyond_one_chunk() -> None:
         # Minus zero is equal to zero as a number.
         changed.view(torch.int32)[index] = -(2**31)
         assert fingerprint([changed, empty]) != before
+
+
+# -- gathered features -----------------------------------------------------------------------------
+
+
+class FeaturesAndScale(nn.Module):
+    """A tower and a scale, as CLIP has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tower(x), self.scale
+
+
+def train_on_gathered_features(fabric: Fabric, sync_grads: bool, steps: bool) -> str:
+    net = FeaturesAndScale()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def train() -> None:
+        for _ in range(2):
+            features, scale = model(torch.ones(2, 4))
+            gathered = fabric.all_gather(features, sync_grads=sync_grads)
+            fabric.backward((gathered * scale).sum())
+            if steps:
+                optimizer.step()
+
+    return outcome(train)
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["at the step", "at the forward pass"])
+def test_the_error_of_features_gathered_without_gradients_says_to_gather_them_with_gradients(
+    steps: bool,
+) -> None:
+    for text in run_in_ranks(train_on_gathered_features, False, steps):
+        assert "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in text
+
+
+def test_features_gathered_with_gradients_train() -> None:
+    assert run_in_ranks(train_on_gathered_features, True, True) == ["fine", "fine"]

@@ -1,0 +1,290 @@
+"""Sharded tensors in the hands of the user: what errors say, and what works as on one device."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from fabric import Fabric
+from fabric._torch import full_tensor
+from fabric.strategies import FSDPStrategy
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+X = torch.arange(30.0).view(2, 3, 5) / 30
+
+
+class Tower(nn.Module):
+    """Two blocks and a head, whose rows two ranks cannot divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make_block(), make_block()])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, in_place: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if in_place:
+                x += 1
+        return self.head(x)
+
+
+def make_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+
+class Tensors(NamedTuple):
+    """The tensors of a sharded model, whole, and the tensors of a plain model."""
+
+    sharded: list[Tensor]
+    plain: list[Tensor]
+
+
+def parameters_of(model: nn.Module, plain: nn.Module) -> Tensors:
+    return Tensors(
+        [full_tensor(parameter.detach()) for parameter in model.parameters()],
+        [parameter.detach() for parameter in plain.parameters()],
+    )
+
+
+def gradients_of(model: nn.Module, plain: nn.Module) -> Tensors:
+    return Tensors(
+        [full_tensor(parameter.grad) for parameter in model.parameters()],
+        [parameter.grad for parameter in plain.parameters()],
+    )
+
+
+def run_sharded(function: Callable[..., Any]) -> list[Any]:
+    return run_in_ranks(function, strategy=FSDPStrategy(start_method="forkserver"))
+
+
+# -- errors of torch -------------------------------------------------------------------------------
+
+
+class EmbeddingTable(nn.Linear):
+    """A layer whose weight has sparse gradients."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        return nn.functional.embedding(index, self.weight, sparse=True)
+
+
+def torch_errors(fabric: Fabric) -> dict[str, str]:
+    model = fabric.setup(Tower())
+
+    def add_weight_to_output() -> None:
+        fabric.backward(model(X).sum() + model.blocks[0][0].weight.pow(2).sum())
+
+    def second_derivative() -> None:
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        fabric.backward(slope.pow(2).sum())
+
+    def in_place() -> None:
+        fabric.backward(model(X, in_place=True).sum())
+
+    def sparse() -> None:
+        table = fabric.setup(EmbeddingTable(4, 6, bias=False))
+        fabric.backward(table(torch.tensor([1, 2])).sum())
+
+    actions = (add_weight_to_output, second_derivative, in_place, sparse)
+    return {action.__name__: outcome(action) for action in actions}
+
+
+def test_errors_of_torch_about_sharded_tensors_are_explained() -> None:
+    for texts in run_sharded(torch_errors):
+        remedy = "weight.full_tensor() for this use, before model(batch)"
+        assert remedy in texts["add_weight_to_output"]
+        assert 'strategy="ddp" for a loss of gradients' in texts["second_derivative"]
+        assert "y = y + 1 for y += 1" in texts["in_place"]
+        assert "dense gradients" in texts["sparse"]
+        for text in texts.values():
+            assert text.count("Write:") == 1
+
+
+def penalty(model: nn.Module) -> Tensor:
+    total = torch.zeros(())
+    for parameter in model.parameters():
+        total = total + full_tensor(parameter).pow(2).sum()
+    return total
+
+
+def gradients_with_penalty(fabric: Fabric) -> Tensors:
+    plain = Tower()
+    model = fabric.setup(copy.deepcopy(plain))
+    plain_penalty = penalty(plain)
+    (plain(X).sum() + plain_penalty).backward()
+    sharded_penalty = penalty(model)
+    fabric.backward(model(X).sum() + sharded_penalty)
+    return gradients_of(model, plain)
+
+
+def test_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
+    for gradients in run_sharded(gradients_with_penalty):
+        torch.testing.assert_close(gradients.sharded, gradients.plain)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def refusals(fabric: Fabric) -> dict[str, str]:
+    def set_up(optimizer_class: type[optim.Optimizer], net: nn.Module) -> str:
+        return outcome(lambda: fabric.setup(net, optimizer_class(net.parameters(), lr=0.1)))
+
+    even = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    sparse = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+    return {
+        "sparse": outcome(lambda: fabric.setup(sparse)),
+        "Adafactor": set_up(optim.Adafactor, Tower()),
+        "Rprop": set_up(optim.Rprop, copy.deepcopy(even)),
+        "LBFGS": set_up(optim.LBFGS, Tower()),
+        "LBFGS of even shards": set_up(optim.LBFGS, even),
+    }
+
+
+def test_what_cannot_train_sharded_is_refused_before_anything_changes() -> None:
+    for texts in run_sharded(refusals):
+        assert texts["LBFGS of even shards"] == "fine"
+        expected = "these have sparse gradients, which cannot be sharded: 0"
+        assert expected in texts["sparse"]
+        for name in ("Adafactor", "Rprop", "LBFGS"):
+            assert "torch has no such step for shards" in texts[name]
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+def has_state(model: nn.Module, state: dict[str, Tensor], prefix: str = "") -> bool:
+    """Say whether the parameters below a prefix have the values of a whole state dict."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefix) and not torch.equal(full_tensor(parameter), state[name]):
+            return False
+    return True
+
+
+def whole_optimizer_state(optimizer: optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return copies of an optimizer's tensors for a parameter, whole."""
+    state = {}
+    for name, value in optimizer.state[parameter].items():
+        if value.dim() > 0:
+            state[name] = full_tensor(value).clone()
+    return state
+
+
+def load_whole_optimizer_state(fabric: Fabric) -> None:
+    net = Tower()
+    model, optimizer = fabric.setup(net, optim.Adam(net.parameters()))
+    fabric.backward(model(X).sum())
+    optimizer.step()
+    expected = whole_optimizer_state(optimizer, net.head.weight)
+    optimizer.load_state_dict(fabric.strategy.full_state(optimizer.state_dict()))
+    actual = whole_optimizer_state(optimizer, net.head.weight)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_whole_state_dict_loads_into_the_optimizer_of_a_sharded_module() -> None:
+    run_sharded(load_whole_optimizer_state)
+
+
+def load_whole_state(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    source = Tower()
+    state = source.state_dict()
+    model = fabric.setup(Tower())
+    # This forward pass leaves gathered weights, which must not be the target of the load.
+    with torch.no_grad():
+        model(X)
+    model.blocks[0].load_state_dict(source.blocks[0].state_dict())
+    assert has_state(model, state, "blocks.0")
+    assert not has_state(model, state)
+
+    outer_state = nn.ModuleDict({"inside": source}).state_dict()
+    nn.ModuleDict({"inside": model}).load_state_dict(outer_state)
+    assert has_state(model, state)
+    assert "Missing key" in outcome(lambda: model.load_state_dict({}))
+
+
+def test_a_whole_state_dict_loads_into_a_sharded_module_its_blocks_and_a_module_around_it() -> None:
+    run_sharded(load_whole_state)
+
+
+def train_with_adagrad(fabric: Fabric) -> Tensors:
+    def adagrad(module: nn.Module) -> optim.Optimizer:
+        return optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.5)
+
+    plain = Tower()
+    net = copy.deepcopy(plain)
+    plain_optimizer = adagrad(plain)
+    model, optimizer = fabric.setup(net, adagrad(net))
+    for _ in range(3):
+        plain_optimizer.zero_grad()
+        plain(X).sum().backward()
+        plain_optimizer.step()
+        optimizer.zero_grad()
+        fabric.backward(model(X).sum())
+        optimizer.step()
+    return parameters_of(model, plain)
+
+
+def test_the_state_that_adagrad_has_from_the_start_is_sharded_with_its_parameter() -> None:
+    for parameters in run_sharded(train_with_adagrad):
+        torch.testing.assert_close(parameters.sharded, parameters.plain)
+
+
+# -- backward passes -------------------------------------------------------------------------------
+
+
+class RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise MemoryError("as on a device without room")
+
+
+def gradients_after_a_failure(fabric: Fabric) -> Tensors:
+    plain = Tower()
+    model = fabric.setup(copy.deepcopy(plain))
+    hook = model.blocks[0].register_forward_hook(
+        lambda module, args, output: RaiseInBackward.apply(output)
+    )
+    loss = model(X).sum()
+    hook.remove()
+    assert "without room" in outcome(lambda: fabric.backward(loss))
+    model.zero_grad()
+    for _ in range(2):
+        plain(X).sum().backward()
+        fabric.backward(model(X).sum())
+    return gradients_of(model, plain)
+
+
+def test_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() -> None:
+    for gradients in run_sharded(gradients_after_a_failure):
+        torch.testing.assert_close(gradients.sharded, gradients.plain)
+
+
+def gradients_of_changed_output(fabric: Fabric) -> Tensors:
+    plain = Tower()
+    model = fabric.setup(copy.deepcopy(plain))
+    with warnings.catch_warnings(record=True) as caught:
+        plain_output = plain(X)
+        plain_output *= 2
+        plain_output.pow(2).sum().backward()
+        output = model(X)
+        output *= 2
+        fabric.backward(output.pow(2).sum())
+    for warning in caught:
+        assert "view" not in str(warning.message)
+    return gradients_of(model, plain)
+
+
+def test_the_output_of_a_model_may_change_in_place_without_a_warning_about_views() -> None:
+    for gradients in run_sharded(gradients_of_changed_output):
+        torch.testing.assert_close(gradients.sharded, gradients.plain)
