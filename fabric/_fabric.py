@@ -72,6 +72,7 @@ from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.strategies.sequence_parallel import sequence_parallel
 from fabric.strategies.standalone import Group, Strategy
+from fabric.tree import Tree
 from fabric.world import World
 
 if TYPE_CHECKING:
@@ -562,7 +563,7 @@ class Fabric:
 
     def init_module(
         self, empty_init: bool = False, source: _Source = "every_rank"
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Create modules in a context on this process's device, in the dtype of the precision.
 
         A strategy that shards builds modules on the CPU, with the values of a plain build, in
@@ -586,7 +587,7 @@ class Fabric:
 
     sharded_model = init_module  # the older name
 
-    def init_tensor(self) -> AbstractContextManager[Any]:
+    def init_tensor(self) -> AbstractContextManager[object]:
         """Create tensors in a context on this process's device, in the dtype of the precision."""
         device = self._running_session("init_tensor").runtime.device
         return created_on(device, self.precision.param_dtype)
@@ -688,7 +689,7 @@ class Fabric:
         for call in (*session.backward.after,):
             call(tensor, None)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Run code outside of a forward pass in the autocast context of the precision.
 
         The context does nothing under ``*-true`` precisions.
@@ -747,7 +748,7 @@ class Fabric:
 
     def no_backward_sync(
         self, module: Module | Sequence[Module], enabled: bool = True
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Do not synchronize gradients in a context, to accumulate gradients.
 
         Use the context for all micro-batches of an accumulation but the last. It has to contain the
@@ -780,7 +781,7 @@ class Fabric:
         """
         return Windows(loader, steps)
 
-    def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[Any]:
+    def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[object]:
         """Split the sequences of a batch over ranks, for one forward and backward pass.
 
         Collective over the ranks that have parts of the same sequences. All of them pass the same
@@ -899,7 +900,7 @@ class Fabric:
     @overload
     def all_gather(
         self,
-        data: Any,
+        data: Tree,
         group: Group = ...,
         sync_grads: bool = ...,
         ragged: bool = ...,
@@ -907,7 +908,7 @@ class Fabric:
     ) -> Any: ...
     def all_gather(
         self,
-        data: Any,
+        data: Tree,
         group: Group = None,
         sync_grads: bool = False,
         ragged: bool = False,

@@ -106,7 +106,7 @@ class _OlderMethods(ParallelStrategy):
     @override
     def block_backward_sync(
         self, module: nn.Module | None = None, enabled: bool = True
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return ``no_backward_sync`` of a module, or of all set-up modules without an argument.
 
         Older name of ``no_backward_sync``.
@@ -116,7 +116,7 @@ class _OlderMethods(ParallelStrategy):
             module = prepared_module(module)
         return super().block_backward_sync(module, enabled)
 
-    def model_sharded_context(self) -> AbstractContextManager[Any]:
+    def model_sharded_context(self) -> AbstractContextManager[object]:
         """Return ``module_init_context()``, of which this is the older name."""
         _deprecated("model_sharded_context()", "with fabric.init_module():")
         return self.module_init_context()

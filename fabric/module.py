@@ -288,7 +288,7 @@ def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
 
 def _forward_within(
     forward: Forward,
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Callable[[], AbstractContextManager[object]],
     output_dtype: torch.dtype | None,
 ) -> Forward:
     """Return ``forward`` in a new context at each call, with its 16-bit outputs cast."""

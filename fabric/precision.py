@@ -158,7 +158,7 @@ class Precision:
             convert = getattr(module, _CONVERTERS[self.param_dtype])
             convert()
 
-    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+    def forward_context(self, device_type: str) -> AbstractContextManager[object]:
         """Return a new context for one forward pass: autocast to ``compute_dtype`` if it is set.
 
         The context is entered around every forward pass of a set-up module, in each thread that

@@ -29,7 +29,9 @@ from fabric.errors import ConfigurationError
 
 __all__ = [
     "PLAIN_TENSOR_TYPES",
+    "Leaf",
     "Structure",
+    "Tree",
     "check_opaque",
     "check_tensor",
     "children",
@@ -42,6 +44,12 @@ __all__ = [
     "to_device",
     "unflatten",
 ]
+
+Leaf = Any
+"""An object that is not a collection, such as a tensor or a number."""
+
+Tree = Any
+"""A leaf, or any nesting of collections of leaves."""
 
 PLAIN_TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _STRINGS = frozenset({str})
@@ -62,20 +70,20 @@ class _Node(NamedTuple):
     form: str
     keys: Sequence[Any]
     children: "Sequence[_Node | None] | int"
-    rebuild: Callable[[list[Any]], Any]
+    rebuild: Callable[[list[Any]], Tree]
 
 
 Structure = _Node | None
 """The structure of a collection. None stands for a leaf."""
 
-_Opened = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]]
+_Opened = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Tree]]
 """One level of a collection: form, keys, children and rebuild function; see :class:`_Node`.
 
 A plain tuple: a named tuple would cost a Python call for each collection in a forward pass.
 """
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
+def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     """Flatten a collection.
 
     Args:
@@ -84,12 +92,12 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     Returns:
         The leaves in visiting order (see ``[Note: Collections]``), and the structure for :func:`unflatten`.
     """
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
     structure = _flatten(tree, leaves)
     return leaves, structure
 
 
-def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Iterable[Leaf]) -> Tree:
     """Rebuild a collection from as many leaves as :func:`flatten` returned, in the same order."""
     leaves = iter(leaves)
     if structure is None:
@@ -133,7 +141,7 @@ def outline(structure: Structure) -> str:
     return f"{text}: ({inner})"
 
 
-def children(tree: Any) -> dict[str, Any]:
+def children(tree: Tree) -> dict[str, Tree]:
     """Return the values of a collection by path, one level deep. A leaf has none."""
     opened = _open(tree)
     if opened is None:
@@ -143,8 +151,8 @@ def children(tree: Any) -> dict[str, Any]:
 
 
 def map_leaves(
-    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Any:
+    function: Callable[[Leaf], Leaf], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None
+) -> Tree:
     """Apply ``function`` to every leaf of a collection.
 
     If no leaf changes, the collection itself is returned, not a copy. So a forward pass can fill a
@@ -168,13 +176,13 @@ def map_leaves(
     return rebuild(mapped)
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Leaf], tree: Tree) -> Tree:
     """Apply ``function`` to every tensor of a collection, as :func:`map_leaves` does.
 
     Other leaves are unchanged.
     """
 
-    def map_if_tensor(leaf: Any) -> Any:
+    def map_if_tensor(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Tensor):
             return function(leaf)
         return leaf
@@ -190,7 +198,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return parameters
 
 
-def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
+def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> Tree:
     """Move every tensor of a collection, and every object that has a ``to`` method, to a device.
 
     Args:
@@ -205,7 +213,7 @@ def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> An
         device are not copied.
     """
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=non_blocking)
         if not _has_to(leaf):
@@ -218,15 +226,15 @@ def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> An
     return map_leaves(move, tree, is_leaf=_has_to)
 
 
-def _has_to(leaf: Any) -> bool:
+def _has_to(leaf: Leaf) -> bool:
     return callable(getattr(leaf, "to", None))
 
 
-def _are_identical(before: Iterable[Any], after: Iterable[Any]) -> bool:
+def _are_identical(before: Iterable[Leaf], after: Iterable[Leaf]) -> bool:
     return all(map(operator.is_, before, after))
 
 
-def _flatten(tree: Any, leaves: list[Any]) -> Structure:
+def _flatten(tree: Tree, leaves: list[Leaf]) -> Structure:
     """Append the leaves of a collection to ``leaves``, and return its structure."""
     opened = None if type(tree) in _LEAF_TYPES else _open(tree)
     if opened is None:
@@ -239,7 +247,7 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure:
     return _Node(form, keys, [_flatten(value, leaves) for value in values], rebuild)
 
 
-def _open(tree: Any) -> _Opened | None:
+def _open(tree: Tree) -> _Opened | None:
     """Return one level of a collection. Return None for a leaf."""
     kind = type(tree)
     if isinstance(tree, Tensor):
@@ -269,7 +277,7 @@ def _identity(items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _open_registered(
-    tree: Any, values: Sequence[Any], rebuild: Callable[[list[Any]], Any]
+    tree: Tree, values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]
 ) -> _Opened:
     """Open an object whose type is registered with torch's pytree."""
     is_mapping = isinstance(tree, Mapping) and len(tree) == len(values)
@@ -279,7 +287,7 @@ def _open_registered(
     return _open_sequence(values, rebuild)
 
 
-def _open_dataclass(tree: Any) -> _Opened:
+def _open_dataclass(tree: Tree) -> _Opened:
     fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
     values = [getattr(tree, name) for name in fields]
     # object.__setattr__ also sets the fields of a frozen dataclass.
@@ -287,13 +295,13 @@ def _open_dataclass(tree: Any) -> _Opened:
 
 
 def _open_dict_subclass(tree: dict[Any, Any]) -> _Opened:
-    def rebuild(items: dict[Any, Any]) -> Any:
+    def rebuild(items: dict[Any, Tree]) -> Tree:
         return _copy_with(tree, operator.setitem, items, items.values())
 
     return _open_mapping(tree, rebuild)
 
 
-def _open_sequence(values: Sequence[Any], build: Callable[[list[Any]], Any]) -> _Opened:
+def _open_sequence(values: Sequence[Tree], build: Callable[[list[Any]], Tree]) -> _Opened:
     return "[{}]", range(len(values)), values, build
 
 
@@ -303,7 +311,7 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
     else:
         keys = sorted(tree, key=_sort_key)
 
-    def rebuild(values: list[Any]) -> Any:
+    def rebuild(values: list[Tree]) -> Tree:
         items = dict(tree)  # keeps the order of insertion
         items.update(zip(keys, values, strict=True))
         return build(items)
@@ -335,8 +343,8 @@ def _sort_key(key: Any) -> tuple[str, Any]:
 
 
 def _copy_with(
-    tree: Any, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Any]
-) -> Any:
+    tree: Tree, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Tree]
+) -> Tree:
     """Return a copy with other values. It keeps attributes that ``__init__`` does not take."""
     result = copy.copy(tree)
     for name, value in zip(names, values, strict=True):
@@ -391,7 +399,7 @@ def check_tensor(tensor: Tensor, structure: Structure, position: int) -> None:
     )
 
 
-def check_opaque(leaf: Any, structure: Structure, position: int) -> None:
+def check_opaque(leaf: Leaf, structure: Structure, position: int) -> None:
     """Check that a leaf which is neither a tensor nor a number does not look like data.
 
     Args:
@@ -428,7 +436,7 @@ def check_opaque(leaf: Any, structure: Structure, position: int) -> None:
     )
 
 
-def _holds_tensor(leaf: Any) -> bool:
+def _holds_tensor(leaf: Leaf) -> bool:
     """Return whether an attribute of an object is a tensor, or a collection with a tensor in it."""
     for value in getattr(leaf, "__dict__", {}).values():
         candidates = [value, *children(value).values()]

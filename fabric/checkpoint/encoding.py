@@ -29,7 +29,9 @@ __all__ = [
     "PLAIN_COLLECTIONS",
     "Chunk",
     "FlatState",
+    "Json",
     "KeyPath",
+    "PlainValue",
     "flatten_state",
     "from_json",
     "local_chunks",
@@ -39,8 +41,14 @@ __all__ = [
     "unsupported",
 ]
 
+Json = Any
+"""A value that JSON holds: None, a bool, a number, a string, or a list or dict of these."""
+
+PlainValue = Any
+"""A value of plain state, or one that is refused because it is not plain."""
+
 KeyPath = tuple[Any, ...]
-_Convert = Callable[[KeyPath, Any], Any]
+_Convert = Callable[[KeyPath, PlainValue], Json]
 
 PLAIN_COLLECTIONS = (list, tuple, set, dict, OrderedDict, Counter)
 _COLLECTIONS = {f"${kind.__name__}": kind for kind in PLAIN_COLLECTIONS}
@@ -87,7 +95,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
     flat = FlatState([], {}, {})
     first_names: dict[Any, str] = {}
 
-    def convert(path: KeyPath, item: Any) -> Any:
+    def convert(path: KeyPath, item: PlainValue) -> Json:
         is_tensor = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
         if not is_tensor or ... in path or not _is_dense(item):
             return _tensor_to_json(path, item)
@@ -105,7 +113,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
     return flat
 
 
-def _tensor_to_json(path: KeyPath, value: Any) -> dict[str, Any]:
+def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
     """Return a tensor as JSON, with its values. Refuse anything else."""
     if type(value) not in (Tensor, nn.Parameter):
         raise unsupported(path, value)
@@ -120,11 +128,11 @@ def _tensor_to_json(path: KeyPath, value: Any) -> dict[str, Any]:
 
 
 def to_json(
-    value: Any,
+    value: PlainValue,
     convert: _Convert = _tensor_to_json,
     path: KeyPath = (),
     enclosing: tuple[int, ...] = (),
-) -> Any:
+) -> Json:
     """Return a value as JSON. See ``[Note: JSON with type tags]``.
 
     Args:
@@ -156,7 +164,7 @@ def to_json(
     return {tag: items}
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: PlainValue) -> bool:
     """Return whether JSON restores the exact type and bits of a value."""
     kind = type(value)
     if kind is str:
@@ -167,17 +175,17 @@ def _is_json(value: Any) -> bool:
 
 
 def _dict_to_json(
-    value: dict[Any, Any],
+    value: dict[Any, PlainValue],
     tag: str,
     convert: _Convert,
     path: KeyPath,
     enclosing: tuple[int, ...],
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     pairs = []
     for key, item in value.items():
         json_key = to_json(key, convert, (*path, ..., key), enclosing)
         pairs.append([json_key, to_json(item, convert, (*path, key), enclosing)])
-    result: dict[str, Any] = {tag: pairs}
+    result: dict[str, Json] = {tag: pairs}
     attributes = getattr(value, "__dict__", None)
     if attributes:
         result["attributes"] = to_json(attributes, convert, (*path, ..., "__dict__"), enclosing)
@@ -185,8 +193,10 @@ def _dict_to_json(
 
 
 def from_json(
-    value: Any, read_tensor: Callable[[str, Any], Tensor] | None = None, present: Any = None
-) -> Any:
+    value: Json,
+    read_tensor: Callable[[str, Any], Tensor] | None = None,
+    present: PlainValue = None,
+) -> PlainValue:
     """Return the value that :func:`to_json` or :func:`flatten_state` wrote. Runs no code from it.
 
     Args:
@@ -277,7 +287,7 @@ def memory_key(tensor: Any) -> Any:
     )
 
 
-def unsupported(path: KeyPath, value: Any) -> ArgumentTypeError:
+def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     """Return the error for a value that is not plain."""
     kind = type(value)
     written = "state"
@@ -302,8 +312,8 @@ def unsupported(path: KeyPath, value: Any) -> ArgumentTypeError:
 class _ScalarFormat(NamedTuple):
     """How a value of one type is written under its tag, and read back."""
 
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
+    write: Callable[[Any], Json]
+    read: Callable[[Json], Any]
 
 
 def _write_float(value: float) -> str:
@@ -315,11 +325,11 @@ def _read_float(text: str) -> float:
     return value
 
 
-def _write_complex(value: complex) -> list[Any]:
+def _write_complex(value: complex) -> Json:
     return to_json([value.real, value.imag])
 
 
-def _read_complex(content: Any) -> complex:
+def _read_complex(content: Json) -> complex:
     real, imaginary = from_json(content)
     return complex(real, imaginary)
 
@@ -332,14 +342,14 @@ def _read_str(text: str) -> str:
     return bytes.fromhex(text).decode("utf-8", "surrogatepass")
 
 
-def _read_values(content: Any) -> Tensor:
+def _read_values(content: Json) -> Tensor:
     dtype, shape, values = from_json(content)
     if not values:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
 
 
-def _read_sparse(content: Any) -> Tensor:
+def _read_sparse(content: Json) -> Tensor:
     layout, shape, components = from_json(content)
     with torch.sparse.check_sparse_tensor_invariants():
         if layout is torch.sparse_coo:

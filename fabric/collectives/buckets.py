@@ -28,7 +28,7 @@ from torch import Tensor
 from fabric._torch import own_versions
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
-from fabric.tree import Structure, check_opaque, check_tensor, leaf_paths, outline
+from fabric.tree import Leaf, Structure, check_opaque, check_tensor, leaf_paths, outline
 
 __all__ = [
     "MEAN_WIRE_DTYPES",
@@ -124,7 +124,7 @@ class Bucket:
         # Also for a single section, torch.cat makes a copy and carries out a pending conjugation.
         return torch.cat(sections, dim=-1).to(dtype)
 
-    def unpack(self, buffer: Tensor, leaves: list[Any], ranks: int | None = None) -> None:
+    def unpack(self, buffer: Tensor, leaves: list[Leaf], ranks: int | None = None) -> None:
         """Put the results in a buffer at the positions of their leaves.
 
         Args:
@@ -170,7 +170,7 @@ class Bucket:
             return torch.tensor(numbers, dtype=self.dtype)
         return torch.frombuffer(array(array_code, numbers), dtype=self.dtype)
 
-    def _unpack_stacked(self, buffer: Tensor, leaves: list[Any], ranks: int | None) -> None:
+    def _unpack_stacked(self, buffer: Tensor, leaves: list[Leaf], ranks: int | None) -> None:
         values = buffer.to(self.tensors[0].device, self.dtype)
         if ranks is not None:
             values = values.t().contiguous()
@@ -199,7 +199,7 @@ class Bucket:
         # Integers that were summed: the totals are followed by the totals of the upper halves.
         return list(map(_exact_sum, numbers[:count], numbers[count:]))
 
-    def _place_numbers(self, numbers: list[Any], leaves: list[Any]) -> None:
+    def _place_numbers(self, numbers: list[Any], leaves: list[Leaf]) -> None:
         if len(numbers) == len(leaves):
             leaves[:] = numbers
             return
@@ -208,7 +208,7 @@ class Bucket:
 
 
 def pack(
-    leaves: list[Any], structure: Structure, numbers: bool = True, opaque: bool = False
+    leaves: list[Leaf], structure: Structure, numbers: bool = True, opaque: bool = False
 ) -> list[Bucket]:
     """Sort leaves into one bucket for each dtype, in the order in which the dtypes first occur.
 
@@ -253,7 +253,9 @@ def pack(
     return list(buckets.values())
 
 
-def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: str) -> list[Bucket]:
+def pack_chunks(
+    leaves: list[Leaf], structure: Structure, size: int, operation: str
+) -> list[Bucket]:
     """Sort tensors that have a chunk for each rank into buckets, as :func:`pack` does.
 
     See ``[Note: Chunks]``.
@@ -289,7 +291,7 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
 
 def describe(
     structure: Structure,
-    leaves: list[Any],
+    leaves: list[Leaf],
     buckets: list[Bucket],
     grads: bool = False,
     ragged: bool = False,
@@ -314,7 +316,7 @@ def describe(
     return names or kinds
 
 
-def _describe_leaves(leaves: list[Any], buckets: list[Bucket], grads: bool, ragged: bool) -> str:
+def _describe_leaves(leaves: list[Leaf], buckets: list[Bucket], grads: bool, ragged: bool) -> str:
     """Return the dtypes and shapes of the leaves, with a count for equal leaves that follow."""
     if len(buckets) == 1:
         # Collections of a thousand metrics are described in few steps.
@@ -346,7 +348,7 @@ def _describe_tensor(tensor: Tensor, grads: bool, ragged: bool) -> str:
     return text
 
 
-def _as_number(leaf: Any) -> _Number | None:
+def _as_number(leaf: Leaf) -> _Number | None:
     """Return a leaf as a Python number, or None if it is not a number."""
     dtype = _NUMBER_DTYPES.get(type(leaf))
     if dtype is not None:

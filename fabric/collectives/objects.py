@@ -26,7 +26,7 @@ from fabric.communicators.base import (
 )
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
-from fabric.tree import PLAIN_TENSOR_TYPES, check_tensor, flatten, unflatten
+from fabric.tree import PLAIN_TENSOR_TYPES, Leaf, Tree, check_tensor, flatten, unflatten
 
 __all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 
@@ -60,7 +60,7 @@ class TensorMeta:
             requires_grad=self.requires_grad,
         )
 
-    def describes(self, leaf: Any) -> bool:
+    def describes(self, leaf: Leaf) -> bool:
         """Return whether ``leaf`` is a dense tensor with these properties."""
         if not isinstance(leaf, Tensor) or type(leaf) not in PLAIN_TENSOR_TYPES:
             return False
@@ -99,8 +99,8 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
 
 
 def gather(
-    communicator: Communicator, tree: Any, dst: int, device: torch.device
-) -> list[Any] | None:
+    communicator: Communicator, tree: Tree, dst: int, device: torch.device
+) -> list[Tree] | None:
     """Return the objects of all ranks on rank ``dst``, else None; see :meth:`fabric.Fabric.gather`.
 
     Tensors arrive on ``device``, the device of this process, or on the CPU.
@@ -122,7 +122,7 @@ def gather(
     return [_unpack(row, device, rank) for rank, row in enumerate(rows)]
 
 
-def send(communicator: Communicator, tree: Any, dst: int) -> None:
+def send(communicator: Communicator, tree: Tree, dst: int) -> None:
     """Send an object to rank ``dst``; see :meth:`fabric.Fabric.send`.
 
     Returns when the message is on its way, at the latest when the message has arrived.
@@ -134,7 +134,7 @@ def send(communicator: Communicator, tree: Any, dst: int) -> None:
         raise error
 
 
-def recv(communicator: Communicator, src: int, device: torch.device) -> Any:
+def recv(communicator: Communicator, src: int, device: torch.device) -> Tree:
     """Return the object that rank ``src`` sends; see :meth:`fabric.Fabric.recv`.
 
     Tensors arrive on ``device``, the device of this process, or on the CPU.
@@ -146,7 +146,7 @@ def recv(communicator: Communicator, src: int, device: torch.device) -> Any:
     return _unpack(message, device, src)
 
 
-def _pack_or_error(tree: Any, device: torch.device) -> _Packed:
+def _pack_or_error(tree: Tree, device: torch.device) -> _Packed:
     """Return the message of a collection, or of the error if the collection cannot be sent."""
     try:
         return _Packed(_pack(tree, device))
@@ -155,7 +155,7 @@ def _pack_or_error(tree: Any, device: torch.device) -> _Packed:
         return _Packed(_pack(None, device, error), error)
 
 
-def _pack(tree: Any, device: torch.device, error: FabricError | None = None) -> Tensor:
+def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) -> Tensor:
     """Return a message on ``device``: a one-dimensional tensor of bytes; see ``[Note: Messages]``."""
     leaves, structure = flatten(tree)
     tensors: list[Tensor] = []
@@ -177,7 +177,7 @@ def _pack(tree: Any, device: torch.device, error: FabricError | None = None) -> 
     return torch.cat(sections)
 
 
-def _unpack(message: Tensor, device: torch.device, src: int) -> Any:
+def _unpack(message: Tensor, device: torch.device, src: int) -> Tree:
     """Return the object in a message from rank ``src``, or raise the error in its place."""
     pickle_length = int.from_bytes(to_bytes(message[:_PREFIX_BYTES]), "little")
     end = _PREFIX_BYTES + pickle_length

@@ -25,7 +25,7 @@ from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.communicators.base import BITWISE, ORDERED, CallDescription, as_fabric_error
 from fabric.errors import ConfigurationError
-from fabric.tree import Structure, flatten, leaf_paths, unflatten
+from fabric.tree import Leaf, Structure, Tree, flatten, leaf_paths, unflatten
 
 __all__ = [
     "all_gather",
@@ -42,7 +42,7 @@ class _BufferedBucket(NamedTuple):
     buffer: Tensor
 
 
-def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bool = True) -> Any:
+def all_reduce(communicator: Communicator, tree: Tree, op: Reduce, *, numbers: bool = True) -> Tree:
     """Reduce a collection over the ranks; see :meth:`fabric.Fabric.all_reduce`.
 
     Python numbers are reduced, too, unless ``numbers`` is False.
@@ -50,17 +50,17 @@ def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bo
     return _exchange(communicator, Operation.ALL_REDUCE, tree, op, numbers=numbers)
 
 
-def reduce_scatter(communicator: Communicator, tree: Any, op: Reduce) -> Any:
+def reduce_scatter(communicator: Communicator, tree: Tree, op: Reduce) -> Tree:
     """Reduce chunks over the ranks, and return this rank's; see :meth:`fabric.Fabric.reduce_scatter`."""
     return _exchange(communicator, Operation.REDUCE_SCATTER, tree, op)
 
 
-def all_to_all(communicator: Communicator, tree: Any) -> Any:
+def all_to_all(communicator: Communicator, tree: Tree) -> Tree:
     """Send a chunk to each rank, and return the received chunks; see :meth:`fabric.Fabric.all_to_all`."""
     return _exchange(communicator, Operation.ALL_TO_ALL, tree)
 
 
-def all_gather(communicator: Communicator, tree: Any, *, sync_grads: bool = False) -> Any:
+def all_gather(communicator: Communicator, tree: Tree, *, sync_grads: bool = False) -> Tree:
     """Gather the collections of all ranks; see :meth:`fabric.Fabric.all_gather`.
 
     Tensors of shape ``s`` become tensors of shape ``(size, *s)``, and numbers become lists.
@@ -68,7 +68,7 @@ def all_gather(communicator: Communicator, tree: Any, *, sync_grads: bool = Fals
     return _exchange(communicator, Operation.ALL_GATHER, tree, sync_grads=sync_grads)
 
 
-def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.device) -> Any:
+def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.device) -> Tree:
     """Return the object of rank ``src`` on every rank; see :meth:`fabric.Fabric.broadcast`.
 
     Args:
@@ -103,8 +103,8 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
 
 
 def all_gather_ragged(
-    communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False
-) -> Any:
+    communicator: Communicator, tree: Tree, *, sync_grads: bool = False, concat: bool = False
+) -> Tree:
     """Gather collections whose first dimensions differ between ranks.
 
     See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. This costs an exchange of the
@@ -137,7 +137,7 @@ def all_gather_ragged(
 
 
 def _gather_lengths(
-    communicator: Communicator, leaves: list[Any], call: CallDescription
+    communicator: Communicator, leaves: list[Leaf], call: CallDescription
 ) -> dict[int, list[int]]:
     """Return the lengths on all ranks of each leaf with a first dimension, by its position."""
     positions = []
@@ -172,13 +172,13 @@ def _cut_rows(rows: Tensor, lengths: list[int] | None, concat: bool) -> Tensor |
 def _exchange(
     communicator: Communicator,
     operation: Operation,
-    tree: Any,
+    tree: Tree,
     op: Reduce | None = None,
     *,
     numbers: bool = True,
     sync_grads: bool = True,
     is_signed: bool = True,
-) -> Any:
+) -> Tree:
     """Make one collective for each dtype of a collection, whose structure is equal on all ranks.
 
     Args:
@@ -232,7 +232,7 @@ def _run(
     communicator: Communicator,
     template: Collective,
     buffered: list[_BufferedBucket],
-    leaves: list[Any],
+    leaves: list[Leaf],
     detach: bool = False,
 ) -> None:
     """Make one collective for each bucket, and put the results at the positions of the leaves.
@@ -278,7 +278,7 @@ def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Ite
         raise
 
 
-def _describe_tensors(leaves: list[Any]) -> list[Any]:
+def _describe_tensors(leaves: list[Leaf]) -> list[Leaf]:
     """Return the leaves with a :class:`TensorMeta` in place of each tensor."""
     described = []
     for leaf in leaves:
@@ -288,7 +288,7 @@ def _describe_tensors(leaves: list[Any]) -> list[Any]:
     return described
 
 
-def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
+def _allocate(leaves: list[Leaf], passed: Tree, device: torch.device) -> None:
     """Replace each :class:`TensorMeta` by a tensor to receive into.
 
     A tensor that this rank passed is used if a gradient has to reach it.

@@ -43,7 +43,7 @@ from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.standalone import Group, Strategy
-from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
+from fabric.tree import Leaf, Structure, Tree, flatten, leaf_paths, map_tensors, unflatten
 
 __all__ = [
     "CopiedDataParallel",
@@ -52,7 +52,7 @@ __all__ = [
     "ThreadedDataParallel",
 ]
 
-_ContextFactory = Callable[[], AbstractContextManager[Any]]
+_ContextFactory = Callable[[], AbstractContextManager[object]]
 
 
 class SingleDeviceStrategy(Strategy):
@@ -166,7 +166,7 @@ class DataParallelStrategy(ParallelStrategy):
         return prepared
 
     @override
-    def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, collection: Tree, group: Group = None, reduce_op: Any = "mean") -> Tree:
         """Reduce every tensor of a collection that was gathered from the replicas.
 
         Not a collective: there is one process. ``Fabric.all_reduce`` reduces over processes, and
@@ -293,10 +293,10 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         return results
 
     @override
-    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+    def gather(self, outputs: Sequence[Tree], output_device: Any) -> Tree:
         """Join the outputs of the replicas, collections leaf by leaf."""
-        leaves_by_replica: list[list[Any]] = []
-        structures: list[Any] = []
+        leaves_by_replica: list[list[Leaf]] = []
+        structures: list[Structure] = []
         paths_by_replica: list[list[str]] = []
         for output in outputs:
             leaves, structure = flatten(output)
@@ -305,7 +305,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             paths_by_replica.append(leaf_paths(structure, "output"))
         # Equal paths mean equal structures. Raises an error if they differ.
         paths = _join("output", paths_by_replica)
-        joined: list[Any] = []
+        joined: list[Leaf] = []
         for path, values in zip(paths, zip(*leaves_by_replica, strict=True), strict=True):
             joined.append(_join(path, values))
         return unflatten(structures[0], joined)
@@ -396,7 +396,7 @@ def _as_caller(device_type: str, forward_context: _ContextFactory) -> Callable[.
     return call
 
 
-def _batch_size(call: Any) -> int:
+def _batch_size(call: Tree) -> int:
     """Return the size of the tensors in a collection along dim 0, or 0 if there are none.
 
     Raises:
@@ -470,7 +470,7 @@ def _rebind_methods(original: nn.Module, replica: nn.Module) -> None:
             vars(replica)[name] = MethodType(value.__func__, replica)
 
 
-def _join(path: str, values: Sequence[Any]) -> Any:
+def _join(path: str, values: Sequence[Leaf]) -> Leaf:
     """Return one leaf of the output, joined from the leaves of the replicas."""
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):

@@ -228,7 +228,7 @@ class DDPStrategy(ParallelStrategy):
     @override
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         if not enabled or not _has_trainable_parameters(module):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
@@ -256,7 +256,7 @@ class DDPStrategy(ParallelStrategy):
     @override
     def _join(
         self, modules: Sequence[nn.Module], divide_by_all: bool
-    ) -> AbstractContextManager[Any] | None:
+    ) -> AbstractContextManager[object] | None:
         wrappers: list[DistributedDataParallel] = []
         for module in modules:
             if isinstance(module, DistributedDataParallel):

@@ -547,7 +547,7 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         forward = self._forwards.get(id(uncompiled(module)))
         if forward is None:
             refuse_unprepared(self, module)
