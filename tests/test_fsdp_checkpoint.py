@@ -13,7 +13,7 @@ from fabric.errors import CheckpointError
 from fabric.strategies import FSDPStrategy
 from tests.loops import Transformer, batches, make_model, plain_loop
 from tests.ranks import SharedRanks, outcome
-from tests.test_fsdp import in_ranks, whole
+from tests.test_fsdp import full_parameters, in_ranks
 from tests.test_fsdp_models import Buffers
 
 pytestmark = pytest.mark.timeout(90)
@@ -25,7 +25,7 @@ def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
     state = copy.deepcopy(fabric.strategy.get_module_state_dict(model._fabric_prepared))
     changed = {name: value + 1 for name, value in state.items()}
     fabric.strategy.load_module_state_dict(model._fabric_prepared, changed)
-    return state, whole(model)
+    return state, full_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def save(fabric: Fabric, path: Path) -> list[Tensor]:
     with torch.no_grad():
         model(torch.ones(1, 5, 4))
     fabric.save(path, {"model": model, "step": 3})
-    return [value.clone() for value in whole(model)]
+    return [value.clone() for value in full_parameters(model)]
 
 
 def load(fabric: Fabric, path: Path) -> tuple[list[Tensor], int]:
     model = fabric.setup(Transformer())
     state = {"model": model, "step": 0}
     fabric.load(path, state)
-    return whole(model), state["step"]
+    return full_parameters(model), state["step"]
 
 
 SINGLE = {"strategy": "single_device", "devices": 1}
@@ -86,9 +86,9 @@ def test_a_module_goes_from_any_strategy_to_any(
 
 def load_another(fabric: Fabric, path: Path) -> tuple[str, bool]:
     model = fabric.setup(Buffers())
-    before = whole(model)
+    before = full_parameters(model)
     text = outcome(lambda: fabric.load(path, {"model": model}))
-    return text, all(map(torch.equal, before, whole(model)))
+    return text, all(map(torch.equal, before, full_parameters(model)))
 
 
 def test_the_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def continued(fabric: Fabric, path: Path, load: bool) -> list[Tensor]:
         optimizer.zero_grad()
     if not load:
         fabric.save(path, state)
-    return [value.clone() for value in whole(model)]
+    return [value.clone() for value in full_parameters(model)]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""A model built in init_module() under FSDP: each rank gets its shards of the whole build's values, and no more."""
+"""A model built in init_module() under FSDP has the values of a plain build in its shards."""
 
 import copy
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def draw(module: nn.Module) -> None:
 
 
 class Wide(nn.Module):
-    """Most of it is large enough for files: tied weights, deep copies, a table that no checkpoint holds, an LSTM."""
+    """Large tensors: tied weights, deep copies, a table that no checkpoint holds, an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,10 +63,10 @@ def mixed_dtypes() -> nn.Module:
     return model
 
 
-def plain(
+def build_plainly(
     build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Values and the generator's state after a whole build on the CPU in this dtype."""
+    """Return the values and the generator's state after a plain build on the CPU in the dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.manual_seed(7)
@@ -80,28 +81,42 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(tensor.detach()).clone() for name, tensor in named}
 
 
-def built(
-    fabric: Fabric, build: Callable[[], nn.Module], source: str
-) -> tuple[dict[str, Tensor], Tensor, bool]:
-    """The values after setup, the generator's state after the build, and whether memory is where it should be."""
+class Build(NamedTuple):
+    values: dict[str, Tensor]
+    """The values after setup."""
+
+    generator_state: Tensor
+    """The state of the generator after the build, before setup."""
+
+
+def requires_grad(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+def build_and_set_up(fabric: Fabric, build: Callable[[], nn.Module], source: str) -> Build:
+    """Build a module and set it up; check where its memory is."""
     gc.collect()
-    before = set(mapped_files())
+    files_before = set(mapped_files())
     torch.manual_seed(7)
     with fabric.init_module(source=source):
         module = build()
     state = torch.get_rng_state()
-    elsewhere = source == "rank0" and fabric.global_rank > 0
-    large = [parameter for parameter in module.parameters() if parameter.nbytes >= 2**16]
-    right = all(parameter.is_meta if elsewhere else in_a_file(parameter) for parameter in large)
-    flags = [parameter.requires_grad for parameter in module.parameters()]
+    for parameter in module.parameters():
+        is_large = parameter.nbytes >= 2**16
+        if is_large and source == "rank0" and fabric.global_rank > 0:
+            assert parameter.is_meta
+        elif is_large:
+            assert in_a_file(parameter)
+    del parameter  # it would keep a file mapped
+    expected = requires_grad(module)
     model = fabric.setup(module)
-    right &= flags == [parameter.requires_grad for parameter in model.parameters()]
-    large.clear()
-    # A thread of gloo may hold what it has sent a little longer.
+    assert requires_grad(model) == expected
+    # A thread of gloo may hold a sent tensor a little longer.
     deadline = time.monotonic() + 10
-    while not set(mapped_files()) <= before and time.monotonic() < deadline:
+    while not set(mapped_files()) <= files_before:
+        assert time.monotonic() < deadline, "files of the build are still mapped"
         gc.collect()
-    return values_of(model), state, right and set(mapped_files()) <= before
+    return Build(values_of(model), state)
 
 
 @pytest.mark.parametrize("source", ["every_rank", "rank0"])
@@ -110,12 +125,11 @@ def built(
 def test_the_values_and_the_generator_are_those_of_the_whole_build(
     build: Callable[[], nn.Module], ranks: int, source: str
 ) -> None:
-    expected, expected_state = plain(build)
-    for values, state, right in in_ranks(built, build, source, ranks=ranks):
+    expected, expected_state = build_plainly(build)
+    for values, state in in_ranks(build_and_set_up, build, source, ranks=ranks):
         assert list(values) == list(expected)
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
         assert torch.equal(state, expected_state)
-        assert right
 
 
 @pytest.mark.parametrize(
@@ -126,11 +140,11 @@ def test_the_values_and_the_generator_are_those_of_the_whole_build(
         (mixed_dtypes, "bf16-true", torch.bfloat16),
     ],
 )
-def test_what_has_another_dtype_is_converted(
+def test_tensors_of_another_dtype_are_converted(
     build: Callable[[], nn.Module], precision: str, dtype: torch.dtype
 ) -> None:
-    expected, expected_state = plain(build, dtype)
-    for values, state, _ in in_ranks(built, build, "every_rank", precision=precision):
+    expected, expected_state = build_plainly(build, dtype)
+    for values, state in in_ranks(build_and_set_up, build, "every_rank", precision=precision):
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
         assert torch.equal(state, expected_state)
 
@@ -144,54 +158,66 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_values_do_not_depend_on_how_they_are_spread(options: dict[str, Any]) -> None:
-    build = Buffers if "auto_wrap_policy" in options else Wide
-    expected, _ = plain(build)
-    for values, _, _ in in_ranks(built, build, "rank0", **options):
+def test_the_values_do_not_depend_on_the_sharding(options: dict[str, Any]) -> None:
+    build = Wide
+    if "auto_wrap_policy" in options:
+        build = Buffers  # Wide ties weights of several layers
+    expected, _ = build_plainly(build)
+    for values, _ in in_ranks(build_and_set_up, build, "rank0", **options):
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
-def ties(fabric: Fabric, source: str) -> list[bool]:
+def build_with_ties(fabric: Fabric, source: str) -> bool:
     with fabric.init_module(source=source):
         module = Tied()
-        module.register_buffer("one", torch.rand(130, 130))
-        module.first.register_buffer("other", module.one)
-        module.large = weight = nn.Parameter(torch.rand(130, 130))
-        module.first.large = weight
+        module.register_buffer("table", torch.rand(130, 130))
+        module.first.register_buffer("table", module.table)
+        module.large = nn.Parameter(torch.rand(130, 130))
+        module.first.large = module.large
     module.last.bias = module.first.bias
     model = fabric.setup(module)
 
-    def tied() -> list[bool]:
-        return [
-            model.last.weight is model.first.weight,
-            model.last.bias is model.first.bias,
-            model.one is model.first.other,
-            model.large is model.first.large,
-        ]
+    def check_ties() -> None:
+        assert model.last.weight is model.first.weight
+        assert model.last.bias is model.first.bias
+        assert model.table is model.first.table
+        assert model.large is model.first.large
 
-    before = tied()
+    check_ties()
     fabric.backward(model(torch.ones(2, 5, 8)).sum())
-    return [*before, *tied()]
+    check_ties()
+    return True
 
 
 @pytest.mark.parametrize("source", ["every_rank", "rank0"])
-def test_ties_are_kept_also_those_made_after_the_build(source: str) -> None:
-    assert in_ranks(ties, source) == [[True] * 8] * 2
+def test_ties_of_the_build_and_after_it_stay(source: str) -> None:
+    assert in_ranks(build_with_ties, source) == [True, True]
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, fabric: Fabric | None = None
-) -> dict[str, Tensor]:
-    """Three steps in float64, on this rank's share of the batch, and what they lead to."""
-    rank, size = (fabric.global_rank, fabric.world_size) if fabric else (0, 1)
+def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        x = torch.randn(6, 5, 8, generator=generator, dtype=torch.float64)
-        loss = model(x[rank::size]).pow(2).mean()
-        fabric.backward(loss) if fabric else loss.backward()
+    return [torch.randn(6, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def train_in_one_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Take three steps in float64 and return the values of the model."""
+    for x in batches():
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+def train_in_ranks(
+    fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Take three steps on this rank's share of the batches and return the values of the model."""
+    for x in batches():
+        share = x[fabric.global_rank :: fabric.world_size]
+        fabric.backward(model(share).pow(2).mean())
         optimizer.step()
         optimizer.zero_grad()
     return values_of(model)
@@ -201,12 +227,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
 
 
-def trained(fabric: Fabric, build: Callable[[], nn.Module], source: str) -> dict[str, Tensor]:
+def build_and_train(
+    fabric: Fabric, build: Callable[[], nn.Module], source: str
+) -> dict[str, Tensor]:
     torch.manual_seed(7)
     with fabric.init_module(source=source):
         module = build()
     model, optimizer = fabric.setup(module, adamw(module))
-    return steps(model, optimizer, fabric)
+    return train_in_ranks(fabric, model, optimizer)
 
 
 @pytest.mark.parametrize(("ranks", "source"), [(2, "rank0"), (3, "every_rank")])
@@ -218,22 +246,23 @@ def test_training_gives_the_numbers_of_one_process(
     torch.manual_seed(7)
     model = build()
     torch.set_default_dtype(torch.float32)
-    expected = steps(model, adamw(model))
-    for values in in_ranks(trained, build, source, ranks=ranks, precision="64-true"):
+    expected = train_in_one_process(model, adamw(model))
+    for values in in_ranks(build_and_train, build, source, ranks=ranks, precision="64-true"):
         torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-9)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
-def filled(fabric: Fabric, path: Path) -> dict[str, Tensor]:
+def load_into_an_empty_model(fabric: Fabric, path: Path) -> dict[str, Tensor]:
     torch.manual_seed(fabric.global_rank)
     with fabric.init_module(empty_init=True):
         module = Wide()
-    assert (module.head.weight.is_meta, module.table.is_meta) == (True, False)
+    assert module.head.weight.is_meta
+    assert not module.table.is_meta
     model, optimizer = fabric.setup(module, adamw(module))
     fabric.load(path, {"model": model, "optimizer": optimizer})
-    return steps(model, optimizer, fabric)
+    return train_in_ranks(fabric, model, optimizer)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -243,62 +272,75 @@ def test_a_checkpoint_fills_an_empty_model(ranks: int, tmp_path: Path) -> None:
         with fabric.init_module():
             module = Wide()
         model, optimizer = fabric.setup(module, adamw(module))
-        steps(model, optimizer, fabric)
+        train_in_ranks(fabric, model, optimizer)
         fabric.save(path, {"model": model, "optimizer": optimizer})
-        expected = steps(model, optimizer, fabric)
-    for values in in_ranks(filled, path, ranks=ranks, precision="64-true"):
+        expected = train_in_ranks(fabric, model, optimizer)
+    for values in in_ranks(load_into_an_empty_model, path, ranks=ranks, precision="64-true"):
         torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-9)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
-def refusals(fabric: Fabric) -> dict[str, str]:
-    def on_meta() -> None:
-        with torch.device("meta"):
-            fabric.setup(Transformer())
+def on_meta(fabric: Fabric) -> None:
+    with torch.device("meta"):
+        fabric.setup(Transformer())
 
-    def partly_on_meta() -> None:
-        with fabric.init_module():
-            model = Transformer()
-        model.head.bias = nn.Parameter(torch.empty(1, device="meta"))
-        fabric.setup(model)
 
-    def unknown_source() -> None:
-        fabric.init_module(source="rank1")
+def partly_on_meta(fabric: Fabric) -> None:
+    with fabric.init_module():
+        model = Transformer()
+    model.head.bias = nn.Parameter(torch.empty(1, device="meta"))
+    fabric.setup(model)
 
-    def lazy() -> None:
-        with fabric.init_module():
-            model = nn.Sequential(nn.LazyLinear(3))
-        fabric.setup(model)
 
-    def another_model() -> None:
-        fabric.setup(nn.Linear(2, 2 + fabric.global_rank))
+def unknown_source(fabric: Fabric) -> None:
+    fabric.init_module(source="rank1")
 
-    def another_tie() -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        if fabric.global_rank:
-            model[0].weight = model[1].weight
-        fabric.setup(model)
 
-    def empty_on_one_rank() -> None:
-        with fabric.init_module(empty_init=fabric.global_rank > 0):
-            model = nn.Linear(200, 200)
-        fabric.setup(model)
+def lazy(fabric: Fabric) -> None:
+    with fabric.init_module():
+        model = nn.Sequential(nn.LazyLinear(3))
+    fabric.setup(model)
 
-    def on_rank_1_alone() -> None:
-        fabric.setup(nn.LazyLinear(3) if fabric.global_rank else nn.Linear(3, 3))
 
-    def untouched() -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-        outcome(lambda: fabric.setup(model))
-        assert model[0].weight.dtype is torch.float32
+def another_model(fabric: Fabric) -> None:
+    fabric.setup(nn.Linear(2, 2 + fabric.global_rank))
 
-    def read_on_another_rank() -> None:
-        with fabric.init_module(source="rank0"):
-            assert nn.Linear(200, 200).weight.norm().item() > 0
 
-    cases = (
+def another_tie(fabric: Fabric) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if fabric.global_rank:
+        model[0].weight = model[1].weight
+    fabric.setup(model)
+
+
+def empty_on_one_rank(fabric: Fabric) -> None:
+    with fabric.init_module(empty_init=fabric.global_rank > 0):
+        model = nn.Linear(200, 200)
+    fabric.setup(model)
+
+
+def lazy_on_one_rank(fabric: Fabric) -> None:
+    model = nn.Linear(3, 3)
+    if fabric.global_rank > 0:
+        model = nn.LazyLinear(3)
+    fabric.setup(model)
+
+
+def untouched(fabric: Fabric) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    outcome(lambda: fabric.setup(model))
+    assert model[0].weight.dtype is torch.float32
+
+
+def read_on_another_rank(fabric: Fabric) -> None:
+    with fabric.init_module(source="rank0"):
+        assert nn.Linear(200, 200).weight.norm().item() > 0
+
+
+def set_up_in_wrong_ways(fabric: Fabric) -> dict[str, str]:
+    cases = [
         on_meta,
         partly_on_meta,
         unknown_source,
@@ -306,49 +348,48 @@ def refusals(fabric: Fabric) -> dict[str, str]:
         another_model,
         another_tie,
         empty_on_one_rank,
-    )
-    cases += (on_rank_1_alone, untouched)
-    # Rank 0 waits in a collective for the ranks that raise here.
-    cases += (read_on_another_rank,) if fabric.global_rank == fabric.world_size - 1 else ()
-    return {case.__name__: outcome(case) for case in cases}
+        lazy_on_one_rank,
+        untouched,
+    ]
+    if fabric.global_rank == fabric.world_size - 1:
+        # Rank 0 would wait in a collective for the ranks that raise in this case.
+        cases.append(read_on_another_rank)
+    return {case.__name__: outcome(partial(case, fabric)) for case in cases}
 
 
-def test_what_cannot_be_set_up_is_refused_on_all_ranks_before_anything_changes() -> None:
-    for rank, results in enumerate(in_ranks(refusals, precision="64-true")):
+def test_modules_that_fit_no_setup_are_refused_on_all_ranks_before_anything_changes() -> None:
+    for rank, results in enumerate(in_ranks(set_up_in_wrong_ways, precision="64-true")):
         assert results.pop("untouched") == "fine"
-        if rank:
+        if rank == 1:
             assert 'with source="rank0"' in results.pop("read_on_another_rank").lower()
-        assert all(
-            text.startswith(("UsageError", "ConfigurationError")) for text in results.values()
-        ), results
+        for text in results.values():
+            assert text.startswith(("UsageError", "ConfigurationError"))
         assert "blocks.1.mlp.2.bias" in results["on_meta"]
         assert "head.bias" in results["partly_on_meta"]
         assert "embedding.weight" not in results["partly_on_meta"]
         assert "init_module()" in results["on_meta"]
         assert "0.weight, 0.bias" in results["lazy"]
-        assert all(
-            "another model" in results[case]
-            for case in ("another_model", "another_tie", "empty_on_one_rank")
-        )
+        for case in ("another_model", "another_tie", "empty_on_one_rank"):
+            assert "another model" in results[case]
         assert f"on rank {rank}" in results["another_model"]
-        assert "LazyLinear" in results["on_rank_1_alone"]
+        assert "LazyLinear" in results["lazy_on_one_rank"]
 
 
-def differing(fabric: Fabric) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Parts that differ over ranks; the tensors of other ranks may be on meta; other parts are real."""
+def build_with_other_values_on_each_rank(fabric: Fabric) -> dict[str, Tensor]:
+    """Build a model whose values differ over ranks, partly on the meta device on rank 1."""
     torch.manual_seed(fabric.global_rank)
     state = torch.get_rng_state()
     with fabric.init_module(source="rank0"):
         pass
-    kept = torch.get_rng_state().equal(state)
+    assert torch.equal(torch.get_rng_state(), state)
     with fabric.init_module():
         module = Transformer()
         nn.init.constant_(module.head.weight, fabric.global_rank)
-    with torch.device("meta" if fabric.global_rank else "cpu"):
-        module.embedding = nn.Linear(4, 8)
-    model = fabric.setup(module)
-    assert kept
-    return values_of(model)
+    device = "cpu"
+    if fabric.global_rank > 0:
+        device = "meta"
+    module.embedding = nn.Linear(4, 8, device=device)
+    return values_of(fabric.setup(module))
 
 
 def test_every_rank_has_the_values_of_rank_0() -> None:
@@ -356,28 +397,30 @@ def test_every_rank_has_the_values_of_rank_0() -> None:
     expected = Transformer()
     nn.init.constant_(expected.head.weight, 0)
     expected.embedding = nn.Linear(4, 8)
-    for values in in_ranks(differing):
+    for values in in_ranks(build_with_other_values_on_each_rank):
         torch.testing.assert_close(values, values_of(expected), rtol=0, atol=0)
 
 
-def two_models(fabric: Fabric) -> list[dict[str, Tensor]]:
+def build_two_models(fabric: Fabric) -> list[dict[str, Tensor]]:
     torch.manual_seed(7)
     with fabric.init_module():
         first = Transformer()
         second = Wide()
     torch.randn(3)
-    return [values_of(fabric.setup(model)) for model in (second, first)]
+    second_values = values_of(fabric.setup(second))
+    first_values = values_of(fabric.setup(first))
+    return [first_values, second_values]
 
 
 def test_models_of_one_context_are_set_up_in_any_order() -> None:
     torch.manual_seed(7)
     first = values_of(Transformer())
     second = values_of(Wide())
-    for actual in in_ranks(two_models):
-        torch.testing.assert_close(actual, [second, first], rtol=0, atol=0)
+    for actual in in_ranks(build_two_models):
+        torch.testing.assert_close(actual, [first, second], rtol=0, atol=0)
 
 
-def failing_on_rank_0(fabric: Fabric) -> list[str]:
+def fail_on_rank_0(fabric: Fabric) -> list[str]:
     def build() -> None:
         with fabric.init_module(source="rank0"):
             module = Tied()
@@ -388,8 +431,8 @@ def failing_on_rank_0(fabric: Fabric) -> list[str]:
     return [outcome(build), outcome(lambda: fabric.setup(Tied()))]
 
 
-def test_a_build_that_fails_on_rank_0_fails_on_all_ranks_and_nobody_waits() -> None:
-    first, second = in_ranks(failing_on_rank_0)
+def test_a_build_that_fails_on_rank_0_fails_on_all_ranks() -> None:
+    first, second = in_ranks(fail_on_rank_0)
     assert first[0].startswith("KeyError")
     assert first[1] == "fine"
     assert "rank 0 failed" in second[0]
@@ -397,7 +440,7 @@ def test_a_build_that_fails_on_rank_0_fails_on_all_ranks_and_nobody_waits() -> N
 
 
 class FromNumpy(Tied):
-    """Filled from what torch does not see, and shaped by what was drawn."""
+    """Values that numpy has drawn, which torch does not see, and a shape that depends on a draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,15 +456,15 @@ class FromNumpy(Tied):
 
 @pytest.mark.parametrize("source", ["every_rank", "rank0"])
 def test_values_from_numpy_arrive(source: str) -> None:
-    expected, expected_state = plain(FromNumpy)
-    for values, state, right in in_ranks(built, FromNumpy, source):
+    expected, expected_state = build_plainly(FromNumpy)
+    for values, state in in_ranks(build_and_set_up, FromNumpy, source):
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
         assert torch.equal(state, expected_state)
-        assert right
 
 
-def in_older_contexts(fabric: Fabric) -> list[bool]:
-    found = []
+def build_in_contexts_of_every_name(fabric: Fabric) -> bool:
+    torch.manual_seed(7)
+    expected = nn.Linear(130, 130).weight.detach()
     for context in (
         fabric.init_module,
         fabric.sharded_model,
@@ -430,30 +473,25 @@ def in_older_contexts(fabric: Fabric) -> list[bool]:
         torch.manual_seed(7)
         with context():
             module = nn.Linear(130, 130)
-        mapped = in_a_file(module.weight)
+        assert in_a_file(module.weight)
         model = fabric.setup(module)
-        found += [mapped, full_tensor(model.weight.detach()).equal(plain_weight())]
-    return found
+        assert torch.equal(full_tensor(model.weight.detach()), expected)
+    return True
 
 
-def plain_weight() -> Tensor:
-    torch.manual_seed(7)
-    return nn.Linear(130, 130).weight.detach()
+def test_the_older_names_of_the_context_build_the_model_alike() -> None:
+    assert in_ranks(build_in_contexts_of_every_name) == [True, True]
 
 
-def test_the_older_names_of_the_context_build_the_same() -> None:
-    assert in_ranks(in_older_contexts) == [[True] * 6] * 2
-
-
-def whole_on_every_rank(fabric: Fabric) -> dict[str, Tensor]:
+def build_from_rank_0(fabric: Fabric) -> dict[str, Tensor]:
     torch.manual_seed(7)
     with fabric.init_module(source="rank0"):
         return values_of(fabric.setup(FromNumpy()))
 
 
 def test_other_strategies_build_the_model_on_every_rank() -> None:
-    expected, _ = plain(FromNumpy)
-    for values in run_in_ranks(whole_on_every_rank):
+    expected, _ = build_plainly(FromNumpy)
+    for values in run_in_ranks(build_from_rank_0):
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 

@@ -19,20 +19,18 @@ from torch.distributed.fsdp import (
 
 from fabric import Fabric
 from fabric._plan import resolve
+from fabric._torch import local_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.strategies import FSDPStrategy
 from tests.loops import Block, Record, Transformer, assert_same, fabric_loop, plain_loop
 from tests.ranks import outcome
-from tests.test_fsdp import in_ranks
+from tests.test_fsdp import full_parameters, in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
 
-def small_units(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.LayerNorm) and type(module).__name__ in (
-        "Linear",
-        "LayerNorm",
-    )
+def is_linear_or_norm(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, nn.LayerNorm)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,13 @@ def small_units(module: nn.Module) -> bool:
         (2, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}),
         (2, {"sharding_strategy": "HYBRID_SHARD"}),
         (2, {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}),
-        (2, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "auto_wrap_policy": small_units}),
+        (
+            2,
+            {
+                "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+                "auto_wrap_policy": is_linear_or_norm,
+            },
+        ),
         (2, {"backward_prefetch": 2, "auto_wrap_policy": {Block, nn.LayerNorm}}),
         (2, {"auto_wrap_policy": 200, "activation_checkpointing": nn.LayerNorm}),
         (2, {"activation_checkpointing": [Block]}),
@@ -65,16 +69,16 @@ def test_no_option_changes_the_numbers(
         assert_same(record, expected, 1e-10)
 
 
-def waiting_times(fabric: Fabric) -> set[timedelta]:
+def timeouts_of_groups(fabric: Fabric) -> set[timedelta]:
     fabric.setup(nn.Linear(4, 4))
     groups = fabric.strategy.runtime.mesh(replicas=2, shards=2).get_all_groups()
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 
-def test_groups_of_a_hybrid_strategy_wait_no_longer_than_the_others() -> None:
+def test_groups_of_a_hybrid_strategy_have_the_timeout_of_the_job() -> None:
     timeout = timedelta(seconds=77)
     options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "timeout": timeout}
-    assert in_ranks(waiting_times, ranks=4, **options) == [{timeout}] * 4
+    assert in_ranks(timeouts_of_groups, ranks=4, **options) == [{timeout}] * 4
 
 
 def test_a_group_that_the_user_has_made_keeps_its_timeout() -> None:
@@ -88,31 +92,51 @@ def test_a_group_that_the_user_has_made_keeps_its_timeout() -> None:
         dist.destroy_process_group()
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
+def test_ignored_parameters_are_replicated_and_trained() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with one_process(ignored_params={net[0].weight}) as fabric:
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        before = full_parameters(model)
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        assert local_tensor(net[0].weight).shape == (4, 4)
+        assert net[0].weight.placements != net[1].weight.placements
+        for parameter, parameter_before in zip(full_parameters(model), before, strict=True):
+            assert (parameter != parameter_before).any()
+
+
+def test_ignored_parameters_of_another_model_are_warned_of() -> None:
+    ignored = {nn.Parameter(torch.ones(2, 2))}
+    text = r"Linear: ignored_params are no parameters of it.*launch\(train, model\)"
+    with pytest.warns(UserWarning, match=text):
+        in_ranks(Fabric.setup_module, nn.Linear(2, 2), ranks=1, ignored_params=ignored)
+
+
+# -- precision -------------------------------------------------------------------------------------
 
 
 class Dtypes(nn.Module):
-    """Notes what its block sees, and returns it next to an integer."""
+    """Records the dtypes that its blocks return, and returns a tensor next to an integer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.register_buffer("scale", torch.ones(4))
-        self.seen: list[torch.dtype] = []
+        self.dtypes: list[torch.dtype] = []
 
     def forward(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         for block in self.blocks:
             x = block(x)
-            self.seen.append(x.dtype)
+            self.dtypes.append(x.dtype)
         return x, index
 
 
-def dtypes(fabric: Fabric) -> list[torch.dtype]:
+def collect_dtypes(fabric: Fabric) -> list[torch.dtype]:
     model = fabric.setup(Dtypes())
-    outputs = model(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
-    fabric.backward(outputs[0].float().sum())
+    output, index = model(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
+    fabric.backward(output.float().sum())
     gradient = model.blocks[0].weight.grad
-    return [*model.seen, *(output.dtype for output in outputs), gradient.dtype, model.scale.dtype]
+    return [*model.dtypes, output.dtype, index.dtype, gradient.dtype, model.scale.dtype]
 
 
 F32 = torch.float32
@@ -144,14 +168,15 @@ INT = torch.int64
 def test_every_tensor_has_the_dtype_of_the_precision(
     precision: str, mixed_precision: Any, expected: list[torch.dtype]
 ) -> None:
-    assert in_ranks(dtypes, precision=precision, mixed_precision=mixed_precision) == [expected] * 2
+    for dtypes in in_ranks(collect_dtypes, precision=precision, mixed_precision=mixed_precision):
+        assert dtypes == expected
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "names"),
+    ("arguments", "error", "words"),
     [
         ({"reshard": True}, ArgumentTypeError, ["reshard=True", "reshard_after_forward"]),
         ({"mp_policy": None}, ArgumentTypeError, ["mp_policy", "strategy decides"]),
@@ -177,11 +202,12 @@ def test_every_tensor_has_the_dtype_of_the_precision(
     ],
 )
 def test_wrong_options_are_refused_at_construction(
-    arguments: dict[str, Any], error: type[FabricError], names: list[str]
+    arguments: dict[str, Any], error: type[FabricError], words: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
         FSDPStrategy(**arguments)
-    assert all(name in str(caught.value) for name in names), str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
     assert caught.value.expected
 
 
@@ -202,7 +228,7 @@ def test_a_strategy_without_replicas_takes_a_mesh_of_one_dimension() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "offloads"),
+    ("value", "offloads"),
     [
         (True, True),
         (CPUOffload(offload_params=True), True),
@@ -211,16 +237,14 @@ def test_a_strategy_without_replicas_takes_a_mesh_of_one_dimension() -> None:
         (None, False),
     ],
 )
-def test_offloading_can_be_spelled_as_torch_does(given: Any, offloads: bool) -> None:
-    assert (FSDPStrategy(cpu_offload=given).cpu_offload is not None) is offloads
+def test_offloading_can_be_spelled_as_torch_does(value: Any, offloads: bool) -> None:
+    policy = FSDPStrategy(cpu_offload=value).cpu_offload
+    assert (policy is not None) is offloads
 
 
-def test_replicas_that_are_not_there_are_told() -> None:
-    with (
-        pytest.warns(UserWarning, match="device_mesh=\\(2, "),
-        one_process(sharding_strategy="HYBRID_SHARD"),
-    ):
-        pass
+def test_a_hybrid_strategy_without_replicas_warns() -> None:
+    with pytest.warns(UserWarning, match=r"device_mesh=\(2, "):
+        one_process(sharding_strategy="HYBRID_SHARD").teardown()
 
 
 def test_options_of_torchs_first_fsdp_warn_once() -> None:
@@ -229,7 +253,10 @@ def test_options_of_torchs_first_fsdp_warn_once() -> None:
         "limit_all_gathers": True,
         "activation_checkpointing_policy": nn.Linear,
     }
-    text = "policy is activation_checkpointing; limit_all_gathers means nothing, .*; use_orig_params means nothing,"
+    text = (
+        "policy is activation_checkpointing; limit_all_gathers means nothing, .*; "
+        "use_orig_params means nothing,"
+    )
     with pytest.warns(UserWarning, match=text) as caught, one_process(**older) as fabric:
         fabric.setup(nn.Linear(4, 4))
     assert len(caught) == 1
@@ -237,11 +264,8 @@ def test_options_of_torchs_first_fsdp_warn_once() -> None:
 
 
 def test_offloading_on_the_cpu_warns() -> None:
-    with (
-        pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"),
-        one_process(cpu_offload=True),
-    ):
-        pass
+    with pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"):
+        one_process(cpu_offload=True).teardown()
 
 
 def strided() -> nn.Module:
@@ -250,7 +274,7 @@ def strided() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("options", "make", "names"),
+    ("options", "make", "words"),
     [
         ({"activation_checkpointing": nn.Conv2d}, Transformer, ["Conv2d", "Block"]),
         ({"auto_wrap_policy": {nn.Conv2d}}, Transformer, ["Conv2d", "Block"]),
@@ -258,12 +282,13 @@ def strided() -> nn.Module:
     ],
 )
 def test_a_model_that_does_not_fit_the_options_is_refused(
-    options: dict[str, Any], make: Callable[[], nn.Module], names: list[str]
+    options: dict[str, Any], make: Callable[[], nn.Module], words: list[str]
 ) -> None:
     with one_process(**options) as fabric:
         text = outcome(lambda: fabric.setup(make()))
     assert text.startswith("ConfigurationError")
-    assert all(name in text for name in names)
+    for word in words:
+        assert word in text
 
 
 def one_process(**options: Any) -> Fabric:

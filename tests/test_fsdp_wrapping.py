@@ -1,4 +1,4 @@
-"""Which parts of a model become FSDP modules, found without any process."""
+"""The choice of the modules of a model that become FSDP modules."""
 
 import functools
 
@@ -12,13 +12,13 @@ from fabric.strategies.fsdp.wrapping import find_fsdp_modules, parse_wrap_policy
 from tests.loops import Block, Transformer
 
 
-def names(root: nn.Module, policy: object = None) -> set[str]:
+def names_of_fsdp_modules(root: nn.Module, policy: object = None) -> set[str]:
     modules = find_fsdp_modules(root, parse_wrap_policy(policy))
     return {name for name, module in root.named_modules() if module in modules}
 
 
 class Layers(nn.Module):
-    """Blocks as lists of parts that are called one by one, as some models keep them."""
+    """Blocks as lists of layers that are called one by one, as in some models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,23 +61,26 @@ class Tied(nn.Module):
     ],
 )
 def test_repeated_blocks_are_found(model: nn.Module, modules: set[str]) -> None:
-    assert names(model) == modules
+    assert names_of_fsdp_modules(model) == modules
 
 
 def test_classes_choose_inner_before_outer() -> None:
     model = Transformer()
-    assert names(model, Block) == {"blocks.0", "blocks.1"}
+    assert names_of_fsdp_modules(model, Block) == {"blocks.0", "blocks.1"}
     modules = find_fsdp_modules(model, parse_wrap_policy({Block, nn.LayerNorm}))
     assert modules.index(model.blocks[0].norm) < modules.index(model.blocks[0])
     assert len(modules) == 4
 
 
-def test_a_size_counts_what_no_inner_unit_holds() -> None:
-    assert names(Transformer(), 500) == {"blocks.0", "blocks.1"}
-    assert names(Transformer(), 200) == {
-        f"blocks.{index}{part}" for index in (0, 1) for part in ("", ".attention", ".mlp")
-    } - {"blocks.0", "blocks.1"}
-    assert names(Transformer(), 10**6) == set()
+def test_a_size_counts_the_parameters_outside_inner_fsdp_modules() -> None:
+    assert names_of_fsdp_modules(Transformer(), 500) == {"blocks.0", "blocks.1"}
+    assert names_of_fsdp_modules(Transformer(), 200) == {
+        "blocks.0.attention",
+        "blocks.0.mlp",
+        "blocks.1.attention",
+        "blocks.1.mlp",
+    }
+    assert names_of_fsdp_modules(Transformer(), 10**6) == set()
 
 
 @pytest.mark.parametrize(
@@ -89,25 +92,24 @@ def test_a_size_counts_what_no_inner_unit_holds() -> None:
     ],
 )
 def test_a_function_chooses_modules(policy: object) -> None:
-    assert names(Transformer(), policy) == {"blocks.0", "blocks.1"}
+    assert names_of_fsdp_modules(Transformer(), policy) == {"blocks.0", "blocks.1"}
 
 
-def test_a_policy_that_parts_a_shared_parameter_names_it() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"blocks\.1\.mlp\.0\.weight and blocks\.2\.mlp\.0\.weight"
-    ):
-        names(Tied(), {Block})
+def test_a_policy_that_separates_a_shared_parameter_is_refused_by_name() -> None:
+    shared = r"blocks\.1\.mlp\.0\.weight and blocks\.2\.mlp\.0\.weight"
+    with pytest.raises(ConfigurationError, match=shared):
+        names_of_fsdp_modules(Tied(), {Block})
     with pytest.raises(ConfigurationError, match=r"embedding\.weight and head\.weight"):
-        names(Tied(), {nn.Embedding})
+        names_of_fsdp_modules(Tied(), {nn.Embedding})
 
 
 def test_classes_that_do_not_occur_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Conv2d") as caught:
-        names(Transformer(), {nn.Conv2d})
+        names_of_fsdp_modules(Transformer(), {nn.Conv2d})
     assert "Block" in caught.value.expected
 
 
 @pytest.mark.parametrize("policy", ["Block", 0, True, 1.5, [3], int, torch.Tensor, []])
-def test_what_is_no_policy_is_refused(policy: object) -> None:
+def test_a_value_that_is_no_policy_is_refused(policy: object) -> None:
     with pytest.raises(ArgumentTypeError, match="auto_wrap_policy="):
         parse_wrap_policy(policy)
