@@ -1,4 +1,4 @@
-"""The loops of docs/mesh.md do what the page says, and so does its table of bytes."""
+"""The loops of docs/mesh.md do what the page says, and its table of bytes is right."""
 
 import json
 import re
@@ -18,42 +18,40 @@ from fabric.strategies import ModelParallelStrategy
 from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
-CODE = "\n".join(
-    re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs" / "mesh.md").read_text(), re.DOTALL | re.MULTILINE
-    )
-)
+PAGE = ROOT / "docs" / "mesh.md"
+CODE_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def page() -> SimpleNamespace:
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(CODE, names)
-    return SimpleNamespace(**names)
+def execute_page() -> SimpleNamespace:
+    """Execute the code of the page and return its functions."""
+    code = "\n".join(CODE_BLOCK.findall(PAGE.read_text()))
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(code, namespace)
+    return SimpleNamespace(**namespace)
 
 
-def whole(model: nn.Module) -> Tensor:
-    return torch.cat(
-        [full_tensor(parameter.detach()).flatten() for parameter in model.parameters()]
-    )
+def full_parameters(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.detach()) for parameter in model.parameters()]
 
 
-def trained(fabric: Fabric, loop: str = "on_mesh") -> Tensor:
-    return whole(getattr(page(), loop)(fabric))
+def train(fabric: Fabric, loop: str) -> list[Tensor]:
+    loop_of_page = getattr(execute_page(), loop)
+    return full_parameters(loop_of_page(fabric))
 
 
-@pytest.mark.parametrize(("way", "ranks"), [("planned", 4), ("by_function", 2)])
-def test_the_loop_ends_with_the_parameters_of_the_plain_one(way: str, ranks: int) -> None:
-    here = page()
-    expected = whole(here.plain())
-    for actual in run_in_ranks(trained, ranks=ranks, strategy=getattr(here, way)()):
+@pytest.mark.parametrize(("strategy", "ranks"), [("planned", 4), ("by_function", 2)])
+def test_the_loop_ends_with_the_parameters_of_the_plain_loop(strategy: str, ranks: int) -> None:
+    page = execute_page()
+    expected = full_parameters(page.plain())
+    make_strategy = getattr(page, strategy)
+    for actual in run_in_ranks(train, "on_mesh", ranks=ranks, strategy=make_strategy()):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_loop_over_sequences_in_parts_is_that_of_one_process() -> None:
-    [expected] = run_in_ranks(trained, "in_parts", ranks=1, strategy="auto")
-    for actual in run_in_ranks(
-        trained, "in_parts", strategy=ModelParallelStrategy(sequence_parallel_size=2)
-    ):
+def test_the_loop_over_split_sequences_is_that_of_one_process() -> None:
+    [expected] = run_in_ranks(train, "in_parts", ranks=1, strategy="auto")
+    strategy = ModelParallelStrategy(sequence_parallel_size=2)
+    for actual in run_in_ranks(train, "in_parts", strategy=strategy):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -64,25 +62,22 @@ def test_a_step_hands_as_many_bytes_to_collectives_as_the_table_says() -> None:
     width = 16
     batch = 4
     length = 8
-    command = [
-        sys.executable,
-        "-m",
-        "tests.scripts.mesh_bytes",
-        *map(str, (layers, width, batch, length)),
-    ]
-    done = subprocess.run(
+    sizes = [str(layers), str(width), str(batch), str(length)]
+    command = [sys.executable, "-m", "tests.scripts.mesh_bytes", *sizes]
+    process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )
 
     vocabulary = 96
     positions = 32
-    number = 4
-    x = batch * length * width
+    bytes_of_number = 4
+    activation = batch * length * width
+    logits = batch * length * vocabulary
     split = (4 * width * width + 4 * width * width + 4 * width + 4 * width * width) // 2
     blocks = layers * (split + width + 4 * width)
-    rest = vocabulary * width + positions * width + 2 * width + vocabulary * width // 2
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "tensor_parallel": number * ((6 * layers + 1) * x + batch * length * vocabulary),
-        "data_parallel": number * (3 * blocks + 2 * rest),
-        "replicate": number * (blocks + rest) // 2,
+    root = vocabulary * width + positions * width + 2 * width + vocabulary * width // 2
+    assert json.loads(process.stdout.splitlines()[-1]) == {
+        "tensor_parallel": bytes_of_number * ((6 * layers + 1) * activation + logits),
+        "data_parallel": bytes_of_number * (3 * blocks + 2 * root),
+        "replicate": bytes_of_number * (blocks + root) // 2,
     }

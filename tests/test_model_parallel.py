@@ -1,5 +1,7 @@
-"""Model parallelism on real processes: the numbers of the single process, whatever the mesh."""
+"""Model parallelism on real processes: every mesh gives the numbers of the single process."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
+from torch.nn.utils import parameters_to_vector
 
 from fabric import Fabric
 from fabric._torch import full_tensor
@@ -24,7 +27,8 @@ PLAN = {
     "blocks.*.down": "rowwise",
     "head": "colwise_rep",
 }
-COLUMNS = ("attention.query", "attention.key", "attention.value", "up")
+COLWISE_LAYERS = ("attention.query", "attention.key", "attention.value", "up")
+ROWWISE_LAYERS = ("attention.out", "down")
 SPLIT = {"up": "colwise", "down": "rowwise"}
 WIDTH = 8
 BATCH = 8
@@ -36,18 +40,20 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.heads = 4
-        for name in ("query", "key", "value"):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
 
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
     def forward(self, x: Tensor) -> Tensor:
-        parts = [
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer in map(self.get_submodule, ("query", "key", "value"))
-        ]
-        return self.out(
-            scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        query = self.split_heads(self.query(x))
+        key = self.split_heads(self.key(x))
+        value = self.split_heads(self.value(x))
+        heads = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -79,8 +85,16 @@ class Gpt(nn.Module):
         return self.head(self.norm(x)) * self.scale
 
 
-def grad(parameter: Any) -> Any:
-    return parameter.grad
+def full_parameters(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def full_gradients(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def largest_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return (parameters_to_vector(actual) - parameters_to_vector(expected)).abs().max().item()
 
 
 def make(*shape: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -91,35 +105,41 @@ def make(*shape: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    made = torch.randn(STEPS * MICRO, BATCH, 5, 4, generator=generator, dtype=torch.float64)
-    return [(x, x.cumsum(1).tanh()) for x in made]
+    inputs = torch.randn(STEPS * MICRO, BATCH, 5, 4, generator=generator, dtype=torch.float64)
+    return [(x, x.cumsum(1).tanh()) for x in inputs]
+
+
+def share(fabric: Fabric, samples: Tensor) -> Tensor:
+    """Return the samples of this rank."""
+    sampler_kwargs = fabric.strategy.distributed_sampler_kwargs
+    if sampler_kwargs is None:
+        return samples
+    return samples[sampler_kwargs["rank"] :: sampler_kwargs["num_replicas"]]
 
 
 def train(fabric: Fabric, *shape: int) -> dict[str, Any]:
-    """Three steps with clipping and accumulation; what is recorded is over all ranks."""
+    """Take three steps with clipping and accumulation; return numbers over all ranks."""
     model, optimizer = fabric.setup(*make(*shape))
-    place = fabric.strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    own = slice(place["rank"], None, place["num_replicas"])
     losses = []
     norms = []
     gradients = []
     for number, (x, y) in enumerate(batches()):
-        last = number % MICRO == MICRO - 1
-        with fabric.no_backward_sync(model, enabled=not last):
-            loss = mse_loss(model(x[own]), y[own]) / MICRO
+        is_accumulating = number % MICRO < MICRO - 1
+        with fabric.no_backward_sync(model, enabled=is_accumulating):
+            loss = mse_loss(model(share(fabric, x)), share(fabric, y)) / MICRO
             fabric.backward(loss)
         losses.append(fabric.all_reduce(loss.detach()))
-        if last:
-            norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1))
-            gradients = [full_tensor(grad(parameter)).clone() for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-    parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+        if is_accumulating:
+            continue
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1))
+        gradients = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
     return {
         "losses": losses,
         "norms": norms,
         "gradients": gradients,
-        "parameters": parameters,
+        "parameters": full_parameters(model),
         "draw": torch.rand(3),
     }
 
@@ -134,8 +154,10 @@ def split(model: Any, mesh: Any) -> Any:
 
     plan: Any = {"head": ColwiseParallel(output_layouts=Replicate())}
     for number, block in enumerate(model.blocks):
-        plan |= {f"blocks.{number}.{name}": ColwiseParallel() for name in COLUMNS}
-        plan |= {f"blocks.{number}.{name}": RowwiseParallel() for name in ("attention.out", "down")}
+        for name in COLWISE_LAYERS:
+            plan[f"blocks.{number}.{name}"] = ColwiseParallel()
+        for name in ROWWISE_LAYERS:
+            plan[f"blocks.{number}.{name}"] = RowwiseParallel()
         block.attention.heads //= mesh["tensor_parallel"].size()
     return parallelize_module(model, mesh["tensor_parallel"], plan)
 
@@ -149,59 +171,58 @@ def split_and_shard(model: Any, mesh: Any) -> Any:
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-MESHES = [
-    {"tensor_parallel_size": 2},
-    *(
-        pytest.param(mesh, marks=pytest.mark.slow)
-        for mesh in [
-            {"tensor_parallel_size": 2, "devices": 2},
-            {"tensor_parallel_size": 4},
-            {"tensor_parallel_size": 2, "replicate_size": 2},
-            {},
-            {"tensor_parallel_size": 2, "parallelize_fn": split},
-            {"tensor_parallel_size": 2, "parallelize_fn": split_and_shard, "shape": (1,)},
-            {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
-            {"tensor_parallel_size": 2, "replicate_size": 2, "devices": 8},
-            {
-                "tensor_parallel_size": 2,
-                "replicate_size": 2,
-                "sequence_parallel_size": 2,
-                "devices": 8,
-            },
-        ]
-    ),
+MESHES: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2, "devices": 2},
+    {"tensor_parallel_size": 4},
+    {"tensor_parallel_size": 2, "replicate_size": 2},
+    {},
+    {"tensor_parallel_size": 2, "parallelize_fn": split},
+    {"tensor_parallel_size": 2, "parallelize_fn": split_and_shard, "shape": (1,)},
+    {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
+    {"tensor_parallel_size": 2, "replicate_size": 2, "devices": 8},
+    {"tensor_parallel_size": 2, "replicate_size": 2, "sequence_parallel_size": 2, "devices": 8},
 ]
+SLOW_MESHES = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 
 
-def on(mesh: dict[str, Any], function: Any, *args: Any) -> list[Any]:
-    """What a function returned in each rank of a job on a mesh: options of the strategy, and some of the job."""
-    sizes = {"tp_plan": None if "parallelize_fn" in mesh else PLAN, **mesh}
-    sizes.pop("shape", None)
-    job = {
-        "ranks": sizes.pop("devices", 4),
-        "check_collectives": sizes.pop("check_collectives", False),
-    }
+def on_mesh(mesh: dict[str, Any], function: Any, *args: Any) -> list[Any]:
+    """Return the results of a function by rank of a job on a mesh.
+
+    The mesh has the options of the strategy, of which ``tp_plan`` is ``PLAN`` by default. Further
+    keys are ``devices`` (4 by default) and ``check_collectives`` of the job, and ``shape``, which
+    this function ignores.
+    """
+    options = dict(mesh)
+    options.pop("shape", None)
+    devices = options.pop("devices", 4)
+    check_collectives = options.pop("check_collectives", False)
+    if "parallelize_fn" not in options:
+        options.setdefault("tp_plan", PLAN)
     return run_in_ranks(
-        function, *args, strategy=ModelParallelStrategy(start_method="forkserver", **sizes), **job
+        function,
+        *args,
+        ranks=devices,
+        strategy=ModelParallelStrategy(start_method="forkserver", **options),
+        check_collectives=check_collectives,
     )
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [{"tensor_parallel_size": 2}, *SLOW_MESHES])
 def test_three_steps_are_those_of_the_single_process(mesh: dict[str, Any]) -> None:
     shape = mesh.get("shape", ())
     [expected] = run_in_ranks(train, *shape, ranks=1, strategy="auto")
-    for actual in on(mesh, train, *shape):
+    for actual in on_mesh(mesh, train, *shape):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(actual["norms"], expected["norms"], rtol=1e-12, atol=0)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
-def step(
-    fabric: Fabric, source: str | None, target: str | None, takes_step: bool
+def load_and_save(
+    fabric: Fabric, source: Path | None, target: Path | None, takes_step: bool = False
 ) -> dict[str, Any]:
-    """Load, take a step, save; the state of the model and of the optimizer, in full."""
+    """Load, take a step and save; return the full states of the model and of the optimizer."""
     model, optimizer = fabric.setup(*make())
     state = {"model": model, "optimizer": optimizer}
     if source is not None:
@@ -213,33 +234,36 @@ def step(
         optimizer.zero_grad()
     if target is not None:
         fabric.save(target, state)
-    whole = fabric.get_state_dict(model)
-    slots = fabric.strategy.full_state(optimizer.state_dict())["state"]
-    return {"model": whole, "optimizer": {key: dict(each) for key, each in slots.items()}}
+    optimizer_state = fabric.strategy.full_state(optimizer.state_dict())["state"]
+    slots_by_parameter = {key: dict(slots) for key, slots in optimizer_state.items()}
+    return {"model": fabric.get_state_dict(model), "optimizer": slots_by_parameter}
 
 
-def test_a_checkpoint_of_any_mesh_loads_into_any_other(tmp_path: Path) -> None:
-    both = {"tensor_parallel_size": 2}
-    four = {"tensor_parallel_size": 4}
-    whole = {"state_dict_type": "full"}
-    first = on(both, step, None, f"{tmp_path}/a", True)[0]
-    [single] = run_in_ranks(step, f"{tmp_path}/a", f"{tmp_path}/b", False, ranks=1, strategy="auto")
+def test_a_checkpoint_of_any_mesh_loads_into_every_mesh(tmp_path: Path) -> None:
+    two = {"tensor_parallel_size": 2}
+    four_in_full = {"tensor_parallel_size": 4, "state_dict_type": "full"}
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+    c = tmp_path / "c"
+    d = tmp_path / "d"
+    e = tmp_path / "e"
+    expected = on_mesh(two, load_and_save, None, a, True)[0]
     results = [
-        single,
-        on({}, step, f"{tmp_path}/b", f"{tmp_path}/c", False)[0],
-        on({**four, **whole}, step, f"{tmp_path}/c", f"{tmp_path}/d", False)[0],
-        run_in_ranks(step, f"{tmp_path}/d", f"{tmp_path}/e", False, ranks=2)[0],
-        on(both, step, f"{tmp_path}/e", None, False)[0],
+        run_in_ranks(load_and_save, a, b, ranks=1, strategy="auto")[0],
+        on_mesh({}, load_and_save, b, c)[0],
+        on_mesh(four_in_full, load_and_save, c, d)[0],
+        run_in_ranks(load_and_save, d, e)[0],
+        on_mesh(two, load_and_save, e, None)[0],
     ]
     for result in results:
-        torch.testing.assert_close(result, first, rtol=0, atol=0)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
-# -- what follows the mesh --------------------------------------------------------------------------------------------
+# -- data and random numbers on a mesh -------------------------------------------------------------
 
 
 class Dropping(nn.Module):
-    """Remembers its latest masks: of what is computed in parts, and of what is the same on all ranks."""
+    """Keeps its latest dropout masks: ``inner`` of split and ``outer`` of full activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,10 +271,13 @@ class Dropping(nn.Module):
         self.down = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = dropout(torch.ones_like(hidden := self.up(x)), training=self.training)
-        outer = dropout(torch.ones_like(whole := self.down(hidden * inner)), training=self.training)
-        self.masks = inner.bool(), outer.bool()
-        return whole * outer
+        hidden = self.up(x)
+        inner = dropout(torch.ones_like(hidden), training=self.training)
+        output = self.down(hidden * inner)
+        outer = dropout(torch.ones_like(output), training=self.training)
+        self.inner = inner.bool()
+        self.outer = outer.bool()
+        return output * outer
 
 
 def data_and_masks(fabric: Fabric) -> dict[str, Any]:
@@ -261,50 +288,43 @@ def data_and_masks(fabric: Fabric) -> dict[str, Any]:
         torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
     )
     torch.manual_seed(fabric.global_rank + 10)
-    seen = []
-    batches = []
+    samples_of_rank = []
+    gathered_samples = []
     for batch in loader:
-        batches += batch.tolist()
-        seen += fabric.gather_for_metrics(batch).tolist()
+        samples_of_rank += batch.tolist()
+        gathered_samples += fabric.gather_for_metrics(batch).tolist()
     model(torch.ones(3, WIDTH)).sum().backward()
-    masks = model.masks
+    inner_mask = model.inner
+    outer_mask = model.outer
     model.eval()(torch.ones(3, WIDTH))
-    counts = (
-        [fabric.all_reduce(1, reduce_op=op) for op in ("sum", "max")],
-        fabric.all_reduce(torch.ones(2), reduce_op="sum"),
-    )
-    names = fabric.device_mesh.mesh_dim_names
+
+    assert sorted(gathered_samples) == list(range(10))
+    assert fabric.all_reduce(1, reduce_op="sum") == 2
+    assert fabric.all_reduce(1, reduce_op="max") == 1
+    assert fabric.all_reduce(torch.ones(2), reduce_op="sum").tolist() == [2, 2]
+    assert fabric.device_mesh.mesh_dim_names == ("data_parallel", "tensor_parallel")
     return {
-        "batches": batches,
-        "seen": seen,
-        "masks": masks,
-        "counts": counts,
-        "names": names,
+        "samples": samples_of_rank,
+        "inner mask": inner_mask,
+        "outer mask": outer_mask,
         "draw": torch.rand(1),
     }
 
 
-def test_ranks_that_share_a_batch_have_the_same_data_and_the_masks_of_their_parts() -> None:
-    results = on(
-        {"tensor_parallel_size": 2, "tp_plan": SPLIT, "check_collectives": True}, data_and_masks
-    )
+def test_ranks_that_share_a_batch_have_equal_data_and_the_masks_of_their_shards() -> None:
+    mesh = {"tensor_parallel_size": 2, "tp_plan": SPLIT, "check_collectives": True}
+    results = on_mesh(mesh, data_and_masks)
     for first, second in (results[:2], results[2:]):
-        assert first["batches"] == second["batches"]
+        assert first["samples"] == second["samples"]
         assert first["draw"] == second["draw"]
-        (inner, outer), (inner_there, outer_there) = first["masks"], second["masks"]
-        assert inner.shape == (3, 32)
-        assert not torch.equal(inner, inner_there)
-        assert torch.equal(outer, outer_there)
-    assert not torch.equal(results[0]["masks"][1], results[2]["masks"][1])
-    for result in results:
-        assert sorted(result["seen"]) == list(range(10))
-        assert result["counts"][0] == [2, 1]
-        assert result["counts"][1].tolist() == [2, 2]
-        assert result["names"] == ("data_parallel", "tensor_parallel")
+        assert first["inner mask"].shape == (3, 32)
+        assert not torch.equal(first["inner mask"], second["inner mask"])
+        assert torch.equal(first["outer mask"], second["outer mask"])
+    assert not torch.equal(results[0]["outer mask"], results[2]["outer mask"])
 
 
 class PerHead(nn.Module):
-    """Has a scale in the middle of what is computed in parts, whose gradient is then that of a part."""
+    """A scale of split activations, whose gradient on a rank is therefore partial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,9 +344,9 @@ def partial_gradient(fabric: Fabric) -> None:
         optimizer.step()
 
 
-def test_a_gradient_of_one_part_is_found_out() -> None:
+def test_a_partial_gradient_of_a_replicated_parameter_is_an_error() -> None:
     with pytest.raises(RankFailedError, match="replicas of ranks 0 and 1 differ after it: scale"):
-        on({"tensor_parallel_size": 2, "tp_plan": SPLIT, "devices": 2}, partial_gradient)
+        on_mesh({"tensor_parallel_size": 2, "tp_plan": SPLIT, "devices": 2}, partial_gradient)
 
 
 def validate_unevenly(fabric: Fabric) -> None:
@@ -342,15 +362,18 @@ def validate_unevenly(fabric: Fabric) -> None:
 
 def test_ranks_that_run_out_of_batches_are_named() -> None:
     with pytest.raises(RankFailedError, match="batches"):
-        on({"tensor_parallel_size": 2, "tp_plan": SPLIT}, validate_unevenly)
+        on_mesh({"tensor_parallel_size": 2, "tp_plan": SPLIT}, validate_unevenly)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
-SIZES = {
+WRONG_OPTIONS = {
     "tensor_parallel 3 = 3, and not 4": {"tensor_parallel_size": 3, "tp_plan": PLAN},
     "replicate 2 x data_parallel 2 x sequence 1 x tensor_parallel 2 = 8": {
-        "replicate_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 2, "tp_plan": PLAN,
+        "replicate_size": 2,
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "tp_plan": PLAN,
     },
     "data_parallel 0 x": {"data_parallel_size": 0},
     "nothing says how layers are split": {"tensor_parallel_size": 2},
@@ -359,27 +382,33 @@ SIZES = {
     "a function, or a plan": {"parallelize_fn": print, "tp_plan": PLAN},
     "a dict by pattern": {"tp_plan": "own"},
     "takes no nonsense": {"nonsense": 1},
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("words", SIZES)
+@pytest.mark.parametrize("words", WRONG_OPTIONS)
 def test_sizes_and_options_that_cannot_work_are_refused_before_a_process_starts(words: str) -> None:
-    assert words in outcome(
-        lambda: Fabric(accelerator="cpu", devices=4, strategy=ModelParallelStrategy(**SIZES[words]))
-    )
+    def construct() -> None:
+        strategy = ModelParallelStrategy(**WRONG_OPTIONS[words])
+        Fabric(accelerator="cpu", devices=4, strategy=strategy)
+
+    assert words in outcome(construct)
 
 
-@pytest.mark.parametrize(("options", "sizes"), [
-    ({}, (1, 8, 1, 1)),
-    ({"tp_plan": PLAN}, (1, 2, 1, 4)),
-    ({"tp_plan": PLAN, "replicate_size": 2}, (2, 1, 1, 4)),
-    ({"tp_plan": PLAN, "data_parallel_size": 4}, (1, 4, 1, 2)),
-    ({"tp_plan": PLAN, "tensor_parallel_size": 2, "sequence_parallel_size": 2}, (1, 2, 2, 2)),
-])  # fmt: skip
-def test_auto_is_the_processes_of_a_node_and_what_is_left(
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, (1, 8, 1, 1)),
+        ({"tp_plan": PLAN}, (1, 2, 1, 4)),
+        ({"tp_plan": PLAN, "replicate_size": 2}, (2, 1, 1, 4)),
+        ({"tp_plan": PLAN, "data_parallel_size": 4}, (1, 4, 1, 2)),
+        ({"tp_plan": PLAN, "tensor_parallel_size": 2, "sequence_parallel_size": 2}, (1, 2, 2, 2)),
+    ],
+)
+def test_auto_splits_tensors_within_a_node_and_data_over_the_remaining_factor(
     options: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    assert tuple(ModelParallelStrategy(**options)._mesh_sizes(8, 4).values()) == sizes
+    mesh_sizes = ModelParallelStrategy(**options)._mesh_sizes(8, 4)
+    assert tuple(mesh_sizes.values()) == sizes
 
 
 class Tied(nn.Module):
@@ -401,8 +430,14 @@ class Packed(nn.Module):
         self.out = nn.Linear(24, 8)
 
 
+def with_a_plan_for_absent_layers() -> nn.Module:
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    model._tp_plan = {"layers.*.up": "colwise"}
+    return model
+
+
 class Gated(nn.Module):
-    """A gate and what it gates are the outputs of one layer."""
+    """One layer computes a gate and the gated values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,89 +445,128 @@ class Gated(nn.Module):
         self.down = nn.Linear(8, 4)
 
 
-def refused(fabric: Fabric) -> dict[str, str]:
+QKV_PLAN = {"qkv": "colwise", "out": "rowwise"}
+
+# The words of the error, the model, and the plan for it.
+WRONG_PLANS: list[tuple[str, Callable[[], nn.Module], Any]] = [
+    ("no layer is called 'up'", Tied, {"up": "colwise"}),
+    ("and have to be split in one way", Tied, {"head": "colwise"}),
+    (
+        "out_features 3 / 2 parts leaves 1",
+        lambda: nn.Sequential(nn.Linear(4, 3)),
+        {"0": "colwise"},
+    ),
+    (
+        "splits Linear and Embedding",
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 1)),
+        {"0": "colwise"},
+    ),
+    ("num_heads 3 / 2 parts leaves 1", lambda: Packed(3), QKV_PLAN),
+    ("write three", Packed, QKV_PLAN),
+    (".up: a gate and what it gates", Gated, SPLIT),
+    (
+        "uses the weights of its parts itself",
+        lambda: nn.MultiheadAttention(4, 2),
+        {"out_proj": "rowwise"},
+    ),
+    ("no plan of its own", Tied, "auto"),
+    ("no layer fits layers.*.up", with_a_plan_for_absent_layers, "auto"),
+]
+
+
+def set_up_with_wrong_plans(fabric: Fabric) -> bool:
     strategy: Any = fabric.strategy
-
-    def open_ended() -> None:
-        strategy.tp_plan = {"0": "colwise"}
-        fabric.setup(nn.Sequential(nn.Linear(4, 4)))(torch.ones(1, 4))
-
-    stranger: Any = nn.Sequential(nn.Linear(4, 4))
-    stranger._tp_plan = {"layers.*.up": "colwise"}
-
-    def setup(model: nn.Module, **plan: Any) -> str:
-        strategy.tp_plan = plan.get("plan")
-        strategy.parallelize_fn = plan.get("function")
-        return outcome(lambda: fabric.setup(model))
-
-    def meta(model: Any, mesh: Any) -> Any:
-        model.head = nn.Linear(4, 8, bias=False, device="meta")
-        return model
-
-    def parallelized() -> nn.Module:
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-        return parallelize_module(
-            nn.Linear(4, 8), fabric.device_mesh["tensor_parallel"], ColwiseParallel()
-        )
-
-    return {
-        "no layer is called 'up'": setup(Tied(), plan={"up": "colwise"}),
-        "and have to be split in one way": setup(Tied(), plan={"head": "colwise"}),
-        "out_features 3 / 2 parts leaves 1": setup(
-            nn.Sequential(nn.Linear(4, 3)), plan={"0": "colwise"}
-        ),
-        "splits Linear and Embedding": setup(
-            nn.Sequential(nn.Conv1d(4, 4, 1)), plan={"0": "colwise"}
-        ),
-        "num_heads 3 / 2 parts leaves 1": setup(
-            Packed(3), plan={"qkv": "colwise", "out": "rowwise"}
-        ),
-        "write three": setup(Packed(), plan={"qkv": "colwise", "out": "rowwise"}),
-        ".up: a gate and what it gates": setup(Gated(), plan={"up": "colwise", "down": "rowwise"}),
-        "uses the weights of its parts itself": setup(
-            nn.MultiheadAttention(4, 2), plan={"out_proj": "rowwise"}
-        ),
-        "no plan of its own": setup(Tied(), plan="auto"),
-        "no layer fits layers.*.up": setup(stranger, plan="auto"),
-        "which returned a NoneType": setup(Tied(), function=lambda model, mesh: None),
-        "head.weight on meta": setup(Tied(), function=meta),
-        "on a mesh already: weight": setup(parallelized()),
-        "went into no layer": outcome(open_ended),
-    }
+    for words, build, plan in WRONG_PLANS:
+        strategy.tp_plan = plan
+        assert words in outcome(partial(fabric.setup, build())), words
+    return True
 
 
 def test_layers_that_cannot_be_split_are_refused_on_all_ranks() -> None:
-    for results in on({"tensor_parallel_size": 2, "devices": 2}, refused):
-        for words, raised in results.items():
-            assert words in raised
+    mesh = {"tensor_parallel_size": 2, "devices": 2}
+    assert on_mesh(mesh, set_up_with_wrong_plans) == [True, True]
 
 
-def tied_and_own(fabric: Fabric) -> list[float]:
-    """Largest differences from the single process of gradients of a tied model, and of one that plans for itself."""
+def return_nothing(model: Any, mesh: Any) -> None:
+    pass
+
+
+def put_head_on_meta(model: Any, mesh: Any) -> Any:
+    model.head = nn.Linear(4, 8, bias=False, device="meta")
+    return model
+
+
+def set_up_with_wrong_functions(fabric: Fabric) -> bool:
+    strategy: Any = fabric.strategy
+    strategy.tp_plan = None
+    strategy.parallelize_fn = return_nothing
+    assert "which returned a NoneType" in outcome(lambda: fabric.setup(Tied()))
+    strategy.parallelize_fn = put_head_on_meta
+    assert "head.weight on meta" in outcome(lambda: fabric.setup(Tied()))
+    return True
+
+
+def test_functions_that_return_no_usable_model_are_refused_on_all_ranks() -> None:
+    mesh = {"tensor_parallel_size": 2, "devices": 2}
+    assert on_mesh(mesh, set_up_with_wrong_functions) == [True, True]
+
+
+def set_up_a_parallelized_module(fabric: Fabric) -> str:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    strategy: Any = fabric.strategy
+    strategy.tp_plan = None
+    mesh = fabric.device_mesh["tensor_parallel"]
+    module = parallelize_module(nn.Linear(4, 8), mesh, ColwiseParallel())
+    return outcome(lambda: fabric.setup(module))
+
+
+def test_a_module_that_is_on_a_mesh_already_is_refused() -> None:
+    for text in on_mesh({"tensor_parallel_size": 2, "devices": 2}, set_up_a_parallelized_module):
+        assert "on a mesh already: weight" in text
+
+
+def leave_an_output_split(fabric: Fabric) -> str:
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4)))
+    return outcome(lambda: model(torch.ones(1, 4)))
+
+
+def test_a_split_output_that_no_layer_takes_is_refused() -> None:
+    mesh = {"tensor_parallel_size": 2, "devices": 2, "tp_plan": {"0": "colwise"}}
+    for text in on_mesh(mesh, leave_an_output_split):
+        assert "went into no layer" in text
+
+
+def train_tied_layers(fabric: Fabric) -> list[float]:
+    """Return differences of gradients from the single process, with two plans for tied layers.
+
+    The second plan is the model's own.
+    """
+    strategy: Any = fabric.strategy
     differences = []
     for plan in ({"embedding": "rowwise", "head": "colwise_rep"}, "auto"):
         torch.manual_seed(3)
-        model = Tied().double()
-        model._tp_plan = {"embedding": "colwise", "head": "rowwise"}  # pyright: ignore[reportArgumentType]
+        model: Any = Tied().double()
+        model._tp_plan = {"embedding": "colwise", "head": "rowwise"}
         tokens = torch.arange(6).view(2, 3)
         model(tokens).square().sum().backward()
-        [expected] = [grad(parameter) for parameter in model.parameters()]
+        expected = full_gradients(model)
         model.zero_grad()
-        fabric.strategy.tp_plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+        strategy.tp_plan = plan
         prepared = fabric.setup(model)
         fabric.backward(prepared(tokens).square().sum())
-        [actual] = prepared.parameters()
-        differences.append((full_tensor(grad(actual)) - expected).abs().max().item())
+        gradients = full_gradients(prepared)
+        assert len(gradients) == 1
+        differences.append(largest_difference(gradients, expected))
     return differences
 
 
 def test_tied_layers_stay_tied_and_a_model_may_plan_for_itself() -> None:
-    for differences in on({"tensor_parallel_size": 2, "devices": 2}, tied_and_own):
+    for differences in on_mesh({"tensor_parallel_size": 2, "devices": 2}, train_tied_layers):
         assert max(differences) < 1e-12
 
 
-# -- beside the other parts -------------------------------------------------------------------------------------------
+# -- together with other features ------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -507,40 +581,70 @@ class Wide(nn.Module):
         return self.big(x)
 
 
-def built(fabric: Fabric, source: str, empty: bool) -> list[Tensor]:
-    torch.manual_seed(7 + fabric.global_rank * (source == "rank0"))
-    with fabric.init_module(empty_init=empty, source=source):
+WIDE_PLAN = {
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "big": "colwise_rep",
+}
+
+
+def build_wide(fabric: Fabric, source: str, empty_init: bool = False) -> list[Tensor]:
+    seed = 7
+    if source == "rank0":
+        seed += fabric.global_rank  # the values of the other ranks do not count
+    torch.manual_seed(seed)
+    with fabric.init_module(empty_init=empty_init, source=source):
         model = Wide()
-    return [full_tensor(parameter.detach()) for parameter in fabric.setup(model).parameters()]
+    return full_parameters(fabric.setup(model))
 
 
-def parts_together(fabric: Fabric) -> dict[str, Any]:
-    strategy: Any = fabric.strategy
-    strategy.tp_plan = {
-        **{f"blocks.*.{name}": style for name, style in SPLIT.items()},
-        "big": "colwise_rep",
-    }
+def build_in_init_module(fabric: Fabric) -> bool:
     torch.manual_seed(7)
-    plain = Wide()
-    expected = [parameter.detach() for parameter in plain.parameters()]
-    values = {source: built(fabric, source, False) for source in ("every_rank", "rank0")}
-    values["nan"] = [
-        each.isnan().all() for each in built(fabric, "every_rank", True) if each.numel() >= 1 << 14
-    ]
+    expected = full_parameters(Wide())
+    for source in ("every_rank", "rank0"):
+        torch.testing.assert_close(build_wide(fabric, source), expected, rtol=0, atol=0)
+    large_tensors = []
+    for tensor in build_wide(fabric, "every_rank", empty_init=True):
+        if tensor.numel() >= 2**14:
+            large_tensors.append(tensor)
+    (empty,) = large_tensors
+    assert empty.isnan().all()
+    return True
+
+
+def test_values_of_a_build_are_those_of_one_process() -> None:
+    mesh = {"tensor_parallel_size": 2, "tp_plan": WIDE_PLAN}
+    assert on_mesh(mesh, build_in_init_module) == [True] * 4
+
+
+def recompute_activations(fabric: Fabric) -> bool:
+    strategy: Any = fabric.strategy
     torch.manual_seed(9)
-    runs = []
     state = torch.get_rng_state()
-    for recomputes in (None, Dropping):
-        strategy.activation_checkpointing = (recomputes,) if recomputes else None
+    runs = []
+    for classes in (None, (Dropping,)):
+        strategy.activation_checkpointing = classes
         torch.manual_seed(7)
         model = fabric.setup(Wide())
         torch.set_rng_state(state)
         loss = model(torch.ones(3, WIDTH)).square().sum()
         fabric.backward(loss)
-        runs.append(
-            [loss.detach(), *(full_tensor(grad(parameter)) for parameter in model.parameters())]
-        )
-    strategy.activation_checkpointing = None
+        runs.append([loss.detach(), *full_gradients(model)])
+    expected, recomputed = runs
+    torch.testing.assert_close(recomputed, expected)
+    return True
+
+
+def test_recomputed_activations_have_the_masks_of_the_forward_pass() -> None:
+    mesh = {"tensor_parallel_size": 2, "tp_plan": WIDE_PLAN}
+    assert on_mesh(mesh, recompute_activations) == [True] * 4
+
+
+def average_parameters(fabric: Fabric) -> Tensor:
+    """Return the difference of an averaged bias from the bias before a change by 1."""
+    torch.manual_seed(7)
+    model = fabric.setup(Wide())
+    before = full_tensor(model.big.bias.detach()).clone()
     ema = fabric.ema(model, 0.5)
     ema.update()
     with torch.no_grad():
@@ -548,87 +652,13 @@ def parts_together(fabric: Fabric) -> dict[str, Any]:
     ema.update()
     with ema.applied():
         average = full_tensor(model.big.bias.detach())
-    return {
-        "expected": expected,
-        "values": values,
-        "runs": runs,
-        "average": average - plain.big.bias.detach(),
-    }
+    return average - before
 
 
-def test_values_recomputation_and_averages_are_those_of_one_process() -> None:
-    for result in on({"tensor_parallel_size": 2}, parts_together):
-        for values in ("every_rank", "rank0"):
-            torch.testing.assert_close(result["values"][values], result["expected"], rtol=0, atol=0)
-        assert result["values"]["nan"] == [True]
-        torch.testing.assert_close(*result["runs"])
-        torch.testing.assert_close(result["average"], torch.full((1024,), 0.5))
-
-
-def weighted(fabric: Fabric) -> list[float]:
-    """Differences from the single process of a step with weights, which are not the same for all batches."""
-    strategy: Any = fabric.strategy
-    strategy.tp_plan = {**SPLIT, "head": "colwise_rep"}
-    torch.manual_seed(4)
-    plain = Classifier().double()
-    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
-    counts = [1, 3, 2, 3]
-    total = sum(
-        plain(x[number, :count]).square().sum() for number, count in enumerate(counts)
-    ) / sum(counts)
-    torch.as_tensor(total).backward()
-    expected = [grad(parameter) for parameter in plain.parameters()]
-    plain.zero_grad()
-    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    place = strategy.distributed_sampler_kwargs
-    for number in range(place["rank"], 4, place["num_replicas"]):
-        fabric.backward(model(x[number, : counts[number]]).square().sum(), weight=counts[number])
-    fabric.clip_gradients(model, optimizer, max_norm=1e9)
-    actual = [full_tensor(grad(parameter)) for parameter in model.parameters()]
-    return [(one - other).abs().max().item() for one, other in zip(actual, expected, strict=True)]
-
-
-def test_weights_count_each_batch_once() -> None:
-    for differences in on({"tensor_parallel_size": 2}, weighted):
-        assert max(differences) < 1e-12
-
-
-def at_the_end(fabric: Fabric) -> dict[str, list[Any]]:
-    """By what is done about ranks that run out of batches: losses and repeats of steps with weights, and parameters."""
-    found: dict[str, list[Any]] = {}
-    for uneven in ("shortest", "longest"):
-        torch.manual_seed(4)
-        plain = Classifier().double()
-        batches: Any = torch.randn(7, 3, WIDTH, dtype=torch.float64)
-        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-        place: Any = fabric.strategy.distributed_sampler_kwargs
-        own = batches[place["rank"] :: place["num_replicas"]]
-        loader = torch.utils.data.DataLoader(own, batch_size=1)
-        loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False, uneven=uneven)
-        found[uneven] = []
-        for x in loader:
-            loss = model(x).square().sum()
-            fabric.backward(loss, weight=x.shape[1])
-            optimizer.step()
-            optimizer.zero_grad()
-            found[uneven] += [fabric.all_reduce(loss.detach(), reduce_op="sum"), loader.is_repeat]
-        found[uneven] += [
-            full_tensor(parameter.detach()).clone() for parameter in model.parameters()
-        ]
-    return found
-
-
-@pytest.mark.slow
-def test_ranks_of_one_batch_run_out_of_batches_together() -> None:
-    plan = {**SPLIT, "head": "colwise_rep"}
-    expected = run_in_ranks(at_the_end)
-    for rank, actual in enumerate(on({"tensor_parallel_size": 2, "tp_plan": plan}, at_the_end)):
-        torch.testing.assert_close(actual, expected[rank // 2], rtol=0, atol=1e-12)
-    assert [len(expected[1][uneven]) for uneven in ("shortest", "longest")] == [
-        2 * 3 + 6,
-        2 * 4 + 6,
-    ]
-    assert expected[1]["longest"][7]
+def test_averages_of_parameters_are_those_of_one_process() -> None:
+    mesh = {"tensor_parallel_size": 2, "tp_plan": WIDE_PLAN}
+    for difference in on_mesh(mesh, average_parameters):
+        torch.testing.assert_close(difference, torch.full((1024,), 0.5))
 
 
 class Classifier(nn.Module):
@@ -642,33 +672,92 @@ class Classifier(nn.Module):
         return self.head(self.down(self.up(x)))
 
 
-def loss_of_parts(fabric: Fabric) -> tuple[float, float]:
+CLASSIFIER_PLAN = {**SPLIT, "head": "colwise_rep"}
+
+
+def train_with_weights(fabric: Fabric) -> float:
+    """Return the difference from the single process of gradients with a weight for each batch."""
+    torch.manual_seed(4)
+    plain = Classifier().double()
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    counts = torch.tensor([1, 3, 2, 3])
+    for batch, count in zip(x, counts, strict=True):
+        loss = plain(batch[:count]).square().sum()
+        (loss / counts.sum()).backward()
+    expected = full_gradients(plain)
+    plain.zero_grad()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for batch, count in zip(share(fabric, x), share(fabric, counts), strict=True):
+        fabric.backward(model(batch[:count]).square().sum(), weight=count.item())
+    fabric.clip_gradients(model, optimizer, max_norm=1e9)
+    return largest_difference(full_gradients(model), expected)
+
+
+def test_weights_count_each_batch_once() -> None:
+    mesh = {"tensor_parallel_size": 2, "tp_plan": CLASSIFIER_PLAN}
+    assert max(on_mesh(mesh, train_with_weights)) < 1e-12
+
+
+def train_unevenly(fabric: Fabric, uneven: str) -> dict[str, list[Any]]:
+    """Take steps with weights until batches run out; return losses, repeats and parameters."""
+    torch.manual_seed(4)
+    plain = Classifier().double()
+    samples = torch.randn(7, 3, WIDTH, dtype=torch.float64)
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    dataset: Any = share(fabric, samples)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=1)
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False, uneven=uneven)
+    losses = []
+    repeats = []
+    for x in loader:
+        loss = model(x).square().sum()
+        fabric.backward(loss, weight=x.shape[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach(), reduce_op="sum"))
+        repeats.append(loader.is_repeat)
+    return {"losses": losses, "repeats": repeats, "parameters": full_parameters(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("uneven", "steps"), [("shortest", 3), ("longest", 4)])
+def test_ranks_of_one_batch_run_out_of_batches_together(uneven: str, steps: int) -> None:
+    expected = run_in_ranks(train_unevenly, uneven)
+    assert len(expected[1]["losses"]) == steps
+    assert expected[1]["repeats"][3:] == [True] * (steps - 3)
+    mesh = {"tensor_parallel_size": 2, "tp_plan": CLASSIFIER_PLAN}
+    for rank, actual in enumerate(on_mesh(mesh, train_unevenly, uneven)):
+        torch.testing.assert_close(actual, expected[rank // 2], rtol=0, atol=1e-12)
+
+
+def compute_a_loss_of_split_logits(fabric: Fabric) -> tuple[float, float]:
+    """Return the differences of the loss and of a gradient from the single process."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel
 
     strategy: Any = fabric.strategy
-    strategy.tp_plan = {
-        **SPLIT,
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    strategy.tp_plan = {**SPLIT, "head": head}
     torch.manual_seed(5)
     plain = Classifier().double()
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     y = torch.tensor([0, 5, 2, 3])
     expected = nn.functional.cross_entropy(plain(x), y)
     expected.backward()
-    gradient = grad(plain.up.weight)
+    expected_gradients = full_gradients(plain)
     plain.zero_grad()
     model = fabric.setup(plain)
     with loss_parallel():
         loss = nn.functional.cross_entropy(model(x), y)
         fabric.backward(loss)
     mean = fabric.all_reduce(full_tensor(loss.detach()))
-    return float(mean - expected), float(
-        (full_tensor(grad(model.up.weight)) - gradient).abs().max()
-    )
+    loss_difference = abs((mean - expected).item())
+    return loss_difference, largest_difference(full_gradients(model), expected_gradients)
 
 
-def test_a_loss_may_be_computed_in_parts() -> None:
-    for differences in on({"tensor_parallel_size": 2}, loss_of_parts):
-        assert max(map(abs, differences)) < 1e-12
+def test_a_loss_may_be_computed_of_split_logits() -> None:
+    for loss_difference, gradient_difference in on_mesh(
+        {"tensor_parallel_size": 2}, compute_a_loss_of_split_logits
+    ):
+        assert loss_difference < 1e-12
+        assert gradient_difference < 1e-12

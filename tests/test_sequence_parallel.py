@@ -1,6 +1,7 @@
-"""Sequences that are split over ranks: the numbers of the single process, whatever the lengths and heads."""
+"""Sequences split over ranks give the numbers of the single process for all lengths and heads."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,18 +32,22 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.is_causal = is_causal
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up = nn.Linear(WIDTH, 16)
         self.down = nn.Linear(16, WIDTH)
 
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        attended = scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        query = self.split_heads(self.query(x))
+        key = self.split_heads(self.key(x))
+        value = self.split_heads(self.value(x))
+        heads = scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
         return x + self.down(self.up(x).tanh())
 
 
@@ -50,12 +55,12 @@ class Model(nn.Module):
     def __init__(self, heads: int, is_causal: bool) -> None:
         super().__init__()
         self.embedding = nn.Linear(4, WIDTH)
-        self.places = nn.Embedding(9, WIDTH)
+        self.position_embedding = nn.Embedding(9, WIDTH)
         self.blocks = nn.ModuleList([Block(heads, is_causal), Block(heads, is_causal)])
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedding(x) + self.places(positions)
+        x = self.embedding(x) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -69,146 +74,211 @@ def make(heads: int, is_causal: bool) -> tuple[nn.Module, torch.optim.Optimizer]
 
 def batches(tokens: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    made = torch.randn(STEPS * MICRO, BATCH, tokens, 4, generator=generator, dtype=torch.float64)
-    counts = torch.rand(STEPS * MICRO, BATCH, tokens, generator=generator) > 0.3
+    inputs = torch.randn(STEPS * MICRO, BATCH, tokens, 4, generator=generator, dtype=torch.float64)
+    masks = torch.rand(STEPS * MICRO, BATCH, tokens, generator=generator) > 0.3
     positions = torch.arange(tokens).expand(BATCH, tokens)
-    return [
-        {"x": x, "y": x.cumsum(1).tanh(), "counts": some, "positions": positions}
-        for x, some in zip(made, counts, strict=True)
-    ]
+    batches = []
+    for x, counts in zip(inputs, masks, strict=True):
+        batches.append({"x": x, "y": x.cumsum(1).tanh(), "counts": counts, "positions": positions})
+    return batches
 
 
-def train(
-    fabric: Fabric, heads: int, is_causal: bool, tokens: int, is_weighted: bool = True
-) -> dict[str, Any]:
-    """Three steps with clipping and accumulation; what is recorded is over all ranks."""
-    model, optimizer = fabric.setup(*make(heads, is_causal))
-    place = fabric.strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+class Setting(NamedTuple):
+    heads: int  # two ranks divide 4 heads, but not 3
+    is_causal: bool
+    tokens: int
+    has_weights: bool = True
+
+
+def share(fabric: Fabric, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the samples of this rank."""
+    sampler_kwargs = fabric.strategy.distributed_sampler_kwargs
+    if sampler_kwargs is None:
+        return batch
+    samples = slice(sampler_kwargs["rank"], None, sampler_kwargs["num_replicas"])
+    return {name: tensor[samples] for name, tensor in batch.items()}
+
+
+def squared_errors(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"], batch["positions"]) - batch["y"]).square().sum(-1)
+
+
+def full_gradients(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def full_parameters(model: nn.Module) -> list[Tensor]:
+    return [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def train(fabric: Fabric, setting: Setting) -> dict[str, Any]:
+    """Take three steps with clipping and accumulation; return numbers over all ranks."""
+    model, optimizer = fabric.setup(*make(setting.heads, setting.is_causal))
     losses = []
     norms = []
     gradients = []
-    for number, batch in enumerate(batches(tokens)):
-        batch = {name: each[place["rank"] :: place["num_replicas"]] for name, each in batch.items()}
-        last = number % MICRO == MICRO - 1
+    for number, batch in enumerate(batches(setting.tokens)):
+        is_accumulating = number % MICRO < MICRO - 1
         with (
-            fabric.no_backward_sync(model, enabled=not last),
-            fabric.sequence_parallel(batch) as part,
+            fabric.no_backward_sync(model, enabled=is_accumulating),
+            fabric.sequence_parallel(share(fabric, batch)) as shard,
         ):
-            errors = (model(part["x"], part["positions"]) - part["y"]).square().sum(-1)
-            if is_weighted:
-                loss = errors[part["counts"]].sum()
-                fabric.backward(loss, weight=part["counts"].sum(), optimizer=optimizer)
+            errors = squared_errors(model, shard)
+            if setting.has_weights:
+                loss = errors[shard["counts"]].sum()
+                fabric.backward(loss, weight=shard["counts"].sum(), optimizer=optimizer)
                 losses.append(fabric.all_reduce(loss.detach(), reduce_op="sum"))
             else:
                 loss = errors.mean() / MICRO
                 fabric.backward(loss)
                 losses.append(fabric.all_reduce(loss.detach()))
-        if last:
-            norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1))
-            parameters: list[Any] = list(model.parameters())
-            gradients = [full_tensor(parameter.grad).clone() for parameter in parameters]
-            optimizer.step()
-            optimizer.zero_grad()
-    parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
-    return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
+        if is_accumulating:
+            continue
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1))
+        gradients = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "parameters": full_parameters(model),
+    }
 
 
-def on(function: Any, *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
-    strategy = ModelParallelStrategy(
-        **{"sequence_parallel_size": 2, "start_method": "forkserver", **options}
-    )
+def on_mesh(function: Any, *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
+    """Return the results of a function by rank of a job whose sequences are split in two."""
+    options.setdefault("sequence_parallel_size", 2)
+    strategy = ModelParallelStrategy(start_method="forkserver", **options)
     return run_in_ranks(function, *args, ranks=ranks, strategy=strategy)
 
 
-def train_each(fabric: Fabric, settings: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [train(fabric, *setting) for setting in settings]
+def train_in_every_setting(fabric: Fabric, settings: list[Setting]) -> list[dict[str, Any]]:
+    return [train(fabric, setting) for setting in settings]
 
 
-# Heads, whether attention is causal, tokens, whether losses have weights. Two ranks divide 4 heads, but not 3.
-FEW = [(4, True, 7), (3, True, 9), (3, False, 7), (4, True, 8, False)]
-MANY = [*FEW, (4, False, 9), (4, False, 4), (3, True, 4), (3, True, 5)]
-MESHES = [
-    pytest.param({}, FEW, id="sequence 2"),
-    pytest.param({"ranks": 4}, FEW[:2], id="data 2 x sequence 2"),
-    pytest.param({}, MANY, id="more", marks=pytest.mark.slow),
-    pytest.param({"ranks": 4}, MANY, id="more, data 2 x sequence 2", marks=pytest.mark.slow),
-    pytest.param({"ranks": 4, "replicate_size": 2}, MANY, id="replicate 2 x sequence 2", marks=pytest.mark.slow),
-    pytest.param({"ranks": 4, "sequence_parallel_size": 4}, MANY, id="sequence 4", marks=pytest.mark.slow),
-    pytest.param(
-        {"ranks": 4, "tensor_parallel_size": 2, "tp_plan": PLAN},
-        [each for each in MANY if each[0] == 4], id="sequence 2 x tensor 2", marks=pytest.mark.slow,
-    ),
-]  # fmt: skip
+SETTINGS_OF_4_HEADS = [
+    Setting(heads=4, is_causal=True, tokens=7),
+    Setting(heads=4, is_causal=True, tokens=8, has_weights=False),
+    Setting(heads=4, is_causal=False, tokens=9),
+    Setting(heads=4, is_causal=False, tokens=4),
+]
+SETTINGS_OF_3_HEADS = [
+    Setting(heads=3, is_causal=True, tokens=9),
+    Setting(heads=3, is_causal=False, tokens=7),
+    Setting(heads=3, is_causal=True, tokens=4),
+    Setting(heads=3, is_causal=True, tokens=5),
+]
+SETTINGS = SETTINGS_OF_4_HEADS + SETTINGS_OF_3_HEADS
+FAST_SETTINGS = SETTINGS_OF_4_HEADS[:2] + SETTINGS_OF_3_HEADS[:2]
+FASTEST_SETTINGS = SETTINGS_OF_4_HEADS[:1] + SETTINGS_OF_3_HEADS[:1]
 
 
-@pytest.mark.parametrize(("mesh", "settings"), MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        pytest.param({}, FAST_SETTINGS, id="sequence 2"),
+        pytest.param({"ranks": 4}, FASTEST_SETTINGS, id="data 2 x sequence 2"),
+    ],
+)
 def test_three_steps_are_those_of_the_single_process(
-    mesh: dict[str, Any], settings: list[tuple[Any, ...]]
+    mesh: dict[str, Any], settings: list[Setting]
 ) -> None:
-    [expected] = run_in_ranks(train_each, settings, ranks=1, strategy="auto")
-    for actual in on(train_each, settings, **mesh):
+    [expected] = run_in_ranks(train_in_every_setting, settings, ranks=1, strategy="auto")
+    for actual in on_mesh(train_in_every_setting, settings, **mesh):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        pytest.param({}, SETTINGS, id="sequence 2"),
+        pytest.param({"ranks": 4}, SETTINGS, id="data 2 x sequence 2"),
+        pytest.param({"ranks": 4, "replicate_size": 2}, SETTINGS, id="replicate 2 x sequence 2"),
+        pytest.param({"ranks": 4, "sequence_parallel_size": 4}, SETTINGS, id="sequence 4"),
+        pytest.param(
+            {"ranks": 4, "tensor_parallel_size": 2, "tp_plan": PLAN},
+            SETTINGS_OF_4_HEADS,
+            id="sequence 2 x tensor 2",
+        ),
+    ],
+)
+def test_three_steps_on_every_mesh_are_those_of_the_single_process(
+    mesh: dict[str, Any], settings: list[Setting]
+) -> None:
+    [expected] = run_in_ranks(train_in_every_setting, settings, ranks=1, strategy="auto")
+    for actual in on_mesh(train_in_every_setting, settings, **mesh):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def attend(batch: dict[str, Any], mask: str | None, **options: Any) -> Tensor:
-    inputs = [
-        batch[name].unflatten(-1, (-1, 2)).transpose(1, 2) for name in ("query", "key", "value")
-    ]
-    if mask is not None:
-        options["attn_mask"] = (
-            batch["keys"][:, None, None] if mask == "keys" else batch["rows"].transpose(1, 2)
-        )
-    return scaled_dot_product_attention(*inputs, scale=0.7, **options).transpose(1, 2).flatten(2)
+# -- attention -------------------------------------------------------------------------------------
 
 
-def differences(fabric: Fabric) -> dict[str, float]:
-    """The largest of each kind of attention, and of its gradients, from that of all tokens on one process."""
-    found = {}
-    for tokens in (7, 3, 2):
-        torch.manual_seed(3)
-        whole: dict[str, Any] = {
-            "query": torch.randn(2, tokens, 8), "key": torch.randn(2, tokens, 4), "value": torch.randn(2, tokens, 4),
-            "factor": torch.randn(2, tokens, 8),
-        }  # fmt: skip
-        whole = {
-            name: each.double().requires_grad_(name != "factor") for name, each in whole.items()
-        }
-        allowed = torch.rand(2, tokens, 1, tokens) > 0.4
-        whole |= {
-            "rows": allowed | (torch.arange(tokens) == 0),
-            "keys": allowed[:, 0, 0] | (torch.arange(tokens) == 0),
-        }
-        for kind in (
-            {"mask": None},
-            {"mask": None, "is_causal": True},
-            {"mask": "keys"},
-            {"mask": "rows"},
-        ):
-            trained = [whole[name] for name in ("query", "key", "value")]
-            expected = attend(whole, enable_gqa=True, **kind)
-            gradients = torch.autograd.grad((expected * whole["factor"]).sum(), trained)
-            with fabric.sequence_parallel(
-                {**whole, "expected": expected.detach(), "name": "any"}
-            ) as part:
-                actual = attend(part, enable_gqa=True, **kind)
-                own = torch.autograd.grad((actual * part["factor"]).sum(), trained)
-            sums = fabric.all_reduce(list(own), reduce_op="sum")
-            pairs = [(actual, part["expected"]), *zip(sums, gradients, strict=True)]
-            found[f"{tokens} {kind}"] = max(
-                (first - second).abs().max().item() for first, second in pairs
-            )
-    return found
+def split_heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 2)).transpose(1, 2)
 
 
-def test_attention_and_its_gradients_are_those_over_all_tokens() -> None:
-    for actual in on(differences):
-        assert max(actual.values()) < 1e-12, actual
+def attend(batch: dict[str, Any], mask: str | None, is_causal: bool) -> Tensor:
+    """Return the attention, masked by the entry of the batch that ``mask`` names."""
+    attn_mask = None
+    if mask == "keys":
+        attn_mask = batch["keys"][:, None, None]
+    elif mask == "rows":
+        attn_mask = batch["rows"].transpose(1, 2)
+    heads = scaled_dot_product_attention(
+        split_heads(batch["query"]),
+        split_heads(batch["key"]),
+        split_heads(batch["value"]),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=0.7,
+        enable_gqa=True,
+    )
+    return heads.transpose(1, 2).flatten(2)
 
 
-# -- the block --------------------------------------------------------------------------------------------------------
+def compare_attention(fabric: Fabric, tokens: int, mask: str | None, is_causal: bool) -> bool:
+    torch.manual_seed(3)
+    query = torch.randn(2, tokens, 8).double().requires_grad_()
+    key = torch.randn(2, tokens, 4).double().requires_grad_()
+    value = torch.randn(2, tokens, 4).double().requires_grad_()
+    factor = torch.randn(2, tokens, 8).double()
+    allowed = torch.rand(2, tokens, 1, tokens) > 0.4
+    is_first_token = torch.arange(tokens) == 0
+    batch: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "factor": factor,
+        "rows": allowed | is_first_token,
+        "keys": allowed[:, 0, 0] | is_first_token,
+        "name": "any",
+    }
+    expected = attend(batch, mask, is_causal)
+    expected_gradients = torch.autograd.grad((expected * factor).sum(), [query, key, value])
+    batch["expected"] = expected.detach()
+
+    with fabric.sequence_parallel(batch) as shard:
+        actual = attend(shard, mask, is_causal)
+        gradients = torch.autograd.grad((actual * shard["factor"]).sum(), [query, key, value])
+    sums = fabric.all_reduce(list(gradients), reduce_op="sum")
+    torch.testing.assert_close(actual, shard["expected"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums, list(expected_gradients), rtol=0, atol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("tokens", [7, 3, 2])
+@pytest.mark.parametrize(
+    ("mask", "is_causal"), [(None, False), (None, True), ("keys", False), ("rows", False)]
+)
+def test_attention_and_its_gradients_are_those_over_all_tokens(
+    tokens: int, mask: str | None, is_causal: bool
+) -> None:
+    assert on_mesh(compare_attention, tokens, mask, is_causal) == [True, True]
+
+
+# -- the context -----------------------------------------------------------------------------------
 
 
 class Dropping(nn.Module):
@@ -217,98 +287,111 @@ class Dropping(nn.Module):
         return scaled_dot_product_attention(x, x, x)
 
 
-def block(fabric: Fabric) -> dict[str, Any]:
+def draw_in_context(fabric: Fabric) -> dict[str, Tensor]:
     model = Dropping()
-    x = torch.ones(1, 8, 4)
+    batch = [torch.ones(1, 8, 4), torch.ones(3), "name"]
     torch.manual_seed(5)
-    with fabric.sequence_parallel([x, torch.ones(3), "name"]) as (part, *rest):
-        model(part)
-    return {"part": part, "rest": rest, "mask": model.mask, "next": torch.rand(3)}
+    with fabric.sequence_parallel(batch) as (sequence, vector, name):
+        model(sequence)
+    assert sequence.shape == (1, 4, 4)
+    assert vector.shape == (3,)
+    assert name == "name"
+    return {"mask": model.mask, "draw after it": torch.rand(3)}
 
 
-def test_parts_have_other_random_numbers_within_and_the_same_after_it() -> None:
-    first, second = on(block)
-    assert first["part"].shape == second["part"].shape == (1, 4, 4)
-    assert [each.shape if isinstance(each, Tensor) else each for each in first["rest"]] == [
-        (3,),
-        "name",
-    ]
+def test_ranks_draw_different_numbers_in_the_context_and_equal_numbers_after_it() -> None:
+    first, second = on_mesh(draw_in_context)
     assert not torch.equal(first["mask"], second["mask"])
-    assert torch.equal(first["next"], second["next"])
+    assert torch.equal(first["draw after it"], second["draw after it"])
 
 
-def passed(fabric: Fabric) -> bool:
+def passes_batch_through(fabric: Fabric) -> bool:
     batch = {"x": torch.ones(2, 1)}
-    with fabric.sequence_parallel(batch) as part:
-        return part is batch
+    with fabric.sequence_parallel(batch) as shard:
+        return shard is batch
 
 
-def test_without_such_ranks_the_batch_is_passed_on_as_it_is() -> None:
-    assert run_in_ranks(passed) == [True, True]
-    assert run_in_ranks(passed, ranks=1, strategy="auto") == [True]
+def test_a_batch_passes_unchanged_through_strategies_that_split_no_sequences() -> None:
+    assert run_in_ranks(passes_batch_through) == [True, True]
+    assert run_in_ranks(passes_batch_through, ranks=1, strategy="auto") == [True]
 
 
-def refused(fabric: Fabric) -> dict[str, str]:
+def self_attention(x: Any) -> Tensor:
+    return scaled_dot_product_attention(x, x, x)
+
+
+def masked_self_attention(x: Tensor) -> Tensor:
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    return scaled_dot_product_attention(x, x, x, mask)
+
+
+def attention_to_full_keys(x: Tensor) -> Tensor:
+    keys = torch.ones(1, 4, 4)
+    return scaled_dot_product_attention(x, keys, keys)
+
+
+def multihead_attention(x: Tensor) -> Tensor:
+    output, _ = nn.MultiheadAttention(4, 2)(x, x, x, need_weights=False)
+    return output
+
+
+def compute_in_context(fabric: Fabric) -> bool:
+    def error(function: Callable[[Any], Tensor], batch: Any, **options: Any) -> str:
+        """Return the error of a function in the context, or "fine"."""
+
+        def compute() -> None:
+            with fabric.sequence_parallel(batch, **options) as shard:
+                function(shard)
+
+        return outcome(compute)
+
     x = torch.ones(1, 4, 4)
-
-    def inside(action: Any, batch: Any = x, **options: Any) -> str:
-        def run() -> None:
-            with fabric.sequence_parallel(batch, **options) as part:
-                action(part)
-
-        return outcome(run)
-
-    def masked(part: Tensor) -> Tensor:
-        return scaled_dot_product_attention(part, part, part, torch.ones(2, 2, dtype=torch.bool))
-
-    return {
-        "the lengths are {'batch[0]': 4, 'batch[1]': 3}": inside(attended, [x, torch.ones(1, 3)]),
-        "of at least 2 tokens": inside(attended, torch.ones(4, 1)),
-        "the lengths are {}": inside(attended, x, dim=5),
-        "have the sums [[0], [3056]], by rank of the group": inside(
-            attended, x * fabric.global_rank
-        ),
-        "another rank of the group makes another call": inside(
-            attended, x[:, : 4 - fabric.global_rank]
-        ),
-        "have [2, 4, 4] tokens": inside(lambda part: scaled_dot_product_attention(part, x, x)),
-        "a mask of shape (..., 2, 4), (..., 1, 4) or (..., 1, 2)": inside(masked),
-        "attention over the tokens of this rank alone": inside(
-            lambda part: nn.MultiheadAttention(4, 2)(part, part, part, need_weights=False)
-        ),
-        "was not called: each rank has used its own tokens alone": inside(torch.sum),
-        "fine": inside(attended, x, dim=-2),
-    }
+    x_of_rank = x * fabric.global_rank
+    shorter_by_rank = x[:, : 4 - fabric.global_rank]
+    assert error(self_attention, x, dim=-2) == "fine"
+    lengths = "the lengths are {'batch[0]': 4, 'batch[1]': 3}"
+    assert lengths in error(self_attention, [x, torch.ones(1, 3)])
+    assert "of at least 2 tokens" in error(self_attention, torch.ones(4, 1))
+    assert "the lengths are {}" in error(self_attention, x, dim=5)
+    sums = "have the sums [[0], [3056]], by rank of the group"
+    assert sums in error(self_attention, x_of_rank)
+    another_call = "another rank of the group makes another call"
+    assert another_call in error(self_attention, shorter_by_rank)
+    assert "have [2, 4, 4] tokens" in error(attention_to_full_keys, x)
+    shapes = "a mask of shape (..., 2, 4), (..., 1, 4) or (..., 1, 2)"
+    assert shapes in error(masked_self_attention, x)
+    local_attention = "attention over the tokens of this rank alone"
+    assert local_attention in error(multihead_attention, x)
+    not_called = "was not called: each rank has used its own tokens alone"
+    assert not_called in error(torch.sum, x)
+    return True
 
 
-def attended(part: Any) -> Tensor:
-    return scaled_dot_product_attention(part, part, part)
+def test_computations_that_would_give_other_numbers_are_refused_on_all_ranks() -> None:
+    assert on_mesh(compute_in_context) == [True, True]
 
 
-def test_what_would_give_other_numbers_is_refused_on_all_ranks() -> None:
-    for results in on(refused):
-        for words, raised in results.items():
-            assert words in raised
-
-
-def recomputed(fabric: Fabric, compiles: bool) -> float:
-    """The largest difference of gradients of a model that computes its blocks again, or is compiled, from the plain."""
-    plain, _ = make(4, True)
+def compare_gradients(fabric: Fabric, compiles: bool) -> bool:
+    """Compare a compiled model, or one with recomputed blocks, with the plain model."""
+    strategy: Any = fabric.strategy
     batch = batches(5)[0]
-    (plain(batch["x"], batch["positions"]) - batch["y"]).square().sum().backward()
-    expected: list[Any] = [parameter.grad for parameter in plain.parameters()]
-    fabric.strategy.activation_checkpointing = None if compiles else (Block,)  # pyright: ignore[reportAttributeAccessIssue]
-    again: Any = make(4, True)[0]
+    plain, _ = make(4, True)
+    squared_errors(plain, batch).sum().backward()
+    expected = full_gradients(plain)
+
+    module: Any
+    module, _ = make(4, True)
     if compiles:
-        again = torch.compile(again, backend="eager")
-    model = fabric.setup(again)
-    with fabric.sequence_parallel(batch) as part:
-        fabric.backward((model(part["x"], part["positions"]) - part["y"]).square().sum() * 2)
-    parameters: list[Any] = list(model.parameters())
-    pairs = zip(parameters, expected, strict=True)
-    return max((full_tensor(each.grad) - other).abs().max().item() for each, other in pairs)
+        module = torch.compile(module, backend="eager")
+    else:
+        strategy.activation_checkpointing = (Block,)
+    model = fabric.setup(module)
+    with fabric.sequence_parallel(batch) as shard:
+        fabric.backward(squared_errors(model, shard).sum() * 2)
+    torch.testing.assert_close(full_gradients(model), expected, rtol=0, atol=1e-10)
+    return True
 
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_blocks_may_be_computed_again_and_models_be_compiled(compiles: bool) -> None:
-    assert max(on(recomputed, compiles)) < 1e-10
+def test_blocks_may_be_recomputed_and_models_compiled(compiles: bool) -> None:
+    assert on_mesh(compare_gradients, compiles) == [True, True]

@@ -1,6 +1,7 @@
-"""Prints the bytes that a step of examples/mesh hands to collectives, by dimension of a mesh of 2 x 2 x 2.
+"""Print the bytes that a step of examples/mesh passes to collectives, by dimension of the mesh.
 
-One process poses as rank 0 of eight, with torch's `fake` backend, which answers every collective at once.
+The mesh is 2 x 2 x 2. One process poses as rank 0 of eight ranks, with torch's `fake` backend,
+which completes every collective at once.
 """
 
 import json
@@ -27,7 +28,7 @@ RANKS = 8
 
 
 class BytesByGroup(TorchDispatchMode):
-    """Adds up, for each process group, the larger of what goes into a collective and what comes out."""
+    """Bytes of the inputs or of the larger outputs of collectives, by process group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,57 +39,72 @@ class BytesByGroup(TorchDispatchMode):
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it is called again as operations on its shard
+            return NotImplemented  # torch dispatches again, with operations on the shard
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [
-                [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
-                for argument in (*args, result)
-            ]
-            for name in filter(None, map(_group, args)):
-                self.totals[name] = self.totals.get(name, 0) + max(
-                    sum(each.nbytes for each in some) for some in tensors
-                )
+            nbytes = max(_nbytes(argument) for argument in (*args, result))
+            for argument in args:
+                name = _group_name(argument)
+                if name is not None:
+                    self.totals[name] = self.totals.get(name, 0) + nbytes
         return result
 
 
-def _group(argument: Any) -> str:
+def _nbytes(argument: Any) -> int:
+    nbytes = 0
+    for leaf in tree_leaves(argument):
+        if isinstance(leaf, Tensor):
+            nbytes += leaf.nbytes
+    return nbytes
+
+
+def _group_name(argument: Any) -> str | None:
+    """Return the name of a process group, or None for another argument of a collective."""
     if isinstance(argument, torch.ScriptObject):
         try:
             return dist.ProcessGroup.unbox(argument).group_name
         except RuntimeError:
-            return ""  # an operation of a reduction
-    return argument if isinstance(argument, str) and argument not in ("sum", "avg") else ""
+            return None  # the argument is a reduction
+    if isinstance(argument, str) and argument not in ("sum", "avg", ""):
+        return argument
+    return None
+
+
+def pose_as_rank_0() -> None:
+    """Initialize the fake process group, with the environment variables of rank 0."""
+    os.environ["RANK"] = "0"
+    os.environ["LOCAL_RANK"] = "0"
+    os.environ["GROUP_RANK"] = "0"
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+    # Nothing listens at this address, and nothing connects to it.
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = "29500"
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
 
 
 def main(layers: int, width: int, batch: int, length: int) -> None:
-    place = {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": RANKS,
-        "LOCAL_WORLD_SIZE": RANKS,
-        "GROUP_RANK": 0,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
-    )  # nothing listens there, and nothing connects
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
+    """Take steps and print the bytes of the last step."""
+    pose_as_rank_0()
     strategy = ModelParallelStrategy(replicate_size=2, tensor_parallel_size=2, tp_plan=PLAN)
     fabric = Fabric(accelerator="cpu", strategy=strategy)
     fabric.launch()
     model = GPT(layers=layers, width=width)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     mesh = fabric.device_mesh
-    names = {mesh[name].get_group().group_name: name for name in mesh.mesh_dim_names}
-    found = BytesByGroup()
-    for _ in range(4):  # an optimizer is watched in its first steps
-        found.totals.clear()
-        with found:
+    mode = BytesByGroup()
+    for _ in range(4):  # fabric checks an optimizer in its first steps
+        mode.totals.clear()
+        with mode:
             fabric.backward(model(torch.ones(batch, length, dtype=torch.int64)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    print(json.dumps({names.get(group, group): total for group, total in found.totals.items()}))
+    totals = dict(mode.totals)
+    for dimension in mesh.mesh_dim_names:
+        group_name = mesh[dimension].get_group().group_name
+        if group_name in totals:
+            totals[dimension] = totals.pop(group_name)
+    print(json.dumps(totals))
     dist.destroy_process_group()
 
 
