@@ -24,21 +24,16 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
     """Two replicas on the CPU."""
-    with make_fabric() as made:
-        yield made
+    with make_fabric() as fabric:
+        yield fabric
 
 
 def make_fabric(devices: int = 2, **options: Any) -> Fabric:
     return Fabric(accelerator="cpu", strategy="dp", devices=devices, environment="none", **options)
 
 
-def compiled_in_place(module: nn.Module) -> nn.Module:
-    module.compile(backend="eager")
-    return module
-
-
 class Calls(nn.Module):
-    """Runs a function in the place of forward."""
+    """A module whose forward pass is a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -58,12 +53,14 @@ def replicated(function: Callable[..., Any], devices: int = 2) -> Any:
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(x).pow(2).mean().backward()
-    return [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad.clone())
+    return gradients
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 7])
@@ -96,14 +93,11 @@ def test_two_runs_are_bit_identical(precision: str) -> None:
 
 def test_one_device_is_bit_identical_to_the_plain_loop() -> None:
     with make_fabric(1) as fabric:
-        assert_same(
-            fabric.launch(fabric_loop, torch.float32, 3),
-            plain_loop(torch.float32, None, False, 3),
-            0.0,
-        )
+        actual = fabric.launch(fabric_loop, torch.float32, 3)
+    assert_same(actual, plain_loop(torch.float32, None, False, 3), 0.0)
 
 
-def test_gradients_reach_the_input_and_what_made_it(fabric: Fabric) -> None:
+def test_gradients_reach_the_input_and_its_source(fabric: Fabric) -> None:
     plain = Net().double()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     model = fabric.setup(copy.deepcopy(plain))
@@ -112,7 +106,7 @@ def test_gradients_reach_the_input_and_what_made_it(fabric: Fabric) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_tied_and_frozen_parameters_stay_so(fabric: Fabric) -> None:
+def test_tied_and_frozen_parameters_stay_tied_and_frozen(fabric: Fabric) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
     plain[1].weight = plain[0].weight
     plain[2].requires_grad_(False)
@@ -139,44 +133,58 @@ def test_recurrent_and_parametrized_layers_work(fabric: Fabric) -> None:
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
 
 
-# -- what a replica sees ------------------------------------------------------------------------------------------
+# -- the context of a replica ----------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class ReplicaContext(NamedTuple):
     thread: int
-    grad: bool
-    inference: bool
-    autocast: bool
-    dtype: torch.dtype
-    computed: torch.dtype
+    has_grad: bool
+    has_inference_mode: bool
+    has_autocast: bool
+    autocast_dtype: torch.dtype
+    computed_dtype: torch.dtype
 
 
-def seen_by_replicas(devices: int = 2) -> list[Seen]:
-    """What each replica sees when it is called now."""
-    seen = []
-    together = threading.Barrier(devices, timeout=30)
+def contexts_of_replicas(devices: int = 2) -> list[ReplicaContext]:
+    """Call a module on replicas and return the context of each call."""
+    contexts = []
+    barrier = threading.Barrier(devices, timeout=30)
 
-    def look(x: Tensor) -> Tensor:
-        computed = (x @ x.T).dtype
-        autocast = torch.is_autocast_enabled("cpu")
-        dtype = torch.get_autocast_dtype("cpu")
-        grad = torch.is_grad_enabled()
-        inference = torch.is_inference_mode_enabled()
-        seen.append(Seen(threading.get_ident(), grad, inference, autocast, dtype, computed))
-        together.wait()  # each replica is in a thread of its own, at the same time
+    def record_context(x: Tensor) -> Tensor:
+        context = ReplicaContext(
+            thread=threading.get_ident(),
+            has_grad=torch.is_grad_enabled(),
+            has_inference_mode=torch.is_inference_mode_enabled(),
+            has_autocast=torch.is_autocast_enabled("cpu"),
+            autocast_dtype=torch.get_autocast_dtype("cpu"),
+            computed_dtype=(x @ x.T).dtype,
+        )
+        contexts.append(context)
+        barrier.wait()  # passes only if all replicas run at one time, each in a thread
         return x
 
-    replicated(look, devices)(torch.ones(2 * devices, 4))
-    return seen
+    replicated(record_context, devices)(torch.ones(2 * devices, 4))
+    return contexts
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_each_replica_has_its_thread_and_the_callers_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
-        seen = seen_by_replicas(3)
-    assert len({one.thread for one in seen} | {threading.get_ident()}) == 4
-    assert {one[1:] for one in seen} == {(True, False, True, dtype, dtype)}
-    assert not any(one.autocast for one in seen_by_replicas())
+        contexts = contexts_of_replicas(3)
+    threads = {context.thread for context in contexts}
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
+    for context in contexts:
+        assert context.has_grad
+        assert not context.has_inference_mode
+        assert context.has_autocast
+        assert context.autocast_dtype == dtype
+        assert context.computed_dtype == dtype
+
+
+def test_replicas_have_no_autocast_outside_of_it() -> None:
+    for context in contexts_of_replicas():
+        assert not context.has_autocast
 
 
 @pytest.mark.parametrize(
@@ -191,7 +199,10 @@ def test_grad_mode_and_inference_mode_hold_in_the_replicas(
     context: Any, grad: bool, inference: bool
 ) -> None:
     with context():
-        assert {one[1:3] for one in seen_by_replicas()} == {(grad, inference)}
+        contexts = contexts_of_replicas()
+    for context_of_replica in contexts:
+        assert context_of_replica.has_grad == grad
+        assert context_of_replica.has_inference_mode == inference
 
 
 @pytest.mark.parametrize(
@@ -200,12 +211,12 @@ def test_grad_mode_and_inference_mode_hold_in_the_replicas(
 def test_a_mixed_precision_computes_in_16_bits_and_returns_32(
     precision: str, dtype: torch.dtype
 ) -> None:
-    seen = []
+    dtypes = []
     with make_fabric(precision=precision) as fabric:
         model = fabric.setup(Net())
-        model.head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
         assert model(torch.randn(5, 4)).dtype == torch.float32
-    assert seen == [dtype, dtype]
+    assert dtypes == [dtype, dtype]
 
 
 def test_evaluation_keeps_no_graph(fabric: Fabric) -> None:
@@ -224,24 +235,24 @@ def test_no_thread_is_left_behind(fabric: Fabric) -> None:
     assert threading.active_count() == before
 
 
-# -- arguments and outputs ----------------------------------------------------------------------------------------
+# -- arguments and outputs -------------------------------------------------------------------------
 
 
-def parts_of(
+def scatter(
     *args: Any, devices: int = 2, **kwargs: Any
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments that each replica was called with, in their order."""
+    """Return the arguments and keyword arguments of each replica."""
     wrapper = replicated(lambda: None, devices)
-    inputs, own = wrapper.scatter(args, kwargs, wrapper.device_ids)
-    return list(zip(inputs, own, strict=True))
+    args_of_replicas, kwargs_of_replicas = wrapper.scatter(args, kwargs, wrapper.device_ids)
+    return list(zip(args_of_replicas, kwargs_of_replicas, strict=True))
 
 
 @pytest.mark.parametrize("batch", range(1, 9))
 @pytest.mark.parametrize("devices", [2, 3, 5])
-def test_parts_are_those_of_chunk(batch: int, devices: int) -> None:
+def test_a_batch_is_split_as_by_torch_chunk(batch: int, devices: int) -> None:
     x = torch.arange(batch)
-    parts = [args[0].tolist() for args, _ in parts_of(x, devices=devices)]
-    assert parts == [part.tolist() for part in x.chunk(devices)]
+    for (args, _), expected in zip(scatter(x, devices=devices), x.chunk(devices), strict=True):
+        assert torch.equal(args[0], expected)
 
 
 class Pair(NamedTuple):
@@ -253,24 +264,23 @@ def test_nested_arguments_are_split_and_others_shared() -> None:
     x = torch.arange(5)
     scale = torch.tensor(3.0)
     marker = object()
-    parts = parts_of({"x": [x]}, Pair(x, "a"), scale, y=(x, 2), marker=marker, none=None)
-    for (args, kwargs), part in zip(parts, x.chunk(2), strict=True):
-        assert torch.equal(args[0]["x"][0], part)
-        assert isinstance(args[1], Pair)
-        assert torch.equal(args[1].x, part)
-        assert args[2] is scale
-        assert torch.equal(kwargs["y"][0], part)
-        assert (args[1].name, kwargs["y"][1], kwargs["marker"], kwargs["none"]) == (
-            "a",
-            2,
-            marker,
-            None,
-        )
+    arguments = scatter({"x": [x]}, Pair(x, "a"), scale, y=(x, 2), marker=marker, none=None)
+    for (args, kwargs), chunk in zip(arguments, x.chunk(2), strict=True):
+        nested, pair, scale_of_replica = args
+        assert torch.equal(nested["x"][0], chunk)
+        assert isinstance(pair, Pair)
+        assert torch.equal(pair.x, chunk)
+        assert pair.name == "a"
+        assert scale_of_replica is scale
+        assert torch.equal(kwargs["y"][0], chunk)
+        assert kwargs["y"][1] == 2
+        assert kwargs["marker"] is marker
+        assert kwargs["none"] is None
 
 
-def test_a_part_can_be_written_in_place() -> None:
+def test_the_batch_of_a_replica_can_be_written_in_place() -> None:
     x = torch.ones(4, 2, requires_grad=True)
-    replicated(lambda part: part.mul_(3.0))(x * 2).sum().backward()
+    replicated(lambda chunk: chunk.mul_(3.0))(x * 2).sum().backward()
     assert torch.equal(x.grad, torch.full((4, 2), 6.0))
 
 
@@ -283,10 +293,12 @@ def test_outputs_are_joined_leaf_by_leaf() -> None:
     assert torch.equal(output["x"][0], x)
     assert torch.equal(output["x"][1].x, x + 1)
     assert output["mean"].tolist() == [1.0, 3.5]
-    assert (output["none"], output["count"], output["x"][1].name) == (None, 3, "a")
+    assert output["x"][1].name == "a"
+    assert output["none"] is None
+    assert output["count"] == 3
 
 
-def test_a_scalar_output_becomes_a_vector_with_one_entry_for_each_part() -> None:
+def test_a_scalar_output_becomes_a_vector_with_an_entry_for_each_replica() -> None:
     mean = replicated(torch.mean, 3)
     assert mean(torch.arange(6.0)).tolist() == [0.5, 2.5, 4.5]
     assert mean(torch.arange(1.0)).tolist() == [0.0]
@@ -298,7 +310,7 @@ def test_a_call_without_a_batch_runs_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "names"),
+    ("function", "arguments", "words"),
     [
         (lambda x, y: x, {"x": torch.ones(6), "y": torch.ones(4, 2)}, ["shapes (6,), (4, 2)"]),
         (
@@ -309,12 +321,13 @@ def test_a_call_without_a_batch_runs_once() -> None:
         (lambda x: {len(x): x}, {"x": torch.ones(3)}, ["output[2]", "output[1]"]),
     ],
 )
-def test_what_cannot_be_split_or_joined_is_refused(
-    function: Any, arguments: dict[str, Tensor], names: list[str]
+def test_arguments_and_outputs_that_cannot_be_split_or_joined_are_refused(
+    function: Any, arguments: dict[str, Tensor], words: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         replicated(function)(**arguments)
-    assert all(name in str(caught.value) for name in names), str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_an_error_in_a_replica_is_raised_and_names_it() -> None:
@@ -331,7 +344,7 @@ def test_an_error_in_a_replica_is_raised_and_names_it() -> None:
     assert "replica 0 of 2" in caught_by_all.value.__notes__[0]
 
 
-# -- state --------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 def test_buffers_are_those_of_replica_0(fabric: Fabric) -> None:
@@ -348,12 +361,12 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("assigned", torch.zeros(1))
-        self.register_buffer("same", self.assigned)
+        self.register_buffer("alias", self.assigned)
         self.register_buffer("nothing", None)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.same is self.assigned
+        assert self.alias is self.assigned
         self.assigned = self.assigned + len(x)
         self.calls += 1
         return x
@@ -362,7 +375,9 @@ class Counting(nn.Module):
 def test_an_assigned_buffer_is_kept_and_an_attribute_is_not(fabric: Fabric) -> None:
     model = fabric.setup(Counting())
     model(torch.ones(5))
-    assert (model.assigned.item(), model.same.item(), model.calls) == (3, 0, 0)
+    assert model.assigned.item() == 3
+    assert model.alias.item() == 0
+    assert model.calls == 0
 
 
 def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
@@ -385,14 +400,17 @@ def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
     assert sums == [5.0]
 
 
-def test_state_dicts_have_the_users_own_names(fabric: Fabric) -> None:
+def test_state_dicts_have_the_users_names(fabric: Fabric) -> None:
     plain = Net()
     model = fabric.setup(copy.deepcopy(plain))
     state = fabric.strategy.get_module_state_dict(model._fabric_prepared)
-    assert list(state) == list(model.state_dict()) == list(plain.state_dict())
-    state = {name: torch.zeros_like(value) for name, value in state.items()}
-    fabric.strategy.load_module_state_dict(model._fabric_prepared, state)
-    assert not any(parameter.any() for parameter in model.parameters())
+    names = list(plain.state_dict())
+    assert list(state) == names
+    assert list(model.state_dict()) == names
+    zeros = {name: torch.zeros_like(value) for name, value in state.items()}
+    fabric.strategy.load_module_state_dict(model._fabric_prepared, zeros)
+    for parameter in model.parameters():
+        assert not parameter.any()
 
 
 def test_a_checkpoint_of_two_replicas_loads_on_one_device(fabric: Fabric, tmp_path: Any) -> None:
@@ -400,9 +418,11 @@ def test_a_checkpoint_of_two_replicas_loads_on_one_device(fabric: Fabric, tmp_pa
     model(torch.randn(5, 5, 4)).sum().backward()
     optimizer.step()
     fabric.save(tmp_path / "checkpoint.pt", {"model": model, "optimizer": optimizer})
-    with Fabric(accelerator="cpu", devices=1) as other:
-        loaded, loaded_optimizer = other.setup(*make_model())
-        other.load(tmp_path / "checkpoint.pt", {"model": loaded, "optimizer": loaded_optimizer})
+    with Fabric(accelerator="cpu", devices=1) as one_device:
+        loaded, loaded_optimizer = one_device.setup(*make_model())
+        one_device.load(
+            tmp_path / "checkpoint.pt", {"model": loaded, "optimizer": loaded_optimizer}
+        )
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -418,14 +438,15 @@ def test_a_copy_of_the_model_works(fabric: Fabric) -> None:
 def test_dropout_trains(fabric: Fabric) -> None:
     model = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
     fabric.backward(model(torch.randn(7, 4)).mean())
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    for parameter in model.parameters():
+        assert parameter.grad.isfinite().all()
 
 
-# -- doors --------------------------------------------------------------------------------------------------------
+# -- methods ---------------------------------------------------------------------------------------
 
 
-class Noting(Net):
-    """Notes which module its method was called on."""
+class RecordsCalls(Net):
+    """A module that records the replicas on which its method was called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,8 +457,8 @@ class Noting(Net):
         return self(x)
 
 
-def test_a_marked_method_runs_in_each_replica_on_its_part(fabric: Fabric) -> None:
-    plain = Noting()
+def test_a_marked_method_runs_in_each_replica_on_its_batch(fabric: Fabric) -> None:
+    plain = RecordsCalls()
     x = torch.randn(5, 4)
     model = fabric.setup(plain)
     model.mark_forward_method("score")
@@ -453,22 +474,22 @@ def test_other_methods_run_on_the_root_device_and_are_exact(fabric: Fabric) -> N
     model = fabric.setup(copy.deepcopy(plain))
     fabric.backward(model.loss(x))
     plain.loss(x).backward()
-    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(own.grad, expected.grad)
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
     assert model.training_step(x).shape == (2,)
 
 
-# -- the strategy -------------------------------------------------------------------------------------------------
+# -- the strategy ----------------------------------------------------------------------------------
 
 
 def test_there_is_one_process(fabric: Fabric) -> None:
-    assert (fabric.world_size, fabric.global_rank, fabric.device) == (1, 0, CPU)
+    assert fabric.world_size == 1
+    assert fabric.global_rank == 0
+    assert fabric.device == CPU
     strategy = fabric.strategy
-    assert (strategy.world_size, strategy.is_distributed, strategy.distributed_sampler_kwargs) == (
-        1,
-        False,
-        None,
-    )
+    assert strategy.world_size == 1
+    assert strategy.is_distributed is False
+    assert strategy.distributed_sampler_kwargs is None
     assert strategy.reduce_boolean_decision(True)
     assert strategy.broadcast({"a": 1}) == {"a": 1}
     strategy.barrier("here")
@@ -478,9 +499,11 @@ def test_there_is_one_process(fabric: Fabric) -> None:
         pass
 
 
-def test_loaders_yield_whole_batches(fabric: Fabric) -> None:
+def test_loaders_yield_unsplit_batches(fabric: Fabric) -> None:
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(10)), batch_size=5))
-    assert [len(batch[0]) for batch in loader] == [5, 5]
+    first, second = loader
+    assert len(first[0]) == 5
+    assert len(second[0]) == 5
 
 
 def test_describe_shows_the_replicas(fabric: Fabric) -> None:
@@ -508,30 +531,25 @@ def test_all_reduce_of_the_strategy_is_over_the_replicas(
     gathered = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     collection = {"loss": [gathered], "scalar": torch.tensor(7.0), "name": "a", "count": 3}
     reduced = fabric.strategy.all_reduce(collection, reduce_op=op)
-    assert (
-        reduced["loss"][0].tolist()
-        == fabric.strategy.reduce(gathered, reduce_op=op).tolist()
-        == expected
-    )
-    assert (reduced["scalar"].item(), reduced["name"], reduced["count"]) == (7.0, "a", 3)
+    assert reduced["loss"][0].tolist() == expected
+    assert reduced["scalar"].item() == 7.0
+    assert reduced["name"] == "a"
+    assert reduced["count"] == 3
+    assert fabric.strategy.reduce(gathered, reduce_op=op).tolist() == expected
 
 
-def test_all_reduce_takes_whatever_number_of_rows_was_gathered(fabric: Fabric) -> None:
+def test_all_reduce_takes_any_number_of_gathered_rows(fabric: Fabric) -> None:
     fabric.launch()
     for rows in (1, 3):
-        assert fabric.strategy.all_reduce(torch.ones(rows, 2), reduce_op="sum").tolist() == [
-            rows,
-            rows,
-        ]
+        reduced = fabric.strategy.all_reduce(torch.ones(rows, 2), reduce_op="sum")
+        assert reduced.tolist() == [rows, rows]
 
 
 def test_all_reduce_keeps_dtypes_and_gradients(fabric: Fabric) -> None:
     fabric.launch()
     strategy = fabric.strategy
-    assert (
-        strategy.all_reduce(torch.tensor([3, 4], dtype=torch.int32), reduce_op="product").dtype
-        == torch.int32
-    )
+    integers = torch.tensor([3, 4], dtype=torch.int32)
+    assert strategy.all_reduce(integers, reduce_op="product").dtype == torch.int32
     assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
     losses = torch.tensor([1.0, 3.0], requires_grad=True)
     strategy.all_reduce(losses).backward()
@@ -539,29 +557,40 @@ def test_all_reduce_keeps_dtypes_and_gradients(fabric: Fabric) -> None:
 
 
 @pytest.mark.parametrize(
-    ("collection", "op", "names"),
+    ("collection", "op", "words"),
     [
         (torch.ones(2), "median", ["'median'", "'mean'"]),
         ([torch.tensor([1, 2])], "mean", ["[0]"]),
     ],
 )
 def test_all_reduce_refuses_reductions_without_a_meaning(
-    fabric: Fabric, collection: Any, op: str, names: list[str]
+    fabric: Fabric, collection: Any, op: str, words: list[str]
 ) -> None:
     fabric.launch()
     with pytest.raises(ConfigurationError) as caught:
         fabric.strategy.all_reduce(collection, reduce_op=op)
-    assert all(name in str(caught.value) for name in names), str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "compiled", [lambda part: torch.compile(part, backend="eager"), compiled_in_place]
-)
-def test_a_compiled_module_is_refused_on_several_devices(fabric: Fabric, compiled: Any) -> None:
+def compiled_layer() -> Any:
+    return torch.compile(nn.Linear(4, 4), backend="eager")
+
+
+def layer_compiled_in_place() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.compile(backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize("make_layer", [compiled_layer, layer_compiled_in_place])
+def test_a_compiled_module_is_refused_on_several_devices(
+    fabric: Fabric, make_layer: Callable[[], nn.Module]
+) -> None:
     with pytest.raises(ConfigurationError, match=r"torch\.compile was applied to 1, and"):
-        fabric.setup(nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4))))
+        fabric.setup(nn.Sequential(nn.Linear(4, 4), make_layer()))
     with make_fabric(1) as one_device:
-        one_device.setup(nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4))))
+        one_device.setup(nn.Sequential(nn.Linear(4, 4), make_layer()))
 
 
 def test_several_nodes_and_devices_named_twice_are_refused() -> None:
@@ -574,18 +603,14 @@ def test_several_nodes_and_devices_named_twice_are_refused() -> None:
         strategy.check(accelerator=CUDAAccelerator(), devices=(gpu, gpu), num_nodes=1)
 
 
-def test_a_strategy_of_its_own_refuses_to_be_one_of_several_processes(
+def test_a_strategy_without_fabric_refuses_to_be_one_of_several_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    variables = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigurationError, match=r"2 processes \(this is rank 1\)"):
         DataParallelStrategy().setup_environment()
 
@@ -605,12 +630,12 @@ def test_a_strategy_works_without_fabric() -> None:
     ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
 )
 def test_autocast_holds_in_replicas_on_gpus(precision: str, dtype: torch.dtype) -> None:
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     with Fabric(
         accelerator="cuda", devices=2, strategy="dp", precision=precision, environment="none"
     ) as fabric:
         model = fabric.setup(Net())
-        model.head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
         assert type(model._fabric_prepared).__mro__[1] is nn.DataParallel
         fabric.backward(model(torch.randn(5, 4, device=fabric.device)).mean())
-    assert seen == [dtype, dtype]
+    assert dtypes == [dtype, dtype]

@@ -1,4 +1,4 @@
-"""Modules built in init_module() have the values, and leave the generator, of a plain build, under every strategy."""
+"""Modules built in init_module() have the values of a plain build under every strategy."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from torch.nn import init
 
 from fabric import Fabric
 
-LARGE = 128  # a matrix of so many rows and columns takes 64 KB, from which on tensors lie in files
+LARGE = 128  # a matrix of 128 x 128 takes 64 KB, and tensors from that size on lie in files
 
 
 @pytest.fixture
@@ -31,19 +31,20 @@ def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def kind(tensor):
-    return type(tensor), tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
-
-
 def mapped_files():
-    """The addresses at which unnamed files are mapped into this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if line.endswith("(deleted)")]
-    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+    """Return the ranges of addresses at which unnamed files are mapped into this process."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith("(deleted)"):
+            addresses, *_ = line.split()
+            begin, end = addresses.split("-")
+            ranges.append((int(begin, 16), int(end, 16)))
+    return ranges
 
 
 def in_a_file(tensor):
-    return any(begin <= tensor.data_ptr() < end for begin, end in mapped_files())
+    address = tensor.data_ptr()
+    return any(begin <= address < end for begin, end in mapped_files())
 
 
 def assert_equal_to_the_plain_build(fabric, build, seed=3):
@@ -55,16 +56,20 @@ def assert_equal_to_the_plain_build(fabric, build, seed=3):
         module = build()
     assert torch.equal(torch.get_rng_state(), state)
     expected = tensors(plain)
-    found = tensors(module)
-    assert list(found) == list(expected)
+    actual = tensors(module)
+    assert list(actual) == list(expected)
     for name, tensor in expected.items():
-        assert kind(found[name]) == kind(tensor), name
-        assert torch.equal(found[name], tensor), name
+        assert type(actual[name]) is type(tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].stride() == tensor.stride(), name
+        assert actual[name].device == tensor.device, name
+        assert actual[name].requires_grad == tensor.requires_grad, name
+        assert torch.equal(actual[name], tensor), name
     return module
 
 
 class Holder(nn.Module):
-    """One weight of the given shape that was initialized by the given function; a bias that was drawn after it."""
+    """A weight that a function initializes, and a bias that is drawn after it."""
 
     def __init__(self, initialize, shape=(130, 140), dtype=None):
         super().__init__()
@@ -107,7 +112,7 @@ def test_low_precision_gives_the_values_of_the_plain_build(fsdp, name):
     )
 
 
-def own_generator(w):
+def generator_of_the_user(w):
     generator = torch.Generator().manual_seed(5)
     w.data.normal_(generator=generator)
     w.data += torch.rand(w.shape, generator=generator)
@@ -129,7 +134,10 @@ def replaced_by_a_real_one(w):
 
 def scaled_by_a_number_that_was_read(w):
     w.data.normal_()
-    w.data.div_(w.detach().norm().item() if w[0, 0] < 10 else 1.0)
+    scale = 1.0
+    if w[0, 0] < 10:
+        scale = w.detach().norm().item()
+    w.data.div_(scale)
 
 
 def masked(w):
@@ -144,13 +152,14 @@ def drawn_with_values(w):
 
 
 def from_factories(w):
-    w.data = (
-        torch.randn_like(w) + torch.rand_like(w) + torch.randint_like(w, 5) + w.new_zeros(130, 140)
-    )
-    w.data += torch.arange(18200).view(130, 140) + torch.full_like(w, 2).double().float()
-    w.data += (
-        torch.stack([torch.randperm(18200), torch.linspace(0, 1, 18200)]).sum(0).view(130, 140)
-    )
+    w.data = torch.randn_like(w)
+    w.data += torch.rand_like(w)
+    w.data += torch.randint_like(w, 5)
+    w.data += w.new_zeros(130, 140)
+    w.data += torch.arange(18200).view(130, 140)
+    w.data += torch.full_like(w, 2).double().float()
+    rows = torch.stack([torch.randperm(18200), torch.linspace(0, 1, 18200)])
+    w.data += rows.sum(0).view(130, 140)
 
 
 def seeded_inside(w):
@@ -182,8 +191,8 @@ def shaped_on_meta(w):
     w.data.fill_(shape[0])
 
 
-CASES = [
-    own_generator,
+WAYS_TO_FILL_A_WEIGHT = [
+    generator_of_the_user,
     in_place_without_grad,
     replaced,
     replaced_by_a_real_one,
@@ -199,9 +208,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_way_to_fill_a_weight_gives_the_values_of_the_plain_build(fsdp, case):
-    assert_equal_to_the_plain_build(fsdp, lambda: Holder(case))
+@pytest.mark.parametrize("fill", WAYS_TO_FILL_A_WEIGHT)
+def test_every_way_to_fill_a_weight_gives_the_values_of_the_plain_build(fsdp, fill):
+    assert_equal_to_the_plain_build(fsdp, lambda: Holder(fill))
 
 
 class Tied(nn.Module):
@@ -221,18 +230,19 @@ def initialize(layer):
         init.zeros_(layer.bias)
 
 
-def applied():
+def initialized_with_apply():
     block = nn.Sequential(nn.Linear(LARGE, LARGE), nn.LayerNorm(LARGE))
     return nn.Sequential(block, copy.deepcopy(block), nn.Linear(LARGE, 200)).apply(initialize)
 
 
-def tried():
-    """A dry run inside the context updates running statistics, and says how wide the next layer is."""
+def sized_by_a_dry_run():
+    """Build with a forward pass that updates running statistics and gives the next width."""
     model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20), nn.Flatten())
-    return model.append(nn.Linear(model(torch.rand(2, 1, 12, 12)).shape[1], 20))
+    _, width = model(torch.rand(2, 1, 12, 12)).shape
+    return model.append(nn.Linear(width, 20))
 
 
-def skipped():
+def built_with_skip_init():
     layer = nn.utils.skip_init(nn.Linear, LARGE, 200)
     init.ones_(layer.weight)
     init.ones_(layer.bias)
@@ -251,9 +261,9 @@ LAYERS = {
     "moved and cast": lambda: nn.Linear(LARGE, 300, device="cpu").to("cpu").double().bfloat16(),
     "without elements": lambda: Holder(lambda w: None, (0, 3)),
     "tied": Tied,
-    "applied": applied,
-    "tried": tried,
-    "skipped": skipped,
+    "initialized with apply": initialized_with_apply,
+    "sized by a dry run": sized_by_a_dry_run,
+    "built with skip_init": built_with_skip_init,
 }
 
 
@@ -276,44 +286,47 @@ SOME_LAYERS = st.sampled_from(
         lambda: Holder(drawn_with_values),
     ]
 )
-MATRICES = {
-    name: function for name, function in INITIALIZERS.items() if name != "orthogonal_ of a view"
-}
+MATRIX_INITIALIZERS = [None, *INITIALIZERS]
+MATRIX_INITIALIZERS.remove("orthogonal_ of a view")
 
 
-def reinitialized(layer, function):
+def initialize_matrices(layer, initializer):
+    """Initialize the matrices of a layer again, unless the name of the initializer is None."""
+    if initializer is None:
+        return
     for parameter in layer.parameters():
         if parameter.dim() == 2:
-            function(parameter)
-    return layer
+            INITIALIZERS[initializer](parameter)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
-    parts=st.lists(
-        st.tuples(SOME_LAYERS, st.sampled_from([None, *MATRICES]), st.booleans()),
+    layers=st.lists(
+        st.tuples(SOME_LAYERS, st.sampled_from(MATRIX_INITIALIZERS), st.booleans()),
         min_size=1,
         max_size=3,
     ),
-    last=st.sampled_from([None, *MATRICES]),
+    initializer_of_model=st.sampled_from(MATRIX_INITIALIZERS),
     seed=st.integers(0, 2**31),
 )
-def test_any_composition_gives_the_values_of_the_plain_build(parts, last, seed):
+def test_any_composition_gives_the_values_of_the_plain_build(layers, initializer_of_model, seed):
     def build():
         model = nn.Sequential()
-        for make, name, twice in parts:
-            layer = make() if name is None else reinitialized(make(), MATRICES[name])
+        for make_layer, initializer, is_copied in layers:
+            layer = make_layer()
+            initialize_matrices(layer, initializer)
             model.append(layer)
-            if twice:
+            if is_copied:
                 model.append(copy.deepcopy(layer))
-        return model if last is None else reinitialized(model, MATRICES[last])
+        initialize_matrices(model, initializer_of_model)
+        return model
 
     with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
         fabric.launch()
         assert_equal_to_the_plain_build(fabric, build, seed)
 
 
-# -- scratch space ----------------------------------------------------------------------------------------------------
+# -- scratch space ---------------------------------------------------------------------------------
 
 
 def test_files_are_gone_once_the_model_is_sharded_and_no_descriptor_stays(fsdp):
@@ -335,7 +348,8 @@ def test_an_empty_build_takes_no_scratch_space_and_keeps_tables_and_constants(fs
     assert module[0].head.weight is module[0].embedding.weight
     assert module[1].weight_ih_l0.is_meta
     model = fsdp.setup(module).module
-    assert not any(tensor.is_meta for tensor in tensors(model).values())
+    for tensor in tensors(model).values():
+        assert not tensor.is_meta
     assert model[0].head.weight is model[0].embedding.weight
     assert torch.equal(model[0].position, torch.arange(20_000))
     assert model[2].running_var.tolist() == [1.0] * 3
@@ -347,7 +361,7 @@ def test_leaving_by_an_error_ends_the_build(fsdp):
     assert not in_a_file(torch.ones(LARGE, LARGE))
 
 
-def test_buffers_that_are_views_of_each_other_stay_so(fsdp):
+def test_buffers_that_are_views_of_one_storage_stay_views(fsdp):
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
@@ -363,8 +377,8 @@ def test_buffers_that_are_views_of_each_other_stay_so(fsdp):
     assert not in_a_file(net.table)
 
 
-# In a process of its own, since the limit also counts for the file that pytest may be writing to.
-LIMITED = """
+# A separate process, since the limit also counts for the file that pytest may be writing to.
+BUILD_WITH_A_LIMIT = """
 import resource, sys, torch
 from fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
@@ -379,23 +393,25 @@ except Exception as error:
 """
 
 
-def limited_to(nbytes):
-    """What a build prints whose files cannot grow over a size: the system's answer is that of a full disk."""
-    command = [sys.executable, "-c", LIMITED, str(nbytes)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+def build_with_file_limit(nbytes):
+    """Return the output of a build whose files cannot exceed a size, as on a full disk."""
+    command = [sys.executable, "-c", BUILD_WITH_A_LIMIT, str(nbytes)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return process.stdout
 
 
 def test_a_full_scratch_folder_is_an_error_that_names_it():
-    text = limited_to(100_000)
+    text = build_with_file_limit(100_000)
     assert text.startswith("building\nUsageError")
-    assert all(
-        word in text
-        for word in ("640,000 bytes", tempfile.gettempdir(), "bytes free", "TMPDIR=", "rank0")
-    )
+    assert "640,000 bytes" in text
+    assert tempfile.gettempdir() in text
+    assert "bytes free" in text
+    assert "TMPDIR=" in text
+    assert "rank0" in text
 
 
 def test_a_scratch_folder_without_any_room_is_an_error_before_the_build():
-    text = limited_to(1000)
+    text = build_with_file_limit(1000)
     assert text.startswith("UsageError")
     assert "TMPDIR=" in text
 
@@ -407,7 +423,7 @@ def test_a_scratch_folder_in_memory_is_a_warning_before_the_build(fsdp, monkeypa
         pass
 
 
-KILLED = """
+BUILD_AND_KILL = """
 import os, signal, torch
 from fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
@@ -421,14 +437,13 @@ with fabric.init_module():
 
 def test_nothing_is_left_of_a_build_that_is_killed(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == -9, done.stderr
+    command = [sys.executable, "-c", BUILD_AND_KILL]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode == -9, process.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-# -- other strategies -------------------------------------------------------------------------------------------------
+# -- other strategies ------------------------------------------------------------------------------
 
 
 def single(**options):
@@ -462,5 +477,6 @@ def test_an_empty_build_draws_nothing_in_common_layers_and_fills_in_constants():
         assert nn.BatchNorm1d(3).weight.tolist() == [1.0] * 3
         assert init.constant_(torch.empty(2), 5.0).tolist() == [5.0, 5.0]
         tensor = torch.full((2,), 3.0)
-        assert init.normal_(tensor) is init.normal_(tensor=tensor, std=2.0) is tensor
+        assert init.normal_(tensor) is tensor
+        assert init.normal_(tensor=tensor, std=2.0) is tensor
     assert tensor.isnan().all()
