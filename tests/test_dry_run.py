@@ -400,6 +400,22 @@ def test_memory_is_told_by_kind_and_traffic_by_axis():
     assert sum(actual.peak.values()) == actual.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0.0 B"),
+        (1023, "1,023.0 B"),
+        (1024, "1.0 KiB"),
+        (2**50 - 2**40, "1,023.0 TiB"),
+        (2**50, "1.0 PiB"),
+        (2**70, "1,024.0 EiB"),
+    ],
+)
+def test_bytes_of_any_size_are_shown_with_a_unit(nbytes, text):
+    dry_run = DryRun(title="gpt", peak={"parameters": nbytes}, traffic=())
+    assert str(dry_run).startswith(f"gpt: {text} a rank")
+
+
 SCRIPT = """
 from functools import partial
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy

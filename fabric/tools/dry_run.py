@@ -137,8 +137,8 @@ def plan(
 
     ``build`` and ``step`` see a :class:`fabric.Fabric` that is rank 0 of the job, on the CPU.
     Nothing is computed and no memory is needed: tensors have no values. A value that is read, by
-    ``.item()`` or an ``if``, is 1. See ``[Note: Dry run]`` in :mod:`fabric.tools.dry_run` for what
-    the numbers are.
+    ``.item()`` or an ``if``, is 1. The numbers are those of tensors and collectives: workspaces of
+    kernels, fragmentation, the device context and NCCL's buffers are not included.
 
     Args:
         build: ``build(fabric)`` returns the model, or a tuple of the model and its optimizers. They
@@ -509,6 +509,8 @@ def _parse_memory(memory: int | str | None) -> int | None:
 
 
 def _with_unit(nbytes: int) -> str:
+    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
     exponent = max(0, nbytes.bit_length() - 1) // 10
-    prefix = ("", "Ki", "Mi", "Gi", "Ti")[exponent]
+    exponent = min(exponent, len(prefixes) - 1)
+    prefix = prefixes[exponent]
     return f"{nbytes / 1024**exponent:,.1f} {prefix}B"
