@@ -1,5 +1,6 @@
 """``fabric consolidate``: one file of a sharded checkpoint, in a process of its own memory."""
 
+import json
 import os
 import subprocess
 import sys
@@ -185,6 +186,32 @@ def test_a_parameter_whose_name_safetensors_keeps_for_itself_is_an_error(path):
     with pytest.raises(ConfigurationError, match="__metadata__"):
         consolidate(path, path.parent / "weights.safetensors")
     assert os.listdir(path.parent) == ["step-100"]
+
+
+@pytest.mark.parametrize(("limit", "files"), [("0.000001", 2), ("0.0000003", 5), ("5", 1)])
+def test_a_limit_writes_a_folder_of_weights_for_hugging_face(limit, files, tmp_path, capsys):
+    weights = {f"layer.{number}": torch.randn(10, 10) for number in range(4)}
+    weights["wide"] = torch.randn(2)
+    ShardedCheckpoint().save({"model": weights, "step": 1}, tmp_path / "run")
+    output = tmp_path / "run-weights"
+    assert main(["consolidate", str(tmp_path / "run"), "--max-shard-gb", limit]) == 0
+    names = sorted(os.listdir(output))
+    assert len(names) == files + 1
+    assert f"model-00001-of-{files:05}.safetensors" in names
+    weight_map = {}
+    for file in output.glob("*.safetensors"):
+        tensors = load_file(file)
+        if len(tensors) > 1:
+            assert sum(tensor.nbytes for tensor in tensors.values()) <= float(limit) * 1e9
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, weights[name])
+            weight_map[name] = file.name
+    assert weight_map.keys() == weights.keys()
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {}, "weight_map": weight_map}
+    assert main(["consolidate", str(tmp_path / "run"), "--max-shard-gb", "5"]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert sorted(os.listdir(output)) == names
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

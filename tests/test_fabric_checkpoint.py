@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric._torch import full_tensor, local_tensor
-from fabric.checkpoint import FullCheckpoint
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.errors import ArgumentTypeError, CheckpointError
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
@@ -408,3 +408,285 @@ def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: 
             == optimizer.flat.untyped_storage().data_ptr()
         )
     assert optimizer.flat.tolist() == [3.0] * 3
+
+
+# -- models with compiled blocks ------------------------------------------------------------------
+
+STRATEGIES = {
+    "ddp": DDPStrategy(),
+    "ddp-folder": DDPStrategy(checkpoint_io=ShardedCheckpoint()),
+    "fsdp": FSDPStrategy(),
+    "fsdp-file": FSDPStrategy(state_dict_type="full"),
+}
+
+
+def full_state(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
+    return fabric.strategy.full_state(dict(model.state_dict()))
+
+
+class Blocks(nn.Module):
+    """Two blocks, compiled or not, of which the second is frozen."""
+
+    def __init__(self, *, is_compiled: bool) -> None:
+        super().__init__()
+        block: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        frozen: Any = nn.Linear(4, 4).requires_grad_(False)
+        if is_compiled:
+            block = torch.compile(block, backend="eager")
+            frozen = torch.compile(frozen, backend="eager")
+        self.block = block
+        self.frozen = frozen
+
+
+class Pair(nn.Module):
+    """A plain module around two that are set up."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__()
+        self.blocks = fabric.setup(Blocks(is_compiled=True))
+        self.linear = fabric.setup(nn.Linear(4, 4))
+
+
+def assert_same_values(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare two states by the order of their values: compiled blocks have other names."""
+    for name, value in zip(actual, expected.values(), strict=True):
+        assert torch.equal(actual[name], value), name
+
+
+def load_raw_into_blocks(fabric: Fabric, folder: Path) -> None:
+    if fabric.global_rank == 0:
+        compiled = torch.compile(Blocks(is_compiled=True), backend="eager")
+        torch.save(compiled.state_dict(), folder / "raw")
+    fabric.barrier()
+    expected = torch.load(folder / "raw", weights_only=True)
+    for is_compiled in (True, False):
+        model = fabric.setup(Blocks(is_compiled=is_compiled))
+        fabric.load_raw(folder / "raw", model)
+        assert_same_values(full_state(fabric, model), expected)
+
+
+def load_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
+    model = fabric.setup(Blocks(is_compiled=saves_compiled))
+    expected = full_state(fabric, model)
+    fabric.save(path, {"model": model})
+    for is_compiled in (True, False):
+        target = fabric.setup(Blocks(is_compiled=is_compiled))
+        fabric.load(path, {"model": target})
+        assert_same_values(full_state(fabric, target), expected)
+    state: dict[str, Any] = {"model": None}
+    fabric.load(path, state)
+    assert list(state["model"]) == list(Blocks(is_compiled=False).state_dict())
+
+
+def load_trainable_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
+    model = fabric.setup(Blocks(is_compiled=saves_compiled))
+    expected = full_state(fabric, model)
+    fabric.save(path, {"model": model}, trainable_only=True)
+    for is_compiled in (True, False):
+        target = fabric.setup(Blocks(is_compiled=is_compiled))
+        fabric.load(path, {"model": target}, strict=False)
+        actual = full_state(fabric, target)
+        for name, value in zip(actual, expected.values(), strict=True):
+            is_loaded = torch.equal(actual[name], value)
+            is_frozen = "frozen" in name
+            assert is_loaded is not is_frozen, name
+
+
+def load_into_pair(fabric: Fabric, path: Path) -> None:
+    pair = Pair(fabric)
+    target = Pair(fabric)
+    fabric.save(path, {"pair": pair})
+    fabric.load(path, {"pair": target})
+    assert_same_values(full_state(fabric, target), full_state(fabric, pair))
+
+
+def load_compiled(fabric: Fabric, folder: Path) -> None:
+    load_raw_into_blocks(fabric, folder)
+    for saves_compiled in (True, False):
+        load_into_blocks(fabric, folder / f"all-{saves_compiled}", saves_compiled)
+        load_trainable_into_blocks(fabric, folder / f"trainable-{saves_compiled}", saves_compiled)
+    load_into_pair(fabric, folder / "pair")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_blocks_and_modules_around_set_up_ones_load(strategy: str, tmp_path: Path) -> None:
+    run_in_ranks(load_compiled, tmp_path, strategy=STRATEGIES[strategy])
+
+
+# -- a load that fails late -----------------------------------------------------------------------
+
+
+class Picky(nn.Module):
+    """A module whose extra state is refused after its weights have been loaded."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.refuses = refuses
+        self.register_buffer("mark", torch.zeros(()))
+
+    def get_extra_state(self) -> Any:
+        return {"kind": "picky"}
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses and self.mark.item() == 7:
+            raise ValueError("not mine")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class PickyObject:
+    """An object that refuses the state of another version."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.rand(3)  # draws as torchdata's loader does, which makes an iterator
+        return {"version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["version"] != self.version:
+            raise ValueError("not mine")
+
+
+def trained_state(fabric: Fabric, *, refuses: bool = False) -> dict[str, Any]:
+    module = Picky(refuses=refuses)
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.5))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    return {
+        "plain": fabric.setup(nn.Linear(2, 2)),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": StepLR(optimizer, 1),
+        "step": 0,
+    }
+
+
+def describe(fabric: Fabric, state: dict[str, Any]) -> str:
+    """Return all values of a state as text. Collective."""
+    content = {"step": state["step"]}
+    for name in ("plain", "model", "optimizer", "scheduler"):
+        content[name] = fabric.strategy.full_state(dict(state[name].state_dict()))
+    return repr(content)
+
+
+def assert_load_fails_and_changes_nothing(
+    fabric: Fabric, path: Path, state: dict[str, Any]
+) -> None:
+    torch.manual_seed(3 + fabric.global_rank)
+    before = describe(fabric, state)
+    random_state = torch.get_rng_state()
+    assert "not mine" in outcome(lambda: fabric.load(path, state))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert describe(fabric, state) == before
+
+
+def fail_late(fabric: Fabric, folder: Path) -> None:
+    saved = trained_state(fabric)
+    saved["model"].mark.fill_(7)
+    saved["scheduler"].last_epoch = 3
+    saved["step"] = 5
+    fabric.save(folder / "module", saved)
+    fabric.save(folder / "object", {**saved, "object": PickyObject(version=2)})
+    fabric.barrier()
+    for is_trained in (True, False):
+        state = trained_state(fabric, refuses=fabric.global_rank == 1)
+        if not is_trained:
+            state["optimizer"].state.clear()
+        assert_load_fails_and_changes_nothing(fabric, folder / "module", state)
+
+        state = trained_state(fabric)
+        state["object"] = PickyObject(version=1)
+        if not is_trained:
+            state["optimizer"].state.clear()
+        assert_load_fails_and_changes_nothing(fabric, folder / "object", state)
+    state = trained_state(fabric)
+    fabric.load(folder / "module", state)
+    assert describe(fabric, state) == describe(fabric, saved)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_load_that_fails_late_changes_nothing(strategy: str, tmp_path: Path) -> None:
+    run_in_ranks(fail_late, tmp_path, strategy=STRATEGIES[strategy])
+
+
+# -- collections that contain themselves ----------------------------------------------------------
+
+
+class Holder:
+    """An object whose state is a collection."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": self.items}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.items = state["items"]
+
+
+def save_rings(fabric: Fabric, path: Path) -> None:
+    ring: list[Any] = [1]
+    ring.append(ring)
+    items_of_rank = [1] if fabric.global_rank == 0 else ring
+    for async_ in (False, True):
+        state = {"model": fabric.setup(nn.Linear(4, 4)), "x": ring}
+        text = outcome(lambda state=state, a=async_: fabric.save(path, state, async_=a))
+        assert text.startswith("ArgumentTypeError")
+        assert "contains itself" in text
+
+        state = {"model": fabric.setup(nn.Linear(4, 4)), "x": Holder(items_of_rank)}
+        text = outcome(lambda state=state, a=async_: fabric.save(path, state, async_=a))
+        assert "contains itself" in text
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
+def test_a_collection_that_contains_itself_is_refused_on_every_rank(
+    strategy: str, tmp_path: Path
+) -> None:
+    run_in_ranks(save_rings, tmp_path / "run", strategy=STRATEGIES[strategy])
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- full state dicts -----------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+def get_state_dict(fabric: Fabric) -> None:
+    model = fabric.setup(Tied())
+    expected = {name: value.clone() for name, value in full_state(fabric, model).items()}
+    state = fabric.get_state_dict(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if fabric.global_rank > 0:
+        assert state == {}
+        return
+    assert list(state) == list(expected)
+    for name, value in state.items():
+        assert torch.equal(value, expected[name])
+        assert value.device.type == "cpu"
+        assert not hasattr(value, "full_tensor")
+        assert not value.requires_grad
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    Tied().load_state_dict(state)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_get_state_dict_returns_a_full_copy_on_rank_0(strategy: str) -> None:
+    run_in_ranks(get_state_dict, strategy=STRATEGIES[strategy])
