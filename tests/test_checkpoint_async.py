@@ -1,5 +1,6 @@
-"""Saves that go on beside the loop: what is written is what there was, one at a time, and no error is lost."""
+"""Async saves write the state of the moment of the call, one at a time, and lose no error."""
 
+import copy
 import gc
 import subprocess
 import sys
@@ -26,9 +27,9 @@ pytestmark = pytest.mark.timeout(90)
 
 
 class Gated:
-    """A format that writes nothing before its gate is open, and notes when a save begins and ends."""
+    """A format that writes nothing before its gate is open, and notes the begin and end of saves."""
 
-    gate: threading.Event  # given to it in the process that saves, since it does not travel
+    gate: threading.Event  # set in the process that saves, since an event cannot be pickled
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -50,7 +51,7 @@ class Gated:
 
 
 class GatedShards(ShardedCheckpoint):
-    """Shards, of which this rank writes none before its gate is open."""
+    """A format of shards, of which this rank writes none before its gate is open."""
 
     gate: threading.Event
 
@@ -124,11 +125,10 @@ def test_one_save_is_under_way_at_a_time_and_a_load_waits_for_it(tmp_path: Path)
         assert second.done()
         assert second.exception() is None
         third = fabric.save(tmp_path / "c.pt", {"step": 3}, async_=True)
-    assert third.done(), "the end of the job waits for it"
-    saves = [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
-    assert io.events == [*saves, "all is on the disk"], (
-        "a format that itself writes later is asked at the end, too"
-    )
+    assert third.done(), "the end of the job waits for the last save"
+    expected = ["a begins", "a ends", "b begins", "b ends", "c begins", "c ends"]
+    expected += ["all is on the disk"]  # the end of the job waits for a format that writes later
+    assert io.events == expected
     assert FullCheckpoint().load(tmp_path / "c.pt")["step"] == 3
 
 
@@ -162,7 +162,8 @@ def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_e
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="could not be written"), single() as fabric:
         fail(fabric, tmp_path)
-    with pytest.raises(LookupError) as raised, single() as fabric:  # noqa: PT012 - both belong into the block
+    # The block needs both statements.
+    with pytest.raises(LookupError) as raised, single() as fabric:  # noqa: PT012
         fail(fabric, tmp_path)
         raise LookupError("of the user")
     assert "it could not be written" in raised.value.__notes__[0]
@@ -178,55 +179,55 @@ fabric.save(sys.argv[2], {"step": 1}, async_=True)
 """
 
 
-def test_a_script_that_just_ends_finishes_its_save_and_tells_what_goes_wrong(
-    tmp_path: Path,
-) -> None:
+def run_script(first: Path, second: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(first), str(second)],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+
+
+def test_a_script_that_just_ends_finishes_its_save(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    completed = run_script(path, path)
+    assert completed.returncode == 0
+    assert completed.stderr == "an exit handler\n"
+    assert FullCheckpoint().load(path)["step"] == 1
+
+
+def test_a_script_that_just_ends_reports_that_its_save_failed(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
     (tmp_path / "file").touch()
-    good = tmp_path / "state.pt"
-    bad = tmp_path / "file" / "state.pt"
-    for paths, code, texts in (
-        ((good, good), 0, []),
-        ((good, bad), 120, ["CheckpointError", "it could not be written"]),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *map(str, paths)],
-            capture_output=True,
-            text=True,
-            timeout=80,
-            check=False,
-        )
-        assert done.returncode == code
-        assert all(text in done.stderr for text in texts)
-        assert (done.stderr == "an exit handler\n") is not bool(texts)
-        assert done.stderr.count("an exit handler\n") == 1
-        assert FullCheckpoint().load(good)["step"] == 1
+    completed = run_script(path, tmp_path / "file" / "state.pt")
+    assert completed.returncode == 120
+    assert "CheckpointError" in completed.stderr
+    assert "it could not be written" in completed.stderr
+    assert completed.stderr.count("an exit handler\n") == 1
+    assert FullCheckpoint().load(path)["step"] == 1
 
 
 def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
     io: Any = fabric.strategy.checkpoint_io
     io.gate = threading.Event()
     model, optimizer = trained(fabric)
-    expected = []
     for number in range(2):
         io.gate.clear()
-        before = fabric.strategy.get_module_state_dict(model._fabric_prepared)
-        expected.append({name: value.clone() for name, value in before.items()})
-        pending = fabric.save(
-            path, {"model": model, "optimizer": optimizer, "step": number}, async_=True
-        )
+        before = copy.deepcopy(fabric.strategy.get_module_state_dict(model._fabric_prepared))
+        state = {"model": model, "optimizer": optimizer, "step": number}
+        pending = fabric.save(path, state, async_=True)
         step(fabric, model, optimizer)
-        done = fabric.all_gather(torch.tensor(pending.done())).any().item()
+        is_done_on_ranks = fabric.all_gather(torch.tensor(pending.done()))
+        assert not is_done_on_ranks.any()
         io.gate.set()
         pending.wait()
         loaded = {"model": model, "optimizer": optimizer, "step": -1}
         fabric.load(path, loaded)
+        assert loaded["step"] == number
         after = fabric.strategy.get_module_state_dict(model._fabric_prepared)
-        same = all(torch.equal(after[name], value) for name, value in expected[-1].items())
-        assert (done, same, loaded["step"]) == (
-            False,
-            fabric.global_rank == 0 or bool(after) is bool(before),
-            number,
-        )
+        for name, value in before.items():
+            assert torch.equal(after[name], value)
         step(fabric, model, optimizer)
     background = fabric._running_session("").runtime.background_communicator
     return background() is background()
@@ -245,53 +246,47 @@ def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
 def test_ranks_train_and_talk_while_a_save_is_under_way_and_what_was_there_before_is_loaded(
     strategy: Any, tmp_path: Path
 ) -> None:
-    checks = "shards" in type(strategy.checkpoint_io).__name__.lower()
+    is_checked = isinstance(strategy.checkpoint_io, GatedShards)
     results = run_in_ranks(
-        save_beside_the_loop, tmp_path / "s", strategy=strategy, check_collectives=checks
+        save_beside_the_loop, tmp_path / "s", strategy=strategy, check_collectives=is_checked
     )
     assert results == [True, True]
 
 
-def errors_in_ranks(fabric: Fabric, folder: Path) -> list[str]:
-    def keep(name: str, value: Any) -> bool:
+def fail_in_ranks(fabric: Fabric, folder: Path) -> dict[str, str]:
+    def fail_on_rank_1(name: str, value: Any) -> bool:
         if fabric.global_rank == 1:
             raise LookupError("no such prefix")
         return True
 
-    texts = []
-    fabric.save(folder / "s.pt", {"step": 1})
-    model = fabric.setup(Net())
-    state = {"model": model}
-    choice = {"model": keep}
-    texts.append(outcome(lambda: fabric.save(folder / "s.pt", state, filter=choice, async_=True)))
+    texts = {}
+    path = folder / "s.pt"
+    fabric.save(path, {"step": 1})
+    state = {"model": fabric.setup(Net())}
+    filters = {"model": fail_on_rank_1}
+    texts["filter"] = outcome(lambda: fabric.save(path, state, filter=filters, async_=True))
     pending = fail(fabric, folder)
-    # One rank learns of it from the handle, and the other from the next call: still both of them raise there.
+    # Rank 0 learns of the error from the handle, and rank 1 from the next call. Both ranks raise in
+    # the next call.
     if fabric.global_rank == 0:
-        texts.append(outcome(pending.wait))
-    texts.append(outcome(lambda: fabric.save(folder / "s.pt", {"step": 2})))
-    texts.append(str(fabric.load(folder / "s.pt")["step"]))
+        texts["wait"] = outcome(pending.wait)
+    texts["next save"] = outcome(lambda: fabric.save(path, {"step": 2}))
+    assert fabric.load(path)["step"] == 1
     return texts
 
 
 def test_every_rank_raises_what_goes_wrong_on_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (filtered, waited, saved, value), (own, other, value_too) = run_in_ranks(
-        errors_in_ranks, tmp_path
-    )
-    assert "it failed on rank 1 of 2: LookupError" in filtered
-    assert own.startswith("LookupError")
-    assert "it could not be written" in waited
-    assert "it failed on rank 1 of 2: CheckpointError" in saved
-    assert "it failed on rank 0 of 2: CheckpointError" in other
-    assert value == value_too == "1"
+    first, second = run_in_ranks(fail_in_ranks, tmp_path)
+    assert "it failed on rank 1 of 2: LookupError" in first["filter"]
+    assert second["filter"].startswith("LookupError")
+    assert "it could not be written" in first["wait"]
+    assert "it failed on rank 1 of 2: CheckpointError" in first["next save"]
+    assert "it failed on rank 0 of 2: CheckpointError" in second["next save"]
 
 
-def test_a_staged_copy_is_the_state_and_does_not_change_with_it() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    parameter = nn.Parameter(torch.ones(2))
-    module = OrderedDict[str, Any](weight=base, tied=base, view=base[:, 1])
-    vars(module)["_metadata"] = {"": {"version": 1}}  # as torch does
-    kinds = {
+def test_a_staged_copy_keeps_the_kinds_of_tensors_and_plain_values() -> None:
+    tensors = {
         "complex": torch.ones(2, dtype=torch.complex64).conj() * 1j,
         "conjugate": torch.tensor([1j]).conj(),
         "sparse": torch.eye(3).to_sparse(),
@@ -299,47 +294,54 @@ def test_a_staged_copy_is_the_state_and_does_not_change_with_it() -> None:
         "half": torch.ones(2, dtype=torch.bfloat16),
         "leaf": torch.ones(1, requires_grad=True),
     }
-    state = {
-        "model": module,
-        "parameter": parameter,
-        "kinds": kinds,
-        "plain": [1, (2, {3}), b"4", torch.float16],
-    }
-    taken = StagingBuffers().copy(state)
+    plain = [1, (2, {3}), b"4", torch.float16]
+    parameter = nn.Parameter(torch.ones(2))
+    state = {"tensors": tensors, "plain": plain, "parameter": parameter}
+    copied = StagingBuffers().copy(state)
+    assert copied["plain"] == plain
+    assert isinstance(copied["parameter"], nn.Parameter)
+    assert copied["tensors"]["leaf"].requires_grad
+    for name, tensor in tensors.items():
+        assert torch.equal(copied["tensors"][name].to_dense(), tensor.to_dense()), name
+
+
+def test_a_staged_copy_does_not_change_with_the_state_and_keeps_tensors_tied() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    state = OrderedDict[str, Any](weight=base, tied=base, view=base[:, 1])
+    vars(state)["_metadata"] = {"": {"version": 1}}  # as torch does
+    copied = StagingBuffers().copy({"model": state})["model"]
     base.zero_()
-    assert type(taken["model"]) is OrderedDict
-    assert vars(taken["model"]) == vars(module)
-    assert taken["plain"] == state["plain"]
-    assert isinstance(taken["parameter"], nn.Parameter)
-    assert taken["kinds"]["leaf"].requires_grad
-    for name, tensor in kinds.items():
-        assert torch.equal(taken["kinds"][name].to_dense(), tensor.to_dense()), name
-    assert torch.equal(taken["model"]["view"], torch.tensor([1.0, 5.0, 9.0]))
-    taken["model"]["weight"].zero_()
-    assert not taken["model"]["tied"].any()
-    assert not taken["model"]["view"].any()
+    assert type(copied) is OrderedDict
+    assert vars(copied) == vars(state)
+    assert torch.equal(copied["view"], torch.tensor([1.0, 5.0, 9.0]))
+    copied["weight"].zero_()
+    assert not copied["tied"].any()
+    assert not copied["view"].any()
 
 
 def test_the_memory_of_a_staged_copy_is_kept_for_the_next_one_of_the_same_size() -> None:
     buffers = StagingBuffers()
 
-    def places(*sizes: int) -> set[int]:
-        taken = buffers.copy({"x": [torch.ones(size) for size in sizes]})
-        return {tensor.data_ptr() for tensor in taken["x"]}
+    def copy_and_free(*sizes: int) -> set[int]:
+        """Return the addresses of the copies of tensors of these sizes."""
+        copies = buffers.copy({"x": [torch.ones(size) for size in sizes]})
+        return {tensor.data_ptr() for tensor in copies["x"]}
 
-    first = places(1000, 1000, 3000)
-    assert places(1000, 1000, 3000) == first
-    assert len(first & places(1000, 2000, 3000)) == 2
+    addresses = copy_and_free(1000, 1000, 3000)
+    assert copy_and_free(1000, 1000, 3000) == addresses
+    assert len(addresses & copy_and_free(1000, 2000, 3000)) == 2
 
 
 def test_a_staged_copy_is_freed_without_the_garbage_collector() -> None:
     tensor = torch.ones(2)
-    taken = StagingBuffers().copy({"x": tensor})
-    watched = weakref.ref(tensor), weakref.ref(taken["x"])
+    copied = StagingBuffers().copy({"x": tensor})
+    reference_to_tensor = weakref.ref(tensor)
+    reference_to_copy = weakref.ref(copied["x"])
     gc.disable()
     try:
-        del tensor, taken
-        assert [each() for each in watched] == [None, None]
+        del tensor, copied
+        assert reference_to_tensor() is None
+        assert reference_to_copy() is None
     finally:
         gc.enable()
 
@@ -360,7 +362,8 @@ def test_what_cannot_be_copied_or_saved_is_an_error_of_the_call_or_of_the_save(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_copies_of_several_conjugated_tensors_are_each_their_own() -> None:
+def test_copies_of_several_conjugated_tensors_do_not_share_memory() -> None:
     state = {str(i): torch.full((1024,), complex(i, i + 1)).conj() for i in range(8)}
     copied = StagingBuffers().copy(state)
-    assert all(torch.equal(copied[name], tensor) for name, tensor in state.items())
+    for name, tensor in state.items():
+        assert torch.equal(copied[name], tensor)

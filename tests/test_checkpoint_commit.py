@@ -24,7 +24,7 @@ with atomic_write(sys.argv[1]) as file:
 
 
 def start_writer(path: Path) -> subprocess.Popen[str]:
-    """A process that stands in the middle of writing ``path`` until its input is closed."""
+    """Start a process that writes one half of ``path``, and the other when its input is closed."""
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)],
         stdin=subprocess.PIPE,
@@ -104,11 +104,11 @@ def test_temporary_of_a_living_process_is_left_alone(tmp_path):
 
 
 def test_files_of_similar_names_are_not_taken_for_stale_ones(tmp_path):
-    others = [".file.best.0123456789ab.tmp", ".file.tmp", ".file.notes.tmp", "file.tmp"]
-    for other in others:
-        (tmp_path / other).touch()
+    similar_names = [".file.best.0123456789ab.tmp", ".file.tmp", ".file.notes.tmp", "file.tmp"]
+    for name in similar_names:
+        (tmp_path / name).touch()
     write(tmp_path / "file", b"new")
-    assert names(tmp_path) == sorted([*others, "file"])
+    assert names(tmp_path) == sorted([*similar_names, "file"])
 
 
 def test_symbolic_link_stays_and_its_target_is_replaced(tmp_path):

@@ -13,14 +13,27 @@ from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckp
 
 io = FullCheckpoint()
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64,
-    torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32,
-    torch.uint64, torch.bool,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+]
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -43,10 +56,21 @@ def state():
     }
 
 
-def assert_same_bits(one: torch.Tensor, other: torch.Tensor):
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    assert bytes(one.contiguous().untyped_storage()) == bytes(other.contiguous().untyped_storage())
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().untyped_storage())
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor):
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert bits(actual) == bits(expected)
+
+
+def flip_bit(content: bytes, position: int, mask: int) -> bytes:
+    """Return a copy of the content in which the bits of ``mask`` are flipped at one position."""
+    changed = bytearray(content)
+    changed[position] ^= mask
+    return bytes(changed)
 
 
 def test_it_is_a_checkpoint_format():
@@ -56,8 +80,11 @@ def test_it_is_a_checkpoint_format():
 @pytest.mark.parametrize("io", [io, ShardedCheckpoint()], ids=["file", "shards"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit(path, dtype, io):
-    original = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
-    original = original.remainder(2).bool() if dtype is torch.bool else original.view(dtype)
+    random_bytes = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
+    if dtype is torch.bool:
+        original = random_bytes.remainder(2).bool()
+    else:
+        original = random_bytes.view(dtype)
     io.save({"x": original, "scalar": original[0, 0].clone()}, path)
     loaded = io.load(path)
     assert_same_bits(loaded["x"], original)
@@ -68,7 +95,8 @@ def test_plain_torch_reads_the_file(path, state):
     io.save(state, path)
     loaded = torch.load(path, weights_only=True)
     assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
-    assert (loaded["step"], loaded["name"]) == (17, "run")
+    assert loaded["step"] == 17
+    assert loaded["name"] == "run"
 
 
 def test_strided_empty_and_infinite_values_come_back(path):
@@ -126,25 +154,24 @@ def test_a_flipped_bit_is_noticed_or_harmless(path, state):
     content = path.read_bytes()
     noticed = 0
     for position in range(0, len(content), 3):
-        path.write_bytes(
-            content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :]
-        )
+        path.write_bytes(flip_bit(content, position, 4))
         try:
             loaded = io.load(path)
         except CheckpointError:
             noticed += 1
         else:
             assert_same_bits(loaded["model"]["weight"], state["model"]["weight"])
-            assert (loaded["step"], loaded["name"], loaded["model"]["count"]) == (17, "run", 3)
+            assert loaded["model"]["count"] == 3
+            assert loaded["step"] == 17
+            assert loaded["name"] == "run"
     assert noticed > 100
 
 
 def test_a_flipped_bit_in_a_weight_names_the_file_and_the_record(path, state):
     io.save(state, path)
     content = path.read_bytes()
-    needle = bytes(state["model"]["weight"].untyped_storage())
-    position = content.index(needle)
-    path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+    position = content.index(bits(state["model"]["weight"]))
+    path.write_bytes(flip_bit(content, position, 1))
     with pytest.raises(CheckpointError, match="data/0") as raised:
         io.load(path)
     assert str(path) in str(raised.value)
@@ -193,9 +220,10 @@ def test_folders_and_missing_folders_are_refused(tmp_path, method):
         method(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="does not exist") as raised:
         method(tmp_path / "nowhere" / "file.pt")
-    assert all(
-        [raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion]
-    )
+    assert raised.value.request
+    assert raised.value.problem
+    assert raised.value.expected
+    assert raised.value.suggestion
 
 
 def test_remove_deletes_the_file(path, state):
