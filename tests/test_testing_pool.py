@@ -19,7 +19,7 @@ import torch
 from fabric import Fabric
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.testing import PerRank, RankPool
-from tests.faults.jobs import nothing_left
+from tests.faults.jobs import assert_no_files_left
 
 
 @pytest.fixture(scope="module")
@@ -233,4 +233,4 @@ def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path)
     assert done.returncode == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(20)
-    nothing_left(tmp_path)
+    assert_no_files_left(tmp_path)

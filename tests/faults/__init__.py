@@ -1,1 +1,1 @@
-"""The fault matrix: what goes wrong in a job, over every way to start one, in real processes with real signals."""
+"""The fault matrix: every fault of a job with every launcher, in real processes with real signals."""

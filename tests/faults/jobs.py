@@ -14,26 +14,30 @@ import psutil
 
 from tests.faults.train import LAUNCHERS
 
-__all__ = ["TRAIN", "Ended", "Job", "command", "nothing_left", "within"]
+__all__ = ["TRAIN", "Ended", "Job", "assert_no_files_left", "command", "within"]
 
 TRAIN = Path(__file__).with_name("train.py")
 DEADLINE = 60
 
 
 def within(seconds: float = 5.0) -> float:
-    """What is promised of a machine with nothing else to do, times the processes that want each of its cores.
+    """Return the promised limit in seconds, times the load per core of this machine.
 
-    The factor is an allowance of the tests, no part of the promise: fabric's own waits sum to less than 3.5 s, see
-    ``test_launchers_signals.py``, and the rest is work.
+    Fabric promises ``seconds`` on an idle machine. The factor is an allowance of the tests and not a
+    part of the promise: fabric's own waits sum to less than 3.5 s (see
+    ``test_launchers_signals.py``), and the remaining time is work.
     """
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return seconds * max(1.0, load_per_core)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended; seconds since the fault, to the end of the launching process and all ranks.
+    """How a job ended.
 
-    ``code`` is None when the launching process still ran at the limit; ``alive`` counts ranks that did.
+    ``code`` is None when the launching process still ran at the limit. ``seconds`` counts from the
+    fault to the end of the launching process and of all ranks. ``alive`` is the number of ranks
+    that still ran at the limit.
     """
 
     code: int | None
@@ -44,18 +48,19 @@ class Ended:
 
 
 def command(launcher: str, fault: str) -> list[str]:
-    """What starts the job of ``train.py`` with a launcher of fabric."""
+    """Return the command that starts the job of ``train.py`` with a launcher of fabric."""
     assert launcher in LAUNCHERS
-    run = (
-        ["-m", "fabric", "run", "--accelerator", "cpu", "--devices", "2"]
-        if launcher == "run"
-        else []
-    )
-    return [sys.executable, *run, str(TRAIN), launcher, fault]
+    python = [sys.executable]
+    if launcher == "run":
+        python += ["-m", "fabric", "run", "--accelerator", "cpu", "--devices", "2"]
+    return [*python, str(TRAIN), launcher, fault]
 
 
 class Job:
-    """Two ranks in a process group of their own, as a terminal would start them; leaving the block kills what lives."""
+    """Two ranks in a new process group, as a terminal starts them.
+
+    Leaving the block kills the processes that still live.
+    """
 
     def __init__(self, directory: Path, started: list[str]) -> None:
         self.directory = directory
@@ -74,8 +79,10 @@ class Job:
         self.ranks: list[psutil.Process] = []
         try:
             for _ in range(2):
-                with contextlib.suppress(psutil.NoSuchProcess):  # the fault came quickly
-                    self.ranks.append(psutil.Process(int(self.line("ready").split()[2])))
+                pid = int(self.line("ready").split()[2])
+                # A rank whose fault came quickly has ended already.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.ranks.append(psutil.Process(pid))
         except BaseException:
             self.__exit__()
             raise
@@ -93,58 +100,65 @@ class Job:
         self._errors.close()
 
     def line(self, first_word: str) -> str:
-        """The next line that starts with this word; others are kept."""
+        """Return the next line that starts with this word; keep the lines before it."""
+        for line in self.output:
+            if line.startswith(first_word):
+                self.output.remove(line)
+                return line
         assert self.process.stdout is not None
-        if kept := [line for line in self.output if line.startswith(first_word)]:
-            self.output.remove(kept[0])
-            return kept[0]
-        while line := self.process.stdout.readline():
+        for line in self.process.stdout:
             if line.startswith(first_word):
                 return line
             self.output.append(line.rstrip("\n"))
         raise AssertionError(f"the job ended before {first_word!r}: {self._written()[-2000:]}")
 
     def signal(self, number: int, *, to_group: bool = False) -> float:
-        """Send a signal to the launching process or to all; when, on the monotonic clock."""
-        (os.killpg if to_group else os.kill)(self.process.pid, number)
+        """Send a signal to the launching process, or to its group; return the monotonic time."""
+        if to_group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
         return time.monotonic()
 
     def end(self, since: float) -> Ended:
-        """Wait for it; every rank has to end with it, and no file may be left."""
+        """Wait for the job. Every rank has to end with it, and no temporary file may be left."""
         ended = self.watch(since, DEADLINE)
         assert ended.code is not None, "the launching process did not end"
         assert not ended.alive, "ranks outlived the launching process"
-        nothing_left(self.directory)
+        assert_no_files_left(self.directory)
         return ended
 
     def watch(self, since: float, limit: float) -> Ended:
-        """Wait for it, for so many seconds at most; what lives then is counted and killed."""
+        """Wait ``limit`` seconds for the job; count and kill the processes that live then."""
         deadline = time.monotonic() + limit
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit)
-        _, alive = psutil.wait_procs(self.ranks, timeout=max(0.0, deadline - time.monotonic()))
+        remaining = max(0.0, deadline - time.monotonic())
+        _, alive = psutil.wait_procs(self.ranks, timeout=remaining)
         seconds = time.monotonic() - since
         code = self.process.poll()
         for process in [self.process, *alive]:
             process.kill()
-        output, _ = self.process.communicate(timeout=DEADLINE)
-        return Ended(
-            code, [*self.output, *output.splitlines()], self._written(), seconds, len(alive)
-        )
+        last_output, _ = self.process.communicate(timeout=DEADLINE)
+        output = [*self.output, *last_output.splitlines()]
+        return Ended(code, output, self._written(), seconds, alive=len(alive))
 
     def _written(self) -> str:
         self._errors.seek(0)
         return self._errors.read()
 
 
-def nothing_left(directory: Path) -> None:
-    """Raise unless this directory for temporary files is empty within seconds."""
+def assert_no_files_left(directory: Path) -> None:
+    """Fail unless this directory for temporary files becomes empty within 5 seconds."""
     deadline = time.monotonic() + 5
-    # torch's compiler makes its cache folder as soon as it is imported, with the first optimizer at the latest.
-    while left := [
-        path for path in directory.iterdir() if not path.name.startswith("torchinductor")
-    ]:
-        assert time.monotonic() < deadline, (
-            f"something was left in the directory for temporary files: {left}"
-        )
+    files = _temporary_files(directory)
+    while files:
+        assert time.monotonic() < deadline, f"files were left in the temporary directory: {files}"
         time.sleep(0.02)  # processes that end at this moment still clean up
+        files = _temporary_files(directory)
+
+
+def _temporary_files(directory: Path) -> list[Path]:
+    # torch's compiler makes its cache folder when it is imported, at the latest with the first
+    # optimizer.
+    return [path for path in directory.iterdir() if not path.name.startswith("torchinductor")]

@@ -1,4 +1,4 @@
-"""A job that is killed at any moment of its life with kept checkpoints leaves one that loads, and the next goes on."""
+"""A job with kept checkpoints that is killed at any moment leaves one from which the next goes on."""
 
 import os
 import random
@@ -13,11 +13,11 @@ from tests.faults.test_crash_points import SMALL, Constant, Death, gets_through,
 
 KEEP = 2
 BEST = ("loss", "min")
-SAVES = 4  # of a life that nobody ends
+SAVES = 4  # of a job that is not killed
 
 
 def live(fabric: Fabric, folder: Path, async_: bool, death: Death) -> None:
-    """Go on from the newest checkpoint, and save some more."""
+    """Go on from the newest checkpoint, and save ``SAVES`` more."""
     model = Constant(0, SMALL)
     state: dict[str, Any] = {"model": fabric.setup(model), "step": 0}
     if fabric.global_rank == death.rank:
@@ -32,67 +32,85 @@ def live(fabric: Fabric, folder: Path, async_: bool, death: Death) -> None:
         checkpoints.save(step, state, {"loss": step % 3}, async_)
 
 
-def check(folder: Path, least: int, ended: bool) -> int:
-    """The step that the next job goes on from; what a job left is looked at before and after that has begun."""
-    pattern = re.compile(
-        r"\.?(\d{8}-step-\d+)(?:\.[0-9a-f]{12}\.tmp)?"
-    )  # temporaries count, metrics do not
-    names = {match[1] for name in os.listdir(folder) if (match := pattern.fullmatch(name))}
-    assert len(names) <= KEEP + 2, names
-    named = [folder / name for name in ("latest", "best") if (folder / name).exists()]
-    for file in named:
-        step = int(file.read_text().rpartition("-")[2])
-        assert value_of(folder / file.read_text().strip()) == step, "what a shell reads is whole"
+def assert_a_shell_can_read(folder: Path) -> None:
+    """Fail unless ``latest`` and ``best`` name complete checkpoints, and there are few of them."""
+    checkpoints = set()
+    for name in os.listdir(folder):
+        # Temporary files of a checkpoint count, and the files of its metrics do not.
+        match = re.fullmatch(r"\.?(\d{8}-step-\d+)(?:\.[0-9a-f]{12}\.tmp)?", name)
+        if match is not None:
+            checkpoints.add(match[1])
+    assert len(checkpoints) <= KEEP + 2, checkpoints
+    for name in ("latest", "best"):
+        if not (folder / name).exists():
+            continue
+        checkpoint = (folder / name).read_text().strip()
+        step = int(checkpoint.rpartition("-")[2])
+        assert value_of(folder / checkpoint) == step
+
+
+def restore(folder: Path) -> int:
+    """Restore the newest checkpoint as the next job does, and return its step."""
     with Fabric(accelerator="cpu", devices=1, environment="none") as fabric:
         checkpoints = fabric.checkpoints(folder, keep=KEEP, best=BEST)
         state = {"model": fabric.setup(Constant(0, SMALL)), "step": 0}
         step = checkpoints.restore(state) or 0
-        assert step >= least, "none that was committed is lost"
-        assert all((parameter == step).all() for parameter in state["model"].parameters())
-        kept = [path for path in (checkpoints.latest, checkpoints.best) if path is not None]
-        assert [(folder / name).read_text() for name in ("latest", "best")[: len(kept)]] == [
-            f"{p.name}\n" for p in kept
-        ]
-    left = {name.removesuffix(".json") for name in os.listdir(folder)} - {".lock", "latest", "best"}
-    assert all(
-        re.fullmatch(r"\d{8}-step-\d+", name) and (folder / name).exists() for name in left
-    ), left
-    assert all(not path.is_dir() or len(list(path.iterdir())) == 5 for path in folder.iterdir()), (
-        "shards and an index"
-    )
-    assert len(left) <= (KEEP + 1 if ended else KEEP + 2)
+        for parameter in state["model"].parameters():
+            assert (parameter == step).all()
+        if checkpoints.latest is not None:
+            assert (folder / "latest").read_text() == f"{checkpoints.latest.name}\n"
+        if checkpoints.best is not None:
+            assert (folder / "best").read_text() == f"{checkpoints.best.name}\n"
     return step
 
 
-def deaths(seed: int, strategy: str) -> Death:
+def assert_no_leftovers(folder: Path, maximum: int) -> None:
+    """Fail unless the folder holds complete checkpoints alone, ``maximum`` of them at most."""
+    names = {name.removesuffix(".json") for name in os.listdir(folder)}
+    names -= {".lock", "latest", "best"}
+    assert len(names) <= maximum, names
+    for name in names:
+        assert re.fullmatch(r"\d{8}-step-\d+", name)
+        assert (folder / name).exists()
+        if (folder / name).is_dir():
+            assert len(os.listdir(folder / name)) == 5, "shards and an index"
+
+
+def draw_death(seed: int, strategy: str) -> Death:
     draw = random.Random(seed)
     rank = draw.randrange(2) if strategy == "fsdp" else 0
     if draw.random() < 0.1:
         return Death(rank=rank, size=draw.choice([10, 100_000, 400_000]))
-    return Death(rank=rank, step=draw.randrange(1, 30 if rank else 130))
-
-
-def survive(folder: Path, tries: list[int]) -> int:
-    killed = 0
-    step = 0
-    for seed in tries:
-        strategy = ("ddp", "fsdp")[seed % 2]
-        death = deaths(seed, strategy)
-        ended = gets_through(live, strategy, folder, seed % 4 > 1, death)
-        step = check(folder, step + SAVES if ended else step, ended)
-        killed += not ended
-    return killed
+    steps_of_a_job = 30 if rank == 1 else 130
+    return Death(rank=rank, step=draw.randrange(1, steps_of_a_job))
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "tries",
+    "seeds",
     [
         pytest.param(range(10, 20), id="some", marks=pytest.mark.slow),
         pytest.param(range(20, 220), id="all", marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
 def test_a_job_killed_at_any_moment_leaves_a_checkpoint_that_loads(
-    tmp_path: Path, tries: range
+    tmp_path: Path, seeds: range
 ) -> None:
-    assert survive(tmp_path, [*tries]) >= len(tries) // 2
+    killed = 0
+    step = 0
+    for seed in seeds:
+        strategy = "fsdp" if seed % 2 else "ddp"
+        async_ = seed % 4 > 1
+        ended = gets_through(live, strategy, tmp_path, async_, draw_death(seed, strategy))
+        assert_a_shell_can_read(tmp_path)
+        committed_step = step
+        most_checkpoints = KEEP + 2
+        if ended:
+            committed_step += SAVES
+            most_checkpoints -= 1
+        else:
+            killed += 1
+        step = restore(tmp_path)
+        assert step >= committed_step, "a committed checkpoint was lost"
+        assert_no_leftovers(tmp_path, most_checkpoints)
+    assert killed >= len(seeds) // 2

@@ -1,4 +1,4 @@
-"""Faults of a launch from a notebook: the cell ends with the error of the rank, and the kernel lives on."""
+"""After a fault in a notebook, the cell ends with the error of the rank and the kernel lives on."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import psutil
 import pytest
 from jupyter_client import BlockingKernelClient, KernelManager
 
-from tests.faults.jobs import nothing_left, within
+from tests.faults.jobs import assert_no_files_left, within
 from tests.faults.test_ranks import EXPECTED
 
 pytestmark = pytest.mark.timeout(150)
@@ -31,7 +31,7 @@ def launch(*call):
 
 
 class Notebook:
-    """A kernel, and what a cell of it has written."""
+    """A kernel, and the text that its last cell has written."""
 
     def __init__(
         self, manager: KernelManager, client: BlockingKernelClient, directory: Path
@@ -43,7 +43,10 @@ class Notebook:
         self.written = ""
 
     def run(self, cell: str, until: str = "") -> dict:
-        """Run a cell, or begin one and return once it has written a text."""
+        """Run a cell and return its reply.
+
+        With ``until``, return ``{}`` as soon as the written text matches this pattern.
+        """
         self.written = ""
         self._request = self._client.execute(cell)
         while until == "" or not re.search(until, self.written):
@@ -54,13 +57,16 @@ class Notebook:
                 self.written += message["content"]["text"]
             if message["content"].get("execution_state") == "idle":
                 break
-        return {} if until else self.reply()
+        if until:
+            return {}
+        return self.reply()
 
     def reply(self) -> dict:
-        """The end of the cell that was begun last."""
-        while not self._answers(message := self._client.get_shell_msg(timeout=DEADLINE)):
-            pass
-        return message["content"]
+        """Wait for the end of the cell that was begun last, and return its reply."""
+        while True:
+            message = self._client.get_shell_msg(timeout=DEADLINE)
+            if self._answers(message):
+                return message["content"]
 
     def _answers(self, message: dict) -> bool:
         return message["parent_header"].get("msg_id") == self._request
@@ -69,16 +75,17 @@ class Notebook:
         return [float(number) for number in re.findall(pattern, self.written)]
 
     def works(self) -> bool:
-        """Whether nothing is left of the last launch, and another one returns its result."""
-        nothing_left(self.directory)
+        """Return whether another launch works, and fail where the last one left a file."""
+        assert_no_files_left(self.directory)
         return self.run("assert launch(total) == 3")["status"] == "ok"
 
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     directory = tmp_path_factory.mktemp("notebook")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     root = str(Path(__file__).parents[2])
+    variables = dict(os.environ)
+    variables.pop("PYTEST_CURRENT_TEST", None)
     variables |= {"TMPDIR": str(directory), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     manager = KernelManager()
     manager.start_kernel(env=variables, cwd=root)
@@ -87,7 +94,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     try:
         client.wait_for_ready(timeout=DEADLINE)
         notebook = Notebook(manager, client, directory)
-        # The server from which ranks are forked takes its time the first time.
+        # The first launch starts the server from which ranks are forked, which takes a while.
         assert notebook.run(DEFINITIONS + "launch(total)")["status"] == "ok"
         yield notebook
     finally:
@@ -95,20 +102,22 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "killed")) for name in EXPECTED],
-)
+SLOW_FAULTS = [
+    pytest.param(fault, marks=pytest.mark.slow) for fault in EXPECTED if fault != "killed"
+]
+
+
+@pytest.mark.parametrize("fault", ["killed", *SLOW_FAULTS])
 def test_a_cell_ends_with_the_error_of_its_rank_and_the_next_one_works(notebook, fault):
-    _, words, last = EXPECTED[fault]
+    expected = EXPECTED[fault]
     reply = notebook.run(f"launch(job, {fault!r})")
     [since] = notebook.numbers(r"fault ([\d.]+)")
     assert time.monotonic() - since < within()
     assert reply["ename"] == "RankFailedError"
     first, *_ = reply["evalue"].splitlines()
     assert first.startswith("rank 1 of 2 "), reply["evalue"]
-    assert words in first
-    assert reply["evalue"].rstrip().endswith(last)
+    assert expected.outcome in first
+    assert reply["evalue"].rstrip().endswith(expected.last_words)
     assert notebook.works()
 
 
@@ -141,10 +150,8 @@ def test_an_error_in_a_rank_shows_the_lines_of_the_cells_and_few_of_ours(
 ):
     assert notebook.run(FAILING)["status"] == "ok"
     shown = "\n".join(notebook.run(f"launch(fails, {where!r})  # here")["traceback"])
-    assert re.findall(r"  Cell In\[\d+\], line \d+, in .+\n    .+  # (.+)\n", shown) == [
-        "here",
-        *lines,
-    ]
+    lines_of_cells = re.findall(r"  Cell In\[\d+\], line \d+, in .+\n    .+  # (.+)\n", shown)
+    assert lines_of_cells == ["here", *lines]
     assert "\nfabric.errors.RankFailedError: rank " in shown
     assert end in shown
     assert f"{os.sep}fabric{os.sep}" not in shown

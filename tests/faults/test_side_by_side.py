@@ -1,4 +1,4 @@
-"""Jobs on one machine do not know of each other."""
+"""Jobs that run on one machine at the same time do not meet."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import nothing_left
+from tests.faults.jobs import assert_no_files_left
 
 MANY = Path(__file__).parents[1] / "scripts" / "launchers" / "many.py"
 
@@ -19,13 +19,16 @@ MANY = Path(__file__).parents[1] / "scripts" / "launchers" / "many.py"
 )
 def test_launches_beside_each_other_never_meet(tmp_path, jobs, launches):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    processes = [
-        subprocess.Popen(
+    processes = []
+    for number in range(jobs):
+        process = subprocess.Popen(
             [sys.executable, str(MANY), str(number), str(launches)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for number in range(jobs)
-    ]  # fmt: skip
-    ended = [process.communicate(timeout=540) for process in processes]
-    assert ended == [("all mine\n", "")] * jobs
-    nothing_left(tmp_path)
+        processes.append(process)
+    outputs = [process.communicate(timeout=540) for process in processes]
+    assert outputs == [("all mine\n", "")] * jobs
+    assert_no_files_left(tmp_path)

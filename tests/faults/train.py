@@ -1,7 +1,7 @@
-"""``train.py LAUNCHER FAULT``: two ranks connect, then rank 1 meets with a fault; rank 0 waits for it in gloo.
+"""``train.py LAUNCHER FAULT``: rank 1 of two connected ranks fails; rank 0 waits for it in gloo.
 
-Each rank writes ``ready RANK PID`` when it has connected; the one at fault writes ``fault SECONDS``, by the system-wide
-monotonic clock, just before.
+Each rank writes ``ready RANK PID`` when it has connected. Just before the fault, rank 1 writes
+``fault SECONDS``, by the system-wide monotonic clock.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ LAUNCHERS = {
 
 
 class StubbornError(Exception):
-    """Cannot be pickled."""
+    """An error that cannot be pickled."""
 
     def __reduce__(self) -> str:
         raise TypeError("no")
@@ -48,19 +48,19 @@ def raises_in_collective(fabric: Fabric) -> None:
 
 
 def raises_in_backward(fabric: Fabric) -> None:
-    """In a hook of a tensor, called by the C++ code of autograd."""
+    """Raise in a hook of a tensor, which the C++ code of autograd calls."""
     value = torch.ones(1, requires_grad=True)
     value.register_hook(lambda _: raises(fabric))
     fabric.backward(value.sum())
 
 
 def raises_beside_a_lock(fabric: Fabric) -> None:
-    """The other rank is in C, holding the interpreter's lock."""
+    """Raise while rank 0 is in C code and holds its interpreter's lock."""
     raises(fabric)
 
 
 def raises_and_tears_down(fabric: Fabric) -> None:
-    """The group is gone before anybody can look at the error, and the ``finally`` never ends."""
+    """Raise, then destroy the process group before the error is reported, and never end."""
     try:
         raises(fabric)
     finally:
@@ -73,7 +73,7 @@ def exits(fabric: Fabric) -> None:
 
 
 def returns(fabric: Fabric) -> None:
-    """Leaves normally, although the other rank still needs it."""
+    """Return normally, although rank 0 still needs this rank."""
 
 
 def killed(fabric: Fabric) -> None:
@@ -99,7 +99,7 @@ def raises_long(fabric: Fabric) -> None:
 
 
 def waits(fabric: Fabric) -> None:
-    """In Python, as in a training loop that is busy elsewhere."""
+    """Wait in Python, as a training loop does that is busy with something else."""
     threading.Event().wait()
 
 
@@ -113,14 +113,18 @@ def waits_in_cpp(fabric: Fabric) -> None:
 
 
 def holds_the_lock(fabric: Fabric) -> None:
-    """In C, holding the interpreter's lock: no other thread of the rank can run, and no signal ends the wait."""
+    """Wait in C code, holding the interpreter's lock.
+
+    No other thread of the rank can run, and no signal ends the wait.
+    """
     mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):  # the second time it waits for itself
-        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    libc = ctypes.PyDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # waits for itself
 
 
 def saves_and_leaves(fabric: Fabric) -> None:
-    """Only the first rank needs to hear of the signal; both stop at the same step."""
+    """Stop at the same step on all ranks, although only one of them needs the signal."""
     steps = 0
     while not fabric.should_stop:
         steps += 1
@@ -132,12 +136,22 @@ def saves_and_leaves(fabric: Fabric) -> None:
     say("saved", fabric.global_rank, steps)
 
 
-# What happens on rank 1 alone.
+# The faults of rank 1 alone.
 ON_ONE: tuple[Callable[[Fabric], None], ...] = (
-    raises, raises_in_collective, raises_in_backward, raises_beside_a_lock, raises_and_tears_down, exits, returns,
-    killed, segfaults, out_of_memory, raises_stubborn, raises_long,
-)  # fmt: skip
-# What all ranks do until a signal comes.
+    raises,
+    raises_in_collective,
+    raises_in_backward,
+    raises_beside_a_lock,
+    raises_and_tears_down,
+    exits,
+    returns,
+    killed,
+    segfaults,
+    out_of_memory,
+    raises_stubborn,
+    raises_long,
+)
+# The states in which all ranks stay until a signal comes.
 ON_ALL: tuple[Callable[[Fabric], None], ...] = (
     waits,
     trains,
@@ -148,18 +162,30 @@ ON_ALL: tuple[Callable[[Fabric], None], ...] = (
 
 
 def job(fabric: Fabric, fault: str) -> None:
-    meet = next(meet for meet in (*ON_ONE, *ON_ALL) if meet.__name__ == fault)
+    fault_functions = {function.__name__: function for function in (*ON_ONE, *ON_ALL)}
+    function = fault_functions[fault]
     fabric.barrier()
-    if meet in ON_ONE:
-        say("ready", fabric.global_rank, os.getpid())
-        if fabric.global_rank == 0:
-            (holds_the_lock if meet is raises_beside_a_lock else trains)(fabric)
+    if function in ON_ONE:
+        fail_on_rank_1(fabric, function)
+    else:
+        stay_on_all_ranks(fabric, function)
+
+
+def fail_on_rank_1(fabric: Fabric, function: Callable[[Fabric], None]) -> None:
+    say("ready", fabric.global_rank, os.getpid())
+    if fabric.global_rank == 1:
         say("fault", time.monotonic())
-        meet(fabric)
-        return
+        function(fabric)
+    elif function is raises_beside_a_lock:
+        holds_the_lock(fabric)
+    else:
+        trains(fabric)
+
+
+def stay_on_all_ranks(fabric: Fabric, function: Callable[[Fabric], None]) -> None:
     try:
         say("ready", fabric.global_rank, os.getpid())
-        meet(fabric)
+        function(fabric)
     finally:
         say("finally", fabric.global_rank)
 
