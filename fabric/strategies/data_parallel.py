@@ -39,6 +39,7 @@ from fabric._torch import (
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
 from fabric.communicators import Reduce, fold
+from fabric.communicators.base import ReduceName, ReduceOp
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
 from fabric.strategies.parallel import ParallelStrategy
@@ -166,7 +167,12 @@ class DataParallelStrategy(ParallelStrategy):
         return prepared
 
     @override
-    def all_reduce(self, collection: Tree, group: Group = None, reduce_op: Any = "mean") -> Tree:
+    def all_reduce(
+        self,
+        collection: Tree,
+        group: Group = None,
+        reduce_op: ReduceName | ReduceOp | None = "mean",
+    ) -> Tree:
         """Reduce every tensor of a collection that was gathered from the replicas.
 
         Not a collective: there is one process. ``Fabric.all_reduce`` reduces over processes, and

@@ -36,7 +36,6 @@ from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
-from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies.parallel import (
     ParallelStrategy,
     check_forwarded_arguments,
@@ -105,7 +104,7 @@ class DDPStrategy(ParallelStrategy):
         ddp_comm_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta = timedelta(minutes=30),
         start_method: str = "popen",
         *,
         precision_plugin: Any = None,

@@ -27,7 +27,7 @@ from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.precision import Precision, PrecisionName
-from fabric.runtime import DEFAULT_TIMEOUT, Runtime
+from fabric.runtime import Runtime
 from fabric.strategies.fsdp.forward import ShardedForward
 from fabric.strategies.fsdp.sharding import (
     check_dtypes,
@@ -186,7 +186,7 @@ class FSDPStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         precision: Precision | PrecisionName | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta = timedelta(minutes=30),
         cpu_offload: Any = None,
         backward_prefetch: Any = None,
         mixed_precision: Any = None,
