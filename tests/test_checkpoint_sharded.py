@@ -1,4 +1,4 @@
-"""One folder per checkpoint, written by all ranks: it survives crashes, fits any number of ranks, runs no code."""
+"""A folder per checkpoint, written by all ranks, survives crashes and fits any number of ranks."""
 
 import json
 import os
@@ -73,28 +73,41 @@ def shards(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def assert_same(one: Any, other: Any) -> None:
-    """Equal bit for bit, tensors by their values, collections by their types too."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert (one.dtype, one.layout, one.shape) == (other.dtype, other.layout, other.shape)
-        one, other = (each.to_dense().resolve_conj().flatten().clone() for each in (one, other))
-        one, other = (each.new_empty(each.shape).copy_(each) for each in (one, other))
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    elif isinstance(one, dict | list | tuple):
-        assert len(one) == len(other)
-        assert vars(one) == vars(other) if isinstance(one, OrderedDict | Counter) else True
-        for key in one if isinstance(one, dict) else range(len(one)):
-            assert_same(one[key], other[key])
-        assert list(one) == list(other) if isinstance(one, dict) else True
-    elif isinstance(one, float | complex):
-        parts = [(each.real, each.imag) for each in (one, other)]
-        assert struct.pack("<2d", *parts[0]) == struct.pack("<2d", *parts[1])
+def tensor_bits(tensor: Tensor) -> Tensor:
+    values = tensor.to_dense().resolve_conj().flatten()
+    contiguous = values.new_empty(values.shape).copy_(values)
+    return contiguous.view(torch.uint8)
+
+
+def number_bits(number: complex) -> bytes:
+    return struct.pack("<2d", number.real, number.imag)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Compare two values bit for bit, and the types and the order of their collections."""
+    assert type(actual) is type(expected)
+    if isinstance(actual, Tensor):
+        assert actual.dtype == expected.dtype
+        assert actual.layout == expected.layout
+        assert actual.shape == expected.shape
+        assert torch.equal(tensor_bits(actual), tensor_bits(expected))
+    elif isinstance(actual, dict):
+        assert list(actual) == list(expected)
+        if isinstance(actual, OrderedDict | Counter):
+            assert vars(actual) == vars(expected)
+        for key in actual:
+            assert_same(actual[key], expected[key])
+    elif isinstance(actual, list | tuple):
+        assert len(actual) == len(expected)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            assert_same(actual_item, expected_item)
+    elif isinstance(actual, float | complex):
+        assert number_bits(actual) == number_bits(expected)
     else:
-        assert one == other
+        assert actual == expected
 
 
-# -- what goes in comes out -------------------------------------------------------------------------------------------
+# -- values come back as they were saved ----------------------------------------------------------
 
 
 def test_it_is_a_checkpoint_format():
@@ -104,7 +117,10 @@ def test_it_is_a_checkpoint_format():
 def test_values_of_every_kind_keep_their_type_and_order(path):
     original = {
         "model": nn.BatchNorm1d(3).state_dict(),
-        "optimizer": {"state": {0: {"step": torch.tensor(2.0)}, 1: {}}, "param_groups": [{"lr": 0.1, "b": (0.9, 1)}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(2.0)}, 1: {}},
+            "param_groups": [{"lr": 0.1, "b": (0.9, 1)}],
+        },
         "mixed": [1, (torch.ones(2), {"deep": [torch.zeros(1), None]}), {2, 3}, b"bytes", "text"],
         "strided": torch.arange(12.0).reshape(3, 4).t()[::2],
         "conjugate": torch.tensor([1 + 2j]).conj(),
@@ -112,7 +128,7 @@ def test_values_of_every_kind_keep_their_type_and_order(path):
         "empty": torch.empty(0, 3),
         "sparse": torch.eye(3).to_sparse(),
         "nothing": {},
-    }  # fmt: skip
+    }
     io.save(original, path)
     loaded = io.load(path)
     assert_same(loaded, original)
@@ -232,9 +248,9 @@ def test_the_next_save_replaces_everything(path, state):
 def test_metadata_is_kept_as_in_one_file(path):
     stamp = {"world_size": 2, "rng": [{"torch": torch.get_rng_state()}], "loss_scaler": None}
     io.save({"x": torch.ones(1), METADATA_KEY: stamp}, path)
-    kept = pop_metadata(io.load(path))
-    assert kept["world_size"] == 2
-    assert torch.equal(kept["rng"][0]["torch"], stamp["rng"][0]["torch"])
+    metadata = pop_metadata(io.load(path))
+    assert metadata["world_size"] == 2
+    assert torch.equal(metadata["rng"][0]["torch"], stamp["rng"][0]["torch"])
 
 
 def test_modes_follow_the_umask(path, state):
@@ -249,14 +265,10 @@ def test_modes_follow_the_umask(path, state):
 
 def test_the_tensors_can_be_read_by_safetensors_and_what_it_cannot_name_is_bytes(path):
     wide = torch.tensor([[1 + 2j], [3j]], dtype=torch.complex128)
-    io.save(
-        {
-            "model": {"weight": torch.randn(4, 3), "wide": wide, "scalar": torch.tensor(5)},
-            "step": 1,
-        },
-        path,
-    )
-    loaded, (file,) = io.load(path)["model"], shards(path)
+    model = {"weight": torch.randn(4, 3), "wide": wide, "scalar": torch.tensor(5)}
+    io.save({"model": model, "step": 1}, path)
+    loaded = io.load(path)["model"]
+    (file,) = shards(path)
     with safe_open(file, "pt") as content:
         assert set(content.keys()) == {"model.weight", "model.wide", "model.scalar"}
         assert_same(content.get_tensor("model.weight"), loaded["weight"])
@@ -292,24 +304,27 @@ def work(fabric, path):
     return fabric.all_gather("numpy" in sys.modules)
 
 if __name__ == "__main__":
-    assert Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="spawn").launch(work, sys.argv[1]) == [0, 0]
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="spawn")
+    assert fabric.launch(work, sys.argv[1]) == [0, 0]
 """
 
 
 def test_two_ranks_save_and_load_without_numpy(path, tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('not installed here')")
     (tmp_path / "script.py").write_text(WITHOUT_NUMPY)
-    search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search_path = str(tmp_path)
+    if "PYTHONPATH" in os.environ:
+        search_path += os.pathsep + os.environ["PYTHONPATH"]
     command = [sys.executable, str(tmp_path / "script.py"), str(path)]
-    environment = {**ONE_THREAD, "PYTHONPATH": search}
-    done = subprocess.run(
+    environment = {**ONE_THREAD, "PYTHONPATH": search_path}
+    completed = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=environment
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     assert io.load(path)["step"] == 1
 
 
-# -- damage and attacks -----------------------------------------------------------------------------------------------
+# -- damage and attacks ---------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_anywhere_is_an_error_or_harmless(path, state):
@@ -331,7 +346,7 @@ def test_a_flipped_bit_anywhere_is_an_error_or_harmless(path, state):
 
 
 def load_into(path: Path) -> tuple[str, bool]:
-    """What loading raises, and whether the model was left as it was."""
+    """Return what loading raises, and whether the model is unchanged."""
     net = nn.Linear(5, 7)
     before = [parameter.clone() for parameter in net.parameters()]
     with Fabric(accelerator="cpu", devices=1, environment="none") as fabric:
@@ -341,12 +356,14 @@ def load_into(path: Path) -> tuple[str, bool]:
 
 def test_bytes_changed_anywhere_in_the_data_are_always_an_error_and_nothing_is_loaded(path):
     io.save({"model": nn.Linear(5, 7).state_dict(), "step": 17}, path)
-    (file,), chance = shards(path), random.Random(4)
+    (file,) = shards(path)
     content = file.read_bytes()
+    generator = random.Random(4)
     for number in range(400):
         changed = bytearray(content)
-        for _ in range(chance.choice([1, 1, 2, 8])):
-            changed[chance.randrange(len(content))] ^= chance.randrange(1, 256)
+        for _ in range(generator.choice([1, 1, 2, 8])):
+            mask = generator.randrange(1, 256)
+            changed[generator.randrange(len(content))] ^= mask
         if changed == content:
             continue
         file.write_bytes(changed)
@@ -377,7 +394,7 @@ def test_truncated_and_missing_files_are_noticed(path, state):
 
 
 def change_index(path: Path, change: Any) -> None:
-    """As somebody would who can write to the folder: checksums are no signatures."""
+    """Change the index and its checksum, as an attacker does who can write to the folder."""
     index = json.loads((path / "index.json").read_text())
     change(index)
     header = {key: index.pop(key) for key in ("format", "version", "save")}
@@ -391,21 +408,21 @@ def chunk_of_weight(index: Any) -> Any:
     return chunks["model.weight"]
 
 
+def add_entry(key: Any, value: Any) -> Callable[[Any], None]:
+    return lambda index: index["state"].append([key, value])
+
+
+def move_weight(file: str) -> Callable[[Any], None]:
+    return lambda index: index.update(files={file: [0, {"model.weight": [[0, 0], [7, 5], 0]}]})
+
+
 ATTACKS: dict[str, Any] = {
-    "a class": lambda index: index["state"].append(["step", {"$object": "os.system"}]),
-    "a name of torch that is no dtype": lambda index: index["state"].append(
-        ["step", {"$dtype": "torch.save"}]
-    ),
-    "a tensor that is not there": lambda index: index["state"].append(
-        ["step", {"$tensor": "none"}]
-    ),
-    "a tensor as a name": lambda index: index["state"].append([{"$tensor": "model.weight"}, 1]),
-    "a file elsewhere": lambda index: index.update(
-        files={"../secret": [0, {"model.weight": [[0, 0], [7, 5], 0]}]}
-    ),
-    "an absolute file": lambda index: index.update(
-        files={"/etc/hosts": [0, {"model.weight": [[0, 0], [7, 5], 0]}]}
-    ),
+    "a class": add_entry("step", {"$object": "os.system"}),
+    "a name of torch that is no dtype": add_entry("step", {"$dtype": "torch.save"}),
+    "a tensor that is not there": add_entry("step", {"$tensor": "none"}),
+    "a tensor as a name": add_entry({"$tensor": "model.weight"}, 1),
+    "a file elsewhere": move_weight("../secret"),
+    "an absolute file": move_weight("/etc/hosts"),
     "bytes behind the end": lambda index: chunk_of_weight(index).__setitem__(2, 10**6),
     "a negative size": lambda index: index["tensors"]["model.weight"].__setitem__(1, [-7, 5]),
     "parts left out": lambda index: chunk_of_weight(index).__setitem__(1, [3, 5]),
@@ -431,7 +448,7 @@ def test_a_format_of_another_version_is_said_to_be_one(path, state):
         io.load(path)
 
 
-# -- files and folders ------------------------------------------------------------------------------------------------
+# -- files and folders ----------------------------------------------------------------------------
 
 
 def test_a_file_where_a_folder_is_meant_is_an_error(path, state):
@@ -505,7 +522,7 @@ def test_a_class_that_the_user_allows_is_refused_with_the_way_out(path):
     assert "state['config'][0]" in str(raised.value)
 
 
-# -- crashes ----------------------------------------------------------------------------------------------------------
+# -- crashes --------------------------------------------------------------------------------------
 
 CRASHES = """
 import os, signal, sys
@@ -518,7 +535,8 @@ path, io = Path(sys.argv[1]), ShardedCheckpoint()
 def kill_at(point):
     def hook(event, arguments):
         nonlocal point
-        if any(str(argument).startswith(str(path)) for argument in arguments) or event == "fcntl.flock":
+        names_the_folder = any(str(argument).startswith(str(path)) for argument in arguments)
+        if names_the_folder or event == "fcntl.flock":
             point -= 1
             if point == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -544,13 +562,14 @@ while True:
     if status == 0:
         break
     point += 1
-assert any(not new for new in survived) and survived[-1]
-print(len(survived), sum(survived), *sorted(entry.name.partition("-")[0] for entry in path.iterdir()))
+assert not all(survived) and survived[-1]
+kinds = sorted(entry.name.partition("-")[0] for entry in path.iterdir())
+print(len(survived), *kinds)
 """
 
 
 def test_a_process_killed_at_any_point_of_a_save_leaves_the_old_or_the_new_data(path):
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CRASHES, str(path)],
         capture_output=True,
         text=True,
@@ -558,14 +577,14 @@ def test_a_process_killed_at_any_point_of_a_save_leaves_the_old_or_the_new_data(
         check=False,
         env=ONE_THREAD,
     )
-    assert done.returncode == 0, done.stderr
-    points, _, *left = done.stdout.split()
+    assert completed.returncode == 0, completed.stderr
+    points, *kinds = completed.stdout.split()
     assert int(points) > 15
-    assert left == ["index.json", "rank"], "the last save has cleared what the killed ones left"
+    assert kinds == ["index.json", "rank"], "the last save removes the files of the killed ones"
 
 
 class Meanwhile(LocalCommunicator):
-    """Does something when a save has written its data and not committed yet."""
+    """A communicator that runs an action between the data of a save and its commit."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         super().__init__(torch.device("cpu"))
@@ -618,15 +637,18 @@ def test_a_pipe_in_the_place_of_a_file_is_an_error_and_not_waited_for(path, stat
     assert_same(io.load(path), state)
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
+# -- ranks ----------------------------------------------------------------------------------------
 
 
 def communicator(fabric: Fabric) -> Any:
     return fabric.strategy.runtime.communicator
 
 
-def parts(fabric: Fabric, seed: int) -> dict[str, Any]:
-    """A model sharded over all ranks (its head is too small for every rank to get a part) after two steps."""
+def trained_state(fabric: Fabric, seed: int) -> dict[str, Any]:
+    """Return a model and its optimizer, sharded over all ranks, after two steps.
+
+    The head of the model is too small for a shard on every rank.
+    """
     torch.manual_seed(seed)
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
@@ -637,30 +659,32 @@ def parts(fabric: Fabric, seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def whole(state: dict[str, Any]) -> Any:
-    contents = {name: value.state_dict() for name, value in state.items() if name != "step"}
+def full_content(state: dict[str, Any]) -> Any:
+    """Return the full values of the state. Collective."""
+    contents = {name: value.state_dict() for name, value in state.items()}
     return map_tensors(lambda tensor: full_tensor(tensor).clone(), contents)
 
 
 def save_sharded(fabric: Fabric, path: Path) -> Any:
-    state = parts(fabric, seed=1)
+    state = trained_state(fabric, seed=1)
     fabric.save(path, {**state, "step": 2})
-    return whole(state)
+    return full_content(state)
 
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 
 
 def read_by_torch(path: Path, expected: dict[str, Tensor]) -> None:
-    """torch's own reader and its consolidation give the values."""
+    """Compare the values with those of torch's own reader and of its consolidation."""
     target = {name: torch.zeros_like(value) for name, value in expected.items()}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(target, storage_reader=HuggingFaceStorageReader(str(path)))
     assert_same(target, expected)
-    # It knows neither integers nor scalars.
-    floats = {
-        name: value for name, value in expected.items() if value.is_floating_point() and value.dim()
-    }
+    # The consolidation knows neither integers nor scalars.
+    floats = {}
+    for name, value in expected.items():
+        if value.is_floating_point() and value.dim() > 0:
+            floats[name] = value
     output = path.with_name("consolidated")
     output.mkdir()
     consolidate_safetensors_files(str(path), str(output), dict.fromkeys(floats, 1))
@@ -670,23 +694,20 @@ def read_by_torch(path: Path, expected: dict[str, Tensor]) -> None:
 
 
 def test_torch_reads_what_two_ranks_have_sharded(path):
-    for _ in range(2):  # also where an older save was
-        saved = run_in_ranks(save_sharded, path, **FSDP)[0]
+    run_in_ranks(save_sharded, path, **FSDP)
+    # The second save replaces the first one.
+    saved = run_in_ranks(save_sharded, path, **FSDP)[0]
     loaded = io.load(path)
     assert_same({name: map_tensors(Tensor.clone, loaded[name]) for name in saved}, saved)
     metadata = pop_metadata(loaded)
-    assert metadata["world_size"] == len(metadata["rng"]) == 2
+    assert metadata["world_size"] == 2
+    assert len(metadata["rng"]) == 2
     assert len(shards(path)) == 2
-    moments = loaded["optimizer"]["state"].items()
-    read_by_torch(
-        path,
-        {f"model.{name}": value for name, value in loaded["model"].items()}
-        | {
-            f"optimizer.state.{number}.{name}": value
-            for number, slots in moments
-            for name, value in slots.items()
-        },
-    )
+    expected = {f"model.{name}": value for name, value in loaded["model"].items()}
+    for number, slots in loaded["optimizer"]["state"].items():
+        for name, value in slots.items():
+            expected[f"optimizer.state.{number}.{name}"] = value
+    read_by_torch(path, expected)
 
 
 def test_an_older_or_aborted_save_leaves_nothing_that_torch_reads(path, state):
@@ -701,26 +722,29 @@ def test_an_older_or_aborted_save_leaves_nothing_that_torch_reads(path, state):
 
 
 def several_failures(fabric: Fabric, path: Path) -> list[str]:
-    """Saves that fail on rank 1 alone, each after one that worked."""
+    """Save the same state once, then fail to save on rank 1 alone, in three ways."""
     io.save({"x": torch.ones(3), "step": 1}, path, communicator(fabric))
-    first = fabric.global_rank == 0
-    sharded = parts(fabric, seed=1)["model"].state_dict()
+    sharded = trained_state(fabric, seed=1)["model"].state_dict()
+    is_second = fabric.global_rank == 1
 
-    def save(**state: Any) -> str:
+    def save(state: dict[str, Any]) -> str:
         return outcome(lambda: io.save(state, path, communicator(fabric)))
 
-    found = [
-        save(x=1 if first else object()),
-        save(x=torch.ones(1), **({} if first else {"more": torch.ones(1)})),
-    ]
+    state_with_object: dict[str, Any] = {"x": 1}
+    state_with_more = {"x": torch.ones(1)}
+    if is_second:
+        state_with_object = {"x": object()}
+        state_with_more["more"] = torch.ones(1)
+    texts = [save(state_with_object), save(state_with_more)]
+
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if not first:
+    if is_second:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    found.append(save(model=sharded))
+    texts.append(save({"model": sharded}))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     signal.signal(signal.SIGXFSZ, handler)
-    return found
+    return texts
 
 
 def test_what_fails_on_one_rank_raises_on_all_and_leaves_the_old_data(path):
@@ -728,18 +752,18 @@ def test_what_fails_on_one_rank_raises_on_all_and_leaves_the_old_data(path):
     assert second[0].startswith("ArgumentTypeError")
     assert "not both rank 0 and rank 1 have these tensors: more" in second[1]
     assert "untouched" in second[2]
-    assert all(
-        text.startswith("CheckpointError") and "failed on rank 1 of 2" in text for text in first
-    )
+    for text in first:
+        assert text.startswith("CheckpointError")
+        assert "failed on rank 1 of 2" in text
     assert_same(io.load(path), {"x": torch.ones(3), "step": 1})
     assert len(list(path.iterdir())) == 2
 
 
 def load_damaged(fabric: Fabric, path: Path) -> tuple[str, bool]:
-    state = parts(fabric, seed=2)
-    before = whole(state)
+    state = trained_state(fabric, seed=2)
+    before = str(full_content(state))
     text = outcome(lambda: fabric.load(path, state))
-    return text, str(before) == str(whole(state))
+    return text, before == str(full_content(state))
 
 
 def test_damage_that_one_rank_finds_keeps_all_from_changing_anything(path):
@@ -754,8 +778,8 @@ def test_damage_that_one_rank_finds_keeps_all_from_changing_anything(path):
 
 
 def save_and_die(fabric: Fabric, path: Path) -> None:
-    """Saves once; in the second save rank 1 is killed when it opens the file for its shards."""
-    state = parts(fabric, seed=1)
+    """Save once; then kill rank 1 when it opens the file for its shards of a second save."""
+    state = trained_state(fabric, seed=1)
     fabric.save(path, {**state, "step": 1})
     if fabric.global_rank == 1:
 
@@ -782,24 +806,21 @@ def save_in_replicas(fabric: Fabric, path: Path) -> Any:
     torch.manual_seed(1)
     net = Net()
     fully_shard(net, mesh=mesh)
-    io.save(
-        {"model": net.state_dict(), "own": torch.full((2,), fabric.global_rank)},
-        path,
-        communicator(fabric),
-    )
+    state = {"model": net.state_dict(), "rank": torch.full((2,), fabric.global_rank)}
+    io.save(state, path, communicator(fabric))
     return {name: full_tensor(value) for name, value in net.state_dict().items()}
 
 
-def test_of_replicas_and_full_tensors_the_lowest_rank_writes(path):
+def test_the_lowest_rank_writes_replicas_and_full_tensors(path):
     saved = run_in_ranks(save_in_replicas, path, ranks=4)[0]
     loaded = io.load(path)
     assert_same(dict(loaded["model"]), saved)
-    assert_same(loaded["own"], torch.zeros(2, dtype=torch.int64))
+    assert_same(loaded["rank"], torch.zeros(2, dtype=torch.int64))
     assert [file.name[:10] for file in shards(path)] == ["rank-00000", "rank-00001"]
 
 
 class TwoPieces(Tensor):
-    """A local tensor of four rows that are two pieces of the whole, as some libraries shard embeddings."""
+    """A local tensor of four rows in two pieces of a table, as some libraries shard embeddings."""
 
     @staticmethod
     def __new__(cls, rows: Tensor) -> "TwoPieces":
@@ -814,9 +835,10 @@ class TwoPieces(Tensor):
         return [chunk(offsets, piece) for offsets, piece in self.pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return next(
-            piece for offsets, piece in self.pieces() if torch.Size(offsets) == index.offset
-        )
+        for offsets, piece in self.pieces():
+            if torch.Size(offsets) == index.offset:
+                return piece
+        raise AssertionError(f"no piece begins at {index.offset}")
 
 
 def chunk(offsets: list[int], piece: Tensor) -> Any:
@@ -833,10 +855,10 @@ def save_pieces(fabric: Fabric, path: Path) -> bool:
         return {"table": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
 
     io.save(state(rows), path, communicator(fabric))
-    into = state(torch.zeros(4, 3))
+    target = state(torch.zeros(4, 3))
     stored = io.open(path, communicator(fabric))
-    stored.prepare(into).fill()
-    return torch.equal(into["table"].to_local().as_subclass(Tensor), rows)
+    stored.prepare(target).fill()
+    return torch.equal(target["table"].to_local().as_subclass(Tensor), rows)
 
 
 def test_a_rank_may_hold_several_pieces_of_a_tensor(path):
@@ -848,30 +870,35 @@ def test_a_rank_may_hold_several_pieces_of_a_tensor(path):
 
 
 class Counting(Communicator):
-    """Notes what passes through another communicator on this rank: each operation, with its bytes."""
+    """A communicator that counts the bytes of each operation of another one on this rank."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
-        self.calls = Counter[str]()
+        self.bytes_of_operations = Counter[str]()
         self.rank = inner.rank
         self.size = inner.size
         self.device = inner.device
 
     def run(self, collective: Collective) -> Any:
-        sent = collective.buffer
-        self.calls[collective.operation.value] += getattr(sent, "nbytes", None) or len(sent or b"")
+        buffer = collective.buffer
+        if isinstance(buffer, Tensor):
+            size = buffer.nbytes
+        else:
+            size = len(buffer or b"")
+        self.bytes_of_operations[collective.operation.value] += size
         return self.inner.run(collective)
 
 
-def counted(fabric: Fabric, path: Path) -> Counter[str]:
+def count_bytes_of_save(fabric: Fabric, path: Path) -> Counter[str]:
     counting = Counting(communicator(fabric))
-    io.save(
-        {"model": Net().state_dict(), "step": 1}, path, counting, {"rng": torch.get_rng_state()}
-    )
-    return counting.calls
+    state = {"model": Net().state_dict(), "step": 1}
+    io.save(state, path, counting, {"rng": torch.get_rng_state()})
+    return counting.bytes_of_operations
 
 
 def test_what_a_rank_exchanges_for_a_save_does_not_grow_with_the_number_of_ranks(path):
-    two, four = (run_in_ranks(counted, path, ranks=ranks) for ranks in (2, 4))
-    assert two[1] == four[1] == four[3]
-    assert set(two[1]) == {"all_reduce", "broadcast_object", "gather"}
+    of_two_ranks = run_in_ranks(count_bytes_of_save, path, ranks=2)
+    of_four_ranks = run_in_ranks(count_bytes_of_save, path, ranks=4)
+    assert of_two_ranks[1] == of_four_ranks[1]
+    assert of_two_ranks[1] == of_four_ranks[3]
+    assert set(of_two_ranks[1]) == {"all_reduce", "broadcast_object", "gather"}
