@@ -1,4 +1,4 @@
-"""The user's objects become plain state and come back; a wrong fit is refused before anything changes."""
+"""The user's objects become plain state and come back; what does not fit changes nothing."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ class Config:
 
 
 class Counter:
-    """A user's object with a state of its own."""
+    """An object of the user that has a state dict."""
 
     def __init__(self, value=0, broken=False):
         self.value = value
@@ -82,10 +82,11 @@ def save(state, filter=None, trainable_only=False):
 
 
 def load(loaded, state, strict=True):
-    if state is not None:
-        pop_metadata(loaded)
-        check_fits(loaded, state, STATE_DICTS.of_module, strict)
-    return restore(loaded, {} if state is None else state, STATE_DICTS, strict)
+    if state is None:
+        return restore(loaded, {}, STATE_DICTS, strict)
+    pop_metadata(loaded)
+    check_fits(loaded, state, STATE_DICTS.of_module, strict)
+    return restore(loaded, state, STATE_DICTS, strict)
 
 
 def through_a_file(content, tmp_path):
@@ -119,23 +120,23 @@ def fresh():
     return trained(steps=0)
 
 
-def assert_same(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
+def assert_same(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    elif isinstance(actual, dict):
+        assert list(actual) == list(expected)
+        for key in actual:
+            assert_same(actual[key], expected[key])
     else:
-        assert one == other
+        assert actual == expected
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
     original = trained()
     restored = fresh()
-    rest = load(through_a_file(save(original), tmp_path), restored)
-    assert rest == {}
+    unused = load(through_a_file(save(original), tmp_path), restored)
+    assert unused == {}
     assert_same(save(restored), save(original))
 
 
@@ -185,15 +186,24 @@ def test_plain_values_are_replaced_and_the_rest_is_returned():
 
 
 PLAIN = [
-    *(None, True, 3, -(10**30), 0.1, 1j, "text", b"bytes", bytearray(b"x")),
-    *(
-        (),
-        (1, [2, {3}]),
-        {"a": {1: None, (1, 2): 3}},
-        OrderedDict(b=1, a=2),
-        collections.Counter("aab"),
-    ),
-    *(torch.float32, torch.device("cpu"), torch.Size([2, 3]), torch.strided),
+    None,
+    True,
+    3,
+    -(10**30),
+    0.1,
+    1j,
+    "text",
+    b"bytes",
+    bytearray(b"x"),
+    (),
+    (1, [2, {3}]),
+    {"a": {1: None, (1, 2): 3}},
+    OrderedDict(b=1, a=2),
+    collections.Counter("aab"),
+    torch.float32,
+    torch.device("cpu"),
+    torch.Size([2, 3]),
+    torch.strided,
 ]
 
 
@@ -247,12 +257,11 @@ def test_an_object_whose_state_is_not_plain_is_refused():
 
 
 def test_no_module_is_asked_before_the_other_entries_are_checked():
-    asked = []
+    modules = []
+    state_dicts = replace(STATE_DICTS, prepared_module=modules.append)
     with pytest.raises(ArgumentTypeError):
-        replace(STATE_DICTS, prepared_module=asked.append).read(
-            {"model": nn.Linear(1, 1), "f": print}
-        )
-    assert not asked
+        state_dicts.read({"model": nn.Linear(1, 1), "f": print})
+    assert modules == []
 
 
 @pytest.mark.parametrize(
@@ -299,15 +308,15 @@ def test_refused_saves_say_what_to_write(case):
     state, chosen, error = REFUSED_SAVES[case]
     with pytest.raises(error) as raised:
         save(state, filter=chosen)
-    assert all([raised.value.request, raised.value.problem, raised.value.expected])
+    assert raised.value.request
+    assert raised.value.problem
+    assert raised.value.expected
 
 
 def wider():
     net = model(width=5)
-    return {
-        "model": net,
-        "optimizer": torch.optim.AdamW([{"params": [p]} for p in net.parameters()]),
-    }
+    groups = [{"params": [parameter]} for parameter in net.parameters()]
+    return {"model": net, "optimizer": torch.optim.AdamW(groups)}
 
 
 def test_all_reasons_are_in_one_error_and_nothing_is_changed():
@@ -327,7 +336,8 @@ def test_all_reasons_are_in_one_error_and_nothing_is_changed():
     ):
         assert reason in text
     assert torch.equal(state["model"][2].bias, before)
-    assert (state["step"], state["counter"].value) == (0, 0)
+    assert state["step"] == 0
+    assert state["counter"].value == 0
 
 
 def test_a_missing_entry_lists_what_the_file_has():
@@ -339,13 +349,13 @@ def test_a_missing_entry_lists_what_the_file_has():
 
 def test_not_strict_loads_what_fits_by_name():
     loaded = save(trained())
-    kept = loaded["model"].pop("2.bias").clone() + 1
+    bias = loaded["model"].pop("2.bias").clone() + 1
     loaded["model"]["head.weight"] = torch.ones(1)
     state = {"model": model(), "ema": model(), "step": 0}
-    state["model"][2].bias.data.copy_(kept)
+    state["model"][2].bias.data.copy_(bias)
     load(loaded, state, strict=False)
     assert torch.equal(state["model"][0].weight, loaded["model"]["0.weight"])
-    assert torch.equal(state["model"][2].bias, kept)
+    assert torch.equal(state["model"][2].bias, bias)
     assert state["step"] == 3
 
 
@@ -379,7 +389,8 @@ def test_metadata_travels_beside_the_entries(tmp_path):
     metadata = {"format_version": FORMAT_VERSION, "world_size": 2, "rng": [torch.get_rng_state()]}
     loaded = through_a_file({"step": 1, METADATA_KEY: metadata}, tmp_path)
     metadata = pop_metadata(loaded)
-    assert (metadata["format_version"], metadata["world_size"]) == (FORMAT_VERSION, 2)
+    assert metadata["format_version"] == FORMAT_VERSION
+    assert metadata["world_size"] == 2
     assert torch.equal(metadata["rng"][0], torch.get_rng_state())
     assert load(loaded, None) == {"step": 1}
     assert pop_metadata({"step": 1}) == {}

@@ -1,4 +1,4 @@
-"""Checkpoints through the facade, on one and on several ranks: exact continuation, and failures that reach all."""
+"""Checkpoints through the facade, on one and on several ranks: exact resuming, and errors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
-# 8 batches an epoch on one rank, 4 on two: both are in the middle of an epoch
+# An epoch has 8 batches on one rank and 4 on two: both numbers are in the middle of an epoch.
 STEPS = 13
 SAVED_AT = 6
 
 
 @dataclass
 class Run:
-    """What one rank did: its losses, and where it ended."""
+    """The losses of one rank, and its state at the end."""
 
     losses: list[float]
     rate: float
@@ -37,8 +37,8 @@ class Run:
     stream: float
 
 
-def parts(fabric: Fabric, seed: int) -> dict[str, Any]:
-    """Everything that a training loop holds, with dropout and random streams of each rank's own."""
+def training_state(fabric: Fabric, seed: int) -> dict[str, Any]:
+    """Return the objects of a training loop, with dropout and a random stream for each rank."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -56,9 +56,11 @@ def parts(fabric: Fabric, seed: int) -> dict[str, Any]:
 
 
 def train(fabric: Fabric, path: Path, resume: bool) -> Run:
-    state = parts(fabric, seed=9 if resume else 1)
     if resume:
+        state = training_state(fabric, seed=9)
         fabric.load(path, state)
+    else:
+        state = training_state(fabric, seed=1)
     model = state["model"]
     optimizer = state["optimizer"]
     losses = []
@@ -89,30 +91,28 @@ def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
     ranks: int, options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "state"
-    whole, resumed = (
-        run_in_ranks(train, path, resume, ranks=ranks, precision=precision, **options)
-        for resume in (False, True)
-    )
-    assert path.is_dir() is bool(options)
-    for before, after in zip(whole, resumed, strict=True):
-        assert after.losses == before.losses[SAVED_AT:]
-        assert (after.rate, after.scaling, after.stream) == (
-            before.rate,
-            before.scaling,
-            before.stream,
-        )
-        assert all(map(torch.equal, after.parameters, before.parameters))
-    assert len({run.stream for run in whole}) == ranks
-    assert (whole[0].scaling != "") is (precision == "16-mixed")
+    options = {**options, "ranks": ranks, "precision": precision}
+    full_runs = run_in_ranks(train, path, False, **options)
+    resumed_runs = run_in_ranks(train, path, True, **options)
+    assert path.is_dir() is ("strategy" in options)
+    for full, resumed in zip(full_runs, resumed_runs, strict=True):
+        assert resumed.losses == full.losses[SAVED_AT:]
+        assert resumed.rate == full.rate
+        assert resumed.scaling == full.scaling
+        assert resumed.stream == full.stream
+        assert all(map(torch.equal, resumed.parameters, full.parameters))
+    assert len({run.stream for run in full_runs}) == ranks
+    has_scale = full_runs[0].scaling != ""
+    assert has_scale is (precision == "16-mixed")
 
 
 def test_a_run_on_one_device_resumes_bit_for_bit(tmp_path: Path) -> None:
-    runs = []
-    for resume in (False, True):
-        with single() as fabric:
-            runs.append(train(fabric, tmp_path / "state.pt", resume))
-    assert runs[1].losses == runs[0].losses[SAVED_AT:]
-    assert all(map(torch.equal, runs[1].parameters, runs[0].parameters))
+    with single() as fabric:
+        full = train(fabric, tmp_path / "state.pt", resume=False)
+    with single() as fabric:
+        resumed = train(fabric, tmp_path / "state.pt", resume=True)
+    assert resumed.losses == full.losses[SAVED_AT:]
+    assert all(map(torch.equal, resumed.parameters, full.parameters))
 
 
 def single(**options: Any) -> Fabric:
@@ -124,7 +124,7 @@ def values(net: nn.Module) -> list[float]:
 
 
 def load_alone(fabric: Fabric, path: Path) -> tuple[list[float], bool]:
-    """The values that were loaded, and whether the random stream is as it was."""
+    """Return the loaded values, and whether the random stream is unchanged."""
     net = Net()
     torch.manual_seed(4)
     expected = torch.rand(1)
@@ -140,7 +140,7 @@ def save_model(fabric: Fabric, path: Path) -> list[float]:
     return values(net)
 
 
-def test_another_number_of_ranks_loads_the_model_and_the_random_streams_of_the_ranks_that_there_were(
+def test_another_number_of_ranks_loads_the_model_and_the_random_streams_of_the_saved_ranks(
     tmp_path: Path,
 ) -> None:
     expected = run_in_ranks(save_model, tmp_path / "two.pt")[0]
@@ -150,7 +150,7 @@ def test_another_number_of_ranks_loads_the_model_and_the_random_streams_of_the_r
     assert run_in_ranks(load_alone, tmp_path / "one.pt") == [(expected, False), (expected, True)]
 
 
-def filter_that_fails_on_one(fabric: Fabric, path: Path) -> tuple[str, str]:
+def save_with_filter_that_fails_on_rank_1(fabric: Fabric, path: Path) -> str:
     model = fabric.setup(Net())
 
     def keep(name: str, value: Any) -> bool:
@@ -162,18 +162,19 @@ def filter_that_fails_on_one(fabric: Fabric, path: Path) -> tuple[str, str]:
     text = outcome(lambda: fabric.save(path, {"model": model, "epoch": 2}, filter={"model": keep}))
     state = {"epoch": 0}
     fabric.load(path, state)
-    return text, str(state["epoch"])
+    assert state["epoch"] == 1
+    return text
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_old_file_survives(
     tmp_path: Path,
 ) -> None:
-    first, second = run_in_ranks(filter_that_fails_on_one, tmp_path / "state.pt")
-    assert first[0].startswith("CheckpointError")
-    assert "on rank 0" in first[0]
-    assert "it failed on rank 1 of 2: LookupError: no such prefix" in first[0]
-    assert second[0].startswith("LookupError")
-    assert first[1] == second[1] == "1"
+    path = tmp_path / "state.pt"
+    first, second = run_in_ranks(save_with_filter_that_fails_on_rank_1, path)
+    assert first.startswith("CheckpointError")
+    assert "on rank 0" in first
+    assert "it failed on rank 1 of 2: LookupError: no such prefix" in first
+    assert second.startswith("LookupError")
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
@@ -181,7 +182,9 @@ class Fickle:
     """An object whose state cannot be read, or loaded, on rank 1."""
 
     def __init__(self, fabric: Fabric, fails: str = "") -> None:
-        self.fails = fails if fabric.global_rank == 1 else ""
+        self.fails = ""
+        if fabric.global_rank == 1:
+            self.fails = fails
 
     def state_dict(self) -> dict[str, Any]:
         if self.fails == "save":
@@ -193,7 +196,7 @@ class Fickle:
             raise LookupError("no such state")
 
 
-def failures_between_modules(fabric: Fabric, path: Path) -> tuple[list[str], bool]:
+def fail_between_modules(fabric: Fabric, path: Path) -> list[str]:
     def keep(name: str, value: Any) -> bool:
         if fabric.global_rank == 1:
             raise LookupError("no such prefix")
@@ -211,22 +214,23 @@ def failures_between_modules(fabric: Fabric, path: Path) -> tuple[list[str], boo
         outcome(lambda: fabric.save(path, {**state, "between": Fickle(fabric, "save")})),
         outcome(lambda: fabric.load(path, {**state, "between": Fickle(fabric, "load")})),
     ]
-    return texts, all(
-        bool((local_tensor(each) == 7).all()) for each in (*first.parameters(), *last.parameters())
-    )
+    for parameter in (*first.parameters(), *last.parameters()):
+        assert (local_tensor(parameter) == 7).all()
+    return texts
 
 
 @pytest.mark.parametrize("options", [{"state_dict_type": "full"}, {}], ids=["full", "sharded"])
 def test_the_users_code_may_raise_on_one_rank_between_two_modules(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Where ranks gather full states none of them waits for one that raised, and no module is changed on either.
-    jobs = run_in_ranks(failures_between_modules, tmp_path / "s", strategy=FSDPStrategy(**options))
-    for rank, (texts, unchanged) in enumerate(jobs):
-        expected = "LookupError" if rank == 1 else "CheckpointError"
-        assert [text.partition(":")[0] for text in texts] == [expected] * 3
-        assert all("LookupError: no s" in text for text in texts)
-        assert unchanged
+    # No rank that gathers full states waits for the one that raised, and no module is changed.
+    strategy = FSDPStrategy(**options)
+    first, second = run_in_ranks(fail_between_modules, tmp_path / "s", strategy=strategy)
+    for text in first:
+        assert text.startswith("CheckpointError:")
+        assert "LookupError: no s" in text
+    for text in second:
+        assert text.startswith("LookupError: no s")
 
 
 def writer_that_fails(fabric: Fabric, path: Path) -> str:
@@ -241,24 +245,22 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path)
         assert "folder" in text
 
 
-def unreadable_on_one(fabric: Fabric, path: Path) -> tuple[str, bool]:
+def load_elsewhere_on_rank_1(fabric: Fabric, path: Path) -> str:
     net = Net()
     model = fabric.setup(net)
     fabric.save(path, {"model": model})
     nn.init.zeros_(net.head.bias)
-    own = path if fabric.global_rank == 0 else path.with_name("elsewhere.pt")
-    return outcome(lambda: fabric.load(own, {"model": model})), net.head.bias.item() == 0
+    path_on_rank = path if fabric.global_rank == 0 else path.with_name("elsewhere.pt")
+    text = outcome(lambda: fabric.load(path_on_rank, {"model": model}))
+    assert net.head.bias.item() == 0
+    return text
 
 
 def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path) -> None:
-    (first, unchanged), (second, unchanged_too) = run_in_ranks(
-        unreadable_on_one, tmp_path / "state.pt"
-    )
+    first, second = run_in_ranks(load_elsewhere_on_rank_1, tmp_path / "state.pt")
     assert "it failed on rank 1 of 2: CheckpointNotFoundError" in first
     assert "elsewhere.pt" in first
     assert second.startswith("CheckpointNotFoundError")
-    assert unchanged
-    assert unchanged_too
 
 
 def test_a_filter_keeps_entries_and_strict_off_loads_what_there_is(tmp_path: Path) -> None:
@@ -285,9 +287,9 @@ def test_what_was_not_asked_for_is_returned_and_without_a_state_everything(tmp_p
     with single() as fabric:
         fabric.save(tmp_path / "s.pt", {"model": fabric.setup(Net()), "epoch": 3, "best": [0.5, 1]})
         state = {"epoch": 0}
-        rest = fabric.load(tmp_path / "s.pt", state)
+        unused = fabric.load(tmp_path / "s.pt", state)
         assert state == {"epoch": 3}
-        assert set(rest) == {"model", "best"}
+        assert set(unused) == {"model", "best"}
         assert set(fabric.load(tmp_path / "s.pt")) == {"model", "best", "epoch"}
 
 
@@ -321,7 +323,7 @@ def test_a_bare_state_dict_of_plain_torch_is_loaded_raw(tmp_path: Path) -> None:
 
 
 class Suffixed:
-    """A format of the user's own: fabric's, under another name, and only on the rank that writes."""
+    """A format of the user: that of fabric with another suffix and a list of saves."""
 
     def __init__(self) -> None:
         self.saved: list[str] = []
@@ -376,21 +378,19 @@ def test_a_wrapper_of_the_users_own_stays_in_the_names(tmp_path: Path) -> None:
 
 
 class Flat(torch.optim.SGD):
-    """Keeps the momentum of all parameters in one buffer, of which the entries of its state are views."""
+    """An optimizer whose momentum buffers are views of one tensor."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=0.1, momentum=0.9)
-        own = self.param_groups[0]["params"]
-        self.flat = torch.zeros(sum(parameter.numel() for parameter in own))
-        for parameter, part in zip(
-            own, self.flat.split([each.numel() for each in own]), strict=True
-        ):
-            self.state[parameter]["momentum_buffer"] = part.view_as(parameter)
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        parameters = self.param_groups[0]["params"]
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes))
+        for parameter, view in zip(parameters, self.flat.split(sizes), strict=True):
+            self.state[parameter]["momentum_buffer"] = view.view_as(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for parameter, saved in zip(
-            self.param_groups[0]["params"], state_dict["state"].values(), strict=True
-        ):
+        parameters = self.param_groups[0]["params"]
+        for parameter, saved in zip(parameters, state_dict["state"].values(), strict=True):
             self.state[parameter]["momentum_buffer"].copy_(saved["momentum_buffer"])
 
 
@@ -402,11 +402,9 @@ def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: 
         fabric.save(path, {"optimizer": optimizer})
         optimizer.flat.zero_()
         fabric.load(path, {"optimizer": optimizer})
+    address = optimizer.flat.untyped_storage().data_ptr()
     for slots in optimizer.state.values():
-        assert (
-            slots["momentum_buffer"].untyped_storage().data_ptr()
-            == optimizer.flat.untyped_storage().data_ptr()
-        )
+        assert slots["momentum_buffer"].untyped_storage().data_ptr() == address
     assert optimizer.flat.tolist() == [3.0] * 3
 
 
