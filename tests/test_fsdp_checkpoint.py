@@ -1,4 +1,4 @@
-"""What FSDP saves is whole, under the user's names, and loads into any strategy."""
+"""FSDP saves full values under the names of the user's module, and any strategy loads them."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,9 @@ def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
     torch.manual_seed(3)
     model = fabric.setup(Buffers())
     state = copy.deepcopy(fabric.strategy.get_module_state_dict(model._fabric_prepared))
-    changed = {name: value + 1 for name, value in state.items()}
+    changed = copy.deepcopy(state)
+    for value in changed.values():
+        value.add_(1)
     fabric.strategy.load_module_state_dict(model._fabric_prepared, changed)
     return state, full_parameters(model)
 
@@ -31,18 +33,15 @@ def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
 @pytest.mark.parametrize(
     "options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"activation_checkpointing": Buffers}]
 )
-def test_a_state_dict_is_whole_on_every_rank_and_loads_again(options: dict[str, Any]) -> None:
+def test_a_state_dict_is_full_on_every_rank_and_loads_again(options: dict[str, Any]) -> None:
     torch.manual_seed(3)
-    expected = Buffers().state_dict()
-    for state, changed in in_ranks(state_dicts, ranks=3, **options):
+    module = Buffers()
+    expected = dict(module.state_dict())
+    changed = [torch.add(parameter, 1).detach() for parameter in module.parameters()]
+    for state, changed_parameters in in_ranks(state_dicts, ranks=3, **options):
         assert list(state) == list(expected)
-        torch.testing.assert_close(state, dict(expected), rtol=0, atol=0)
-        parameters = [
-            value + 1
-            for name, value in expected.items()
-            if name in dict(Buffers().named_parameters())
-        ]
-        torch.testing.assert_close(changed, parameters, rtol=0, atol=0)
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
+        torch.testing.assert_close(changed_parameters, changed, rtol=0, atol=0)
 
 
 def save(fabric: Fabric, path: Path) -> list[Tensor]:
@@ -100,16 +99,21 @@ def test_the_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None
         assert unchanged
 
 
-def continued(fabric: Fabric, path: Path, load: bool) -> list[Tensor]:
-    """Parameters after two of three steps that are saved, or after the third on top of what is loaded."""
+def train_two_steps_or_the_third(fabric: Fabric, path: Path, load: bool) -> list[Tensor]:
+    """Save after two of three steps, or load and take the third; return the parameters."""
     plain, plain_optimizer = make_model(torch.float64)
     model, optimizer = fabric.setup(plain, plain_optimizer)
     state = {"model": model, "optimizer": optimizer}
+    first, second, third = batches(torch.float64)
     if load:
         fabric.load(path, state)
-    for x, y in list(batches(torch.float64))[2 if load else 0 : 3 if load else 2]:
-        output = model(x[fabric.global_rank :: fabric.world_size])
-        fabric.backward(nn.functional.mse_loss(output, y[fabric.global_rank :: fabric.world_size]))
+        batches_to_train = [third]
+    else:
+        batches_to_train = [first, second]
+    rows_of_rank = slice(fabric.global_rank, None, fabric.world_size)
+    for x, y in batches_to_train:
+        output = model(x[rows_of_rank])
+        fabric.backward(nn.functional.mse_loss(output, y[rows_of_rank]))
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -127,14 +131,9 @@ def test_an_optimizer_goes_on_under_any_strategy(
 ) -> None:
     expected = plain_loop(torch.float64, None, False, 1).parameters
     path = tmp_path / "checkpoint.pt"
-    with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **fresh(before)) as fabric:
-        fabric.launch(continued, path, False)
-    with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **fresh(after)) as fabric:
-        results = fabric.launch(continued, path, True, return_all=True)
+    with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **before) as fabric:
+        fabric.launch(train_two_steps_or_the_third, path, False)
+    with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **after) as fabric:
+        results = fabric.launch(train_two_steps_or_the_third, path, True, return_all=True)
     for parameters in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)
-
-
-def fresh(job: dict[str, Any]) -> dict[str, Any]:
-    """The job with a strategy object of its own."""
-    return sharded(job["devices"]) if isinstance(job["strategy"], FSDPStrategy) else job

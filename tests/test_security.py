@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: loading runs no code, a job of one machine stays on it, and reports tell no secrets."""
+"""The promises of SECURITY.md: loading runs no code, and jobs open no ports and tell no secrets."""
 
 import json
 import os
@@ -27,7 +27,7 @@ SECRET = "hunter2-is-nobody's-business"
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class Payload:
 
 @pytest.fixture
 def ran(tmp_path) -> Path:
-    """What is there once a payload has run."""
+    """Return the path of the folder that a payload makes when it runs."""
     return tmp_path / "ran"
 
 
@@ -51,19 +51,15 @@ def fabric():
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A sharded checkpoint."""
+    """Save a sharded checkpoint and return its path."""
     ShardedCheckpoint().save({"model": {"weight": torch.ones(2)}, "step": 3}, tmp_path / "folder")
     return tmp_path / "folder"
 
 
 def planted(folder: Path, payload: Payload) -> Iterator[Path]:
-    """Pickles that run code, in place of each file of a folder and beside them."""
-    for name in [
-        "index.json",
-        ".metadata",
-        "skeleton.pt",
-        *(file.name for file in folder.glob("rank-*")),
-    ]:
+    """Put a pickle that runs code in the place of each file of a copy of the folder, and beside."""
+    shards = [file.name for file in folder.glob("rank-*")]
+    for name in ["index.json", ".metadata", "skeleton.pt", *shards]:
         path = folder.parent / "attacked" / name
         if path.parent.exists():
             shutil.rmtree(path.parent)
@@ -73,16 +69,24 @@ def planted(folder: Path, payload: Payload) -> Iterator[Path]:
 
 
 def test_a_payload_in_a_folder_is_never_run(fabric, folder, ran, capsys):
-    refused = 0
+    refused_files = 0
     for path in planted(folder, Payload(ran)):
-        text = outcome(lambda: fabric.load(path.parent, {"model": None, "step": None}))  # noqa: B023 - called at once
-        assert main(["consolidate", str(path.parent)]) == (0 if text == "fine" else 2)
-        assert "weights_only=False" not in text + capsys.readouterr().err, (
-            "a folder of fabric's never needs it"
-        )
-        refused += text.startswith(("CheckpointError", "DamagedCheckpointError"))
+        attacked = path.parent
+        state = {"model": None, "step": None}
+        text = outcome(lambda path=attacked, state=state: fabric.load(path, state))
+        exit_code = main(["consolidate", str(attacked)])
+        if text == "fine":
+            assert exit_code == 0
+        else:
+            assert text.startswith(("CheckpointError", "DamagedCheckpointError"))
+            assert exit_code == 2
+            refused_files += 1
+        # A folder of fabric never needs the option.
+        assert "weights_only=False" not in text
+        assert "weights_only=False" not in capsys.readouterr().err
         assert not ran.exists()
-    assert refused == len(list(folder.iterdir())), "what is not of the checkpoint is never opened"
+    # A file that is not of the checkpoint is never opened.
+    assert refused_files == len(list(folder.iterdir()))
 
 
 def test_a_payload_in_a_file_runs_only_when_the_caller_trusts_it(fabric, tmp_path, ran):
@@ -95,7 +99,7 @@ def test_a_payload_in_a_file_runs_only_when_the_caller_trusts_it(fabric, tmp_pat
     assert ran.exists()
 
 
-def test_a_bare_state_dict_is_read_likewise(fabric, tmp_path, ran):
+def test_a_payload_in_a_bare_state_dict_runs_only_when_the_caller_trusts_it(fabric, tmp_path, ran):
     path = tmp_path / "file.pt"
     model = nn.Linear(2, 1)
     torch.save({**model.state_dict(), "_extra": Payload(ran)}, path)
@@ -123,7 +127,7 @@ def test_trust_has_no_meaning_for_a_folder(fabric, folder):
         fabric.load(folder, weights_only=False)
 
 
-# The slow ones connect their ranks by the same code.
+# The slow launchers connect their ranks by the same code.
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in ("fabric run", "spawn", "fork", "forkserver")
@@ -131,35 +135,39 @@ SLOW = [
 
 
 @pytest.mark.parametrize("launcher", ["popen", *SLOW])
-def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(tmp_path, launcher):
-    command = ["-m", "fabric", "run", "--devices", "2", "--accelerator", "cpu", str(SCRIPT)]
-    done = subprocess.run(
-        [sys.executable, *(command if launcher == "fabric run" else [str(SCRIPT), launcher])],
+def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(launcher):
+    if launcher == "fabric run":
+        command = ["-m", "fabric", "run", "--devices", "2", "--accelerator", "cpu", str(SCRIPT)]
+    else:
+        command = [str(SCRIPT), launcher]
+    completed = subprocess.run(
+        [sys.executable, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TESTER": str(os.getpid()), "API_KEY": SECRET},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert done.stderr.rstrip().endswith("ValueError: the cause")
-    assert SECRET not in done.stdout + done.stderr
-    told = json.loads(done.stdout.partition("ADDRESSES ")[2].splitlines()[0])
-    assert all(told["used"][str(rank)] for rank in told["ranks"]), "the ranks talk through sockets"
-    assert not [
-        address
-        for used in told["used"].values()
-        for address in used
-        if not ip_address(address[0]).is_loopback
-    ]
+    assert completed.stderr.rstrip().endswith("ValueError: the cause")
+    assert SECRET not in completed.stdout
+    assert SECRET not in completed.stderr
+    report = json.loads(completed.stdout.partition("ADDRESSES ")[2].splitlines()[0])
+    for rank in report["ranks"]:
+        assert report["used"][str(rank)], "the ranks talk through sockets"
+    for addresses in report["used"].values():
+        for host, *_ in addresses:
+            assert ip_address(host).is_loopback
 
 
-def test_a_wide_socket_would_be_seen():
+def test_the_check_of_addresses_sees_a_wide_socket():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        (seen,) = [
-            c.laddr.ip for c in psutil.Process().net_connections("inet") if c.laddr.port == port
-        ]
-    assert not ip_address(seen).is_loopback
+        hosts = []
+        for connection in psutil.Process().net_connections("inet"):
+            if connection.laddr.port == port:
+                hosts.append(connection.laddr.ip)
+    (host,) = hosts
+    assert not ip_address(host).is_loopback
 
 
 def test_the_error_of_a_file_with_a_class_suggests_the_safe_way_first(tmp_path: Path) -> None:
