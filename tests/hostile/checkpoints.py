@@ -54,19 +54,21 @@ def a_bare_state_dict(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", model.state_dict())
     fabric.barrier()
-    found = torch.load("x", weights_only=True)
-    nn.Sequential.load_state_dict(net(), found)
+    state_dict = torch.load("x", weights_only=True)
+    nn.Sequential.load_state_dict(net(), state_dict)
     fabric.load_raw("x", model)
 
 
 @case(strategy="fsdp")
 def a_whole_state_dict(fabric: Fabric, rank: int) -> None:
-    found = fabric.get_state_dict(fabric.setup(net()))
-    plain = net().state_dict()
-    assert rank or all(torch.equal(found[name], plain[name]) for name in plain)
+    actual = fabric.get_state_dict(fabric.setup(net()))
+    if rank > 0:
+        return
+    for name, expected in net().state_dict().items():
+        assert torch.equal(actual[name], expected)
 
 
-# -- ideas of the second round ----------------------------------------------------------------------------------------
+# -- ranks that differ, and files that are damaged ------------------------------------------------
 
 
 @parallel_case(refused=True, waits=True)
@@ -97,14 +99,18 @@ def a_state_dict_on_one_rank(fabric: Fabric, rank: int) -> None:
 @case()
 def other_names_in_the_state(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
-    fabric.save("x", {"model" if rank else "net": model, "step": rank})
-    fabric.load("x", kept := {"net": model, "step": -1})  # that of rank 0, as one file always is
-    assert kept["step"] == 0
+    name_on_rank = "net" if rank == 0 else "model"
+    fabric.save("x", {name_on_rank: model, "step": rank})
+    # A single file always holds the state of rank 0.
+    state = {"net": model, "step": -1}
+    fabric.load("x", state)
+    assert state["step"] == 0
 
 
 @case(strategy="fsdp", refused=True)
 def other_names_of_shards(fabric: Fabric, rank: int) -> None:
-    fabric.save("x", {"model" if rank else "net": fabric.setup(net())})
+    name_on_rank = "net" if rank == 0 else "model"
+    fabric.save("x", {name_on_rank: fabric.setup(net())})
 
 
 @parallel_case()
@@ -112,7 +118,8 @@ def other_paths(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save(f"run-{rank}", {"model": model})
     fabric.barrier()
-    assert os.listdir(".") == ["run-0"]  # rank 0's, as where a path has the time in it
+    # The path of rank 0 counts: scripts put the time into their paths.
+    assert os.listdir(".") == ["run-0"]
     fabric.load("run-0", {"model": model})
 
 
@@ -120,37 +127,41 @@ def other_paths(fabric: Fabric, rank: int) -> None:
 def paths_of_which_one_does_not_exist(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model})
-    fabric.load("x" if rank else "y", {"model": model})
+    path_on_rank = "y" if rank == 0 else "x"
+    fabric.load(path_on_rank, {"model": model})
 
 
 @parallel_case(refused=True)
 def other_names_that_are_loaded(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "step": 1})
-    fabric.load("x", {"model": model, "step" if rank else "epoch": 0})
+    name_on_rank = "epoch" if rank == 0 else "step"
+    fabric.load("x", {"model": model, name_on_rank: 0})
 
 
 @parallel_case(refused=True)
 def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "table": torch.ones(3)})
-    other = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
-    before = [parameter.detach().clone() for parameter in other.parameters()]
+    wider = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    before = [parameter.detach().clone() for parameter in wider.parameters()]
     try:
-        fabric.load("x", {"model": other})
+        fabric.load("x", {"model": wider})
     finally:
-        assert all(map(torch.equal, before, other.parameters()))
+        assert all(map(torch.equal, before, wider.parameters()))
 
 
 @parallel_case(refused=True)
 def what_cannot_be_saved_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "step": 1})
+    extra: Any = 1 if rank == 0 else object()
     try:
-        fabric.save("x", {"model": model, "extra": object() if rank else 1})
+        fabric.save("x", {"model": model, "extra": extra})
     finally:
-        fabric.load("x", kept := {"step": 0})
-        assert kept == {"step": 1}
+        state = {"step": 0}
+        fabric.load("x", state)
+        assert state == {"step": 1}
 
 
 @parallel_case()
@@ -172,22 +183,24 @@ def two_saves_beside_the_loop_at_once(fabric: Fabric, rank: int) -> None:
         fabric.save("x", {"model": model, "step": number}, async_=True)
         step(fabric, model, optimizer, batch(number))
     fabric.save("x", {"model": model, "step": 3})
-    kept = {"step": -1}
-    fabric.load("x", kept)
-    assert kept == {"step": 3}
+    state = {"step": -1}
+    fabric.load("x", state)
+    assert state == {"step": 3}
 
 
 @parallel_case()
 def a_state_that_changes_while_it_is_saved(fabric: Fabric, rank: int) -> None:
-    table = torch.zeros(100_000)
     model = fabric.setup(net())
-    saved = fabric.save("x", {"model": model, "table": table, "log": (log := [1])}, async_=True)
+    table = torch.zeros(100_000)
+    log = [1]
+    pending = fabric.save("x", {"model": model, "table": table, "log": log}, async_=True)
     table.fill_(7)
     log.append(2)
-    saved.wait()
-    fabric.load("x", kept := {"table": torch.ones(100_000), "log": []})
-    assert not kept["table"].any()
-    assert kept["log"] == [1]
+    pending.wait()
+    state = {"table": torch.ones(100_000), "log": []}
+    fabric.load("x", state)
+    assert not state["table"].any()
+    assert state["log"] == [1]
 
 
 @parallel_case(refused=True)
@@ -196,7 +209,9 @@ def a_file_that_was_cut(fabric: Fabric, rank: int) -> None:
     fabric.save("x", {"model": model})
     fabric.barrier()
     if rank == 0:
-        path = Path("x") if Path("x").is_file() else min(Path("x").glob("rank-00000*"))
+        path = Path("x")
+        if path.is_dir():
+            path = min(path.glob("rank-00000*"))
         path.write_bytes(path.read_bytes()[:-20])
     fabric.barrier()
     fabric.load("x", {"model": model})
@@ -205,15 +220,16 @@ def a_file_that_was_cut(fabric: Fabric, rank: int) -> None:
 @parallel_case()
 def the_working_directory_is_gone(fabric: Fabric, rank: int) -> None:
     here = Path.cwd()
-    (here / f"{rank}").mkdir()
-    os.chdir(here / f"{rank}")
-    (here / f"{rank}").rmdir()
+    working_directory = here / str(rank)
+    working_directory.mkdir()
+    os.chdir(working_directory)
+    working_directory.rmdir()
     model = fabric.setup(net())
     fabric.save(here / "x", {"model": model})
     fabric.load(here / "x", {"model": model})
     try:
         fabric.save("x", {"model": model})
-    except OSError:  # Python's own
+    except OSError:  # raised by Python itself
         return
     finally:
         os.chdir(here)
@@ -225,8 +241,8 @@ def an_optimizer_that_is_loaded_into_another(fabric: Fabric, rank: int) -> None:
     module, model, optimizer = set_up_net(fabric, 2)
     fabric.save("x", {"model": model, "optimizer": optimizer})
     groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters())}]
-    other = fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.3, momentum=0.9))
-    fabric.load("x", {"model": model, "optimizer": other})
+    two_groups = fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.3, momentum=0.9))
+    fabric.load("x", {"model": model, "optimizer": two_groups})
 
 
 @parallel_case()
