@@ -146,12 +146,11 @@ class FabricDataLoader(_Base):
                 loop drops those samples. For anything but a map-style dataset that fabric shards,
                 ``"shortest"`` ends the loop on all ranks when the first rank runs out, and
                 ``"longest"`` when all have: until then a rank without batches gets its last one
-                again, with :attr:`is_repeat` true. See ``[Note: Uneven ranks]`` in
-                ``lockstep.py``.
+                again, with :attr:`is_repeat` true.
             shard: False gives every rank the whole data.
             overlap_copies: whether batches are copied to a CUDA device from pinned memory, on a
-                separate stream; see ``[Note: Overlapped copies]`` in ``copies.py``. If not, they
-                are copied on the compute stream, from memory as the loader pins it.
+                separate stream. If not, they are copied on the compute stream, from memory as the
+                loader pins it.
             name: identifies the loader; the same on all ranks, and unique in a job.
             seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks
                 with equal random states.
