@@ -63,9 +63,12 @@ def mixed_dtypes() -> nn.Module:
     return model
 
 
-def build_plainly(
-    build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, Tensor], Tensor]:
+class Build(NamedTuple):
+    values: dict[str, Tensor]  # after setup
+    generator_state: Tensor  # after the build, before setup
+
+
+def build_plainly(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Build:
     """Return the values and the generator's state after a plain build on the CPU in the dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -73,20 +76,12 @@ def build_plainly(
     model = build()
     state = torch.get_rng_state()
     torch.set_default_dtype(before)
-    return values_of(model.to(dtype)), state
+    return Build(values_of(model.to(dtype)), state)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: full_tensor(tensor.detach()).clone() for name, tensor in named}
-
-
-class Build(NamedTuple):
-    values: dict[str, Tensor]
-    """The values after setup."""
-
-    generator_state: Tensor
-    """The state of the generator after the build, before setup."""
 
 
 def requires_grad(model: nn.Module) -> list[bool]:
@@ -122,7 +117,7 @@ def build_and_set_up(fabric: Fabric, build: Callable[[], nn.Module], source: str
 @pytest.mark.parametrize("source", ["every_rank", "rank0"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("build", [Wide, Buffers, Frozen, Tied])
-def test_the_values_and_the_generator_are_those_of_the_whole_build(
+def test_the_values_and_the_generator_are_those_of_the_plain_build(
     build: Callable[[], nn.Module], ranks: int, source: str
 ) -> None:
     expected, expected_state = build_plainly(build)

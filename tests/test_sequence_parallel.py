@@ -238,7 +238,7 @@ def attend(batch: dict[str, Any], mask: str | None, is_causal: bool) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def compare_attention(fabric: Fabric, tokens: int, mask: str | None, is_causal: bool) -> bool:
+def attention_inputs(tokens: int) -> dict[str, Any]:
     torch.manual_seed(3)
     query = torch.randn(2, tokens, 8).double().requires_grad_()
     key = torch.randn(2, tokens, 4).double().requires_grad_()
@@ -246,7 +246,7 @@ def compare_attention(fabric: Fabric, tokens: int, mask: str | None, is_causal: 
     factor = torch.randn(2, tokens, 8).double()
     allowed = torch.rand(2, tokens, 1, tokens) > 0.4
     is_first_token = torch.arange(tokens) == 0
-    batch: dict[str, Any] = {
+    return {
         "query": query,
         "key": key,
         "value": value,
@@ -255,13 +255,18 @@ def compare_attention(fabric: Fabric, tokens: int, mask: str | None, is_causal: 
         "keys": allowed[:, 0, 0] | is_first_token,
         "name": "any",
     }
-    expected = attend(batch, mask, is_causal)
-    expected_gradients = torch.autograd.grad((expected * factor).sum(), [query, key, value])
-    batch["expected"] = expected.detach()
 
+
+def compare_attention(fabric: Fabric, tokens: int, mask: str | None, is_causal: bool) -> bool:
+    """Compare attention and its gradients over split sequences with those over all tokens."""
+    batch = attention_inputs(tokens)
+    trained = [batch["query"], batch["key"], batch["value"]]
+    expected = attend(batch, mask, is_causal)
+    expected_gradients = torch.autograd.grad((expected * batch["factor"]).sum(), trained)
+    batch["expected"] = expected.detach()
     with fabric.sequence_parallel(batch) as shard:
         actual = attend(shard, mask, is_causal)
-        gradients = torch.autograd.grad((actual * shard["factor"]).sum(), [query, key, value])
+        gradients = torch.autograd.grad((actual * shard["factor"]).sum(), trained)
     sums = fabric.all_reduce(list(gradients), reduce_op="sum")
     torch.testing.assert_close(actual, shard["expected"], rtol=0, atol=1e-12)
     torch.testing.assert_close(sums, list(expected_gradients), rtol=0, atol=1e-12)
