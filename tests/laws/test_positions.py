@@ -1,15 +1,15 @@
-"""Killed on some number of ranks and resumed on others, a run has seen what one without an interruption has seen."""
+"""A run that is killed and resumed on any number of ranks equals the uninterrupted run."""
 
 import json
 import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ EPOCHS = 2
 
 
 class Eager(datasets.Eager):
-    """Draws when it is asked for an iterator, from two streams."""
+    """A sampler that draws from two streams when an iterator is made."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(super().__iter__())
@@ -48,14 +48,14 @@ class Eager(datasets.Eager):
 
 
 class Lazy(Eager):
-    """Draws when it is asked for an entry."""
+    """A sampler that draws when the first entry is read."""
 
     def __iter__(self) -> Iterator[int]:
         yield from super().__iter__()
 
 
 class Unsized(Sampler[int]):
-    """Draws when it is asked for an entry, and has no length."""
+    """A sampler without a length that draws when the first entry is read."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -65,7 +65,7 @@ class Unsized(Sampler[int]):
 
 
 class Stateful(DataLoader[int]):
-    """Has a state of its own, as torchdata's StatefulDataLoader."""
+    """A loader with a state of its own, as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]:
         raise AssertionError("the position in an order that is drawn again is fabric's")
@@ -111,75 +111,128 @@ def seed(value: int) -> None:
     random.seed(value)
 
 
-def samples(batch: Any) -> list[int]:
-    return torch.as_tensor(batch).flatten().tolist()
+class Stage(NamedTuple):
+    """The time between two interruptions of a run."""
+
+    ranks: int
+    batch_size: int
+    steps: int
 
 
-def run(
-    make: Callable[[], DataLoader[Any]], ranks: int, steps: int, saved: Any
+class Batch(NamedTuple):
+    """The samples of one step of one rank."""
+
+    epoch: int
+    samples: list[int]
+
+
+def read(loader: FabricDataLoader, steps: int) -> list[Batch]:
+    """Read at most so many batches, up to the end of the last epoch."""
+    batches: list[Batch] = []
+    if steps == 0:
+        return batches
+    for epoch in range(loader.state_dict()["epoch"], EPOCHS):
+        for batch in loader:
+            batches.append(Batch(epoch, torch.as_tensor(batch).flatten().tolist()))
+            if len(batches) == steps:
+                return batches
+    return batches
+
+
+def run_stage(
+    make: Callable[[Any, int], DataLoader[Any]], data: Any, stage: Stage, saved: Any
 ) -> tuple[list[list[int]], Any]:
-    """The samples of each epoch in the order over all ranks, for at most so many steps, and the position after them."""
+    """Read the batches of a stage on all ranks.
+
+    Args:
+        make: Makes the loader of a rank from the data and the batch size.
+        data: The dataset.
+        stage: The ranks, the batch size, and the steps to take at most.
+        saved: The state after the stage before, or None at the start.
+
+    Returns:
+        The samples of every epoch in their order over all ranks, and the state of rank 0.
+    """
     published: dict[str, bytes] = {}
-    received: list[list[tuple[int, Any]]] = [[] for _ in range(ranks)]
+    batches_by_rank = []
     states = []
-    for rank, own in enumerate(received):
-        seed(0 if rank == 0 else 100 + rank)  # rank 0's are agreed on
-        job = DataParallelJob(rank, ranks, from_rank0=published.setdefault)
-        loader = FabricDataLoader(make(), job, device=None)
+    for rank in range(stage.ranks):
+        # The ranks agree on the order of rank 0, whatever their own streams are.
+        seed(0 if rank == 0 else 100 + rank)
+        job = DataParallelJob(rank, stage.ranks, from_rank0=published.setdefault)
+        loader = FabricDataLoader(make(data, stage.batch_size), job, device=None)
         if saved is not None:
             set_rng_state(saved["streams"])
             loader.load_state_dict(saved["loader"])
-        for epoch in range(loader.state_dict()["epoch"], EPOCHS if steps else 0):
-            for batch in loader:
-                own.append((epoch, samples(batch)))
-                if len(own) == steps:
-                    break
-            if len(own) == steps:
-                break
+        batches_by_rank.append(read(loader, stage.steps))
         states.append({"loader": loader.state_dict(), "streams": rng_state()})
-    orders: list[list[int]] = [[] for _ in range(EPOCHS)]
-    for step in zip(*received, strict=True):
-        [epoch] = {epoch for epoch, _ in step}
-        parts = [batch for _, batch in step]
-        in_turn = zip(*parts, strict=True) if loader._spec.unit == "samples" else parts
-        orders[epoch] += chain.from_iterable(in_turn)
-    return orders, states[0]
+    return global_order(batches_by_rank, loader._spec.unit), states[0]
+
+
+def global_order(batches_by_rank: list[list[Batch]], unit: str) -> list[list[int]]:
+    """Return the samples of every epoch in their order over all ranks.
+
+    Args:
+        batches_by_rank: The batches of every rank.
+        unit: Whether the ranks take turns by "samples" or by "batches".
+    """
+    epochs: list[list[int]] = [[] for _ in range(EPOCHS)]
+    for batches in zip(*batches_by_rank, strict=True):
+        [epoch] = {batch.epoch for batch in batches}
+        turns = [batch.samples for batch in batches]
+        if unit == "samples":
+            turns = zip(*turns, strict=True)
+        epochs[epoch] += chain.from_iterable(turns)
+    return epochs
 
 
 stages = st.lists(
-    st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3
+    st.builds(Stage, st.integers(1, 4), st.integers(1, 6), st.integers(0, 7)),
+    min_size=1,
+    max_size=3,
 )
+last_stages = st.builds(Stage, st.integers(1, 4), st.integers(1, 6), st.just(1000))
 
 
-def check_order(
-    kind: str, length: int, chain_of_kills: list[tuple[int, int, int]], last: tuple[int, int]
-) -> None:
+def read_epoch(loader: DataLoader[Any]) -> list[int]:
+    samples: list[int] = []
+    for batch in loader:
+        samples += torch.as_tensor(batch).flatten().tolist()
+    return samples
+
+
+def check_order(kind: str, length: int, stages: list[Stage]) -> None:
+    """Compare the order of samples of an interrupted run with the order of a plain loop."""
     data = torch.arange(length)
+    epochs: list[list[int]] = [[] for _ in range(EPOCHS)]
     saved = None
+    largest_batch = 0
+    for stage in stages:
+        orders, saved = run_stage(KINDS[kind], data, stage, saved)
+        for epoch, order in zip(epochs, orders, strict=True):
+            epoch += order
+        largest_batch = max(largest_batch, stage.ranks * stage.batch_size)
     seed(0)
     plain = KINDS[kind](data, 1)
-    expected = [[sample for batch in plain for sample in samples(batch)] for _ in range(EPOCHS)]
-    found: list[list[int]] = [[] for _ in range(EPOCHS)]
-    for ranks, size, steps in [*chain_of_kills, (*last, 1000)]:
-        orders, saved = run(partial(KINDS[kind], data, size), ranks, steps, saved)
-        found = [before + after for before, after in zip(found, orders, strict=True)]
-    for order, seen in zip(expected, found, strict=True):
-        assert seen[: len(order)] == order[: len(seen)]
-        missing = order[len(seen) :]
-        repeated = seen[len(order) :]
-        # All ranks of the last round get equally much.
-        most = (
-            max(ranks * size for ranks, size, *_ in [*chain_of_kills, last])
-            if kind == "drop last"
-            else 0
-        )
-        assert len(missing) <= most
-        assert repeated == (order * 12)[: len(repeated)]
+    for actual in epochs:
+        expected = read_epoch(plain)
+        assert actual[: len(expected)] == expected[: len(actual)]
+        missing = len(expected) - len(actual)
+        if kind == "drop last":
+            assert missing <= largest_batch
+        else:
+            assert missing <= 0
+        # All ranks get equally many samples in the last round, so that samples are repeated.
+        repeated = actual[len(expected) :]
+        assert repeated == (expected * 12)[: len(repeated)]
         assert len(repeated) < 4 * 3
 
 
-ORDERS = [pytest.param(25), pytest.param(400, marks=pytest.mark.slow)]
-ORDERS += [pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.soak])]
+ORDERS = [
+    pytest.param(25),
+    pytest.param(400, marks=pytest.mark.slow),
+    pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.soak]),
+]
 
 
 @pytest.mark.parametrize("examples", ORDERS)
@@ -188,26 +241,27 @@ def test_the_order_of_samples_is_that_of_the_uninterrupted_run(examples: int) ->
     @given(
         kind=st.sampled_from(sorted(KINDS)),
         length=st.integers(1, 40),
-        chain_of_kills=stages,
-        last=st.tuples(st.integers(1, 4), st.integers(1, 6)),
+        killed_stages=stages,
+        last_stage=last_stages,
     )
-    def holds(kind: str, length: int, chain_of_kills: list[Any], last: Any) -> None:
-        check_order(kind, length, chain_of_kills, last)
+    def holds(kind: str, length: int, killed_stages: list[Stage], last_stage: Stage) -> None:
+        check_order(kind, length, [*killed_stages, last_stage])
 
     holds()
 
 
-# -- real ranks, killed ------------------------------------------------------------------------------------------
+# -- real ranks, killed ----------------------------------------------------------------------------
 
-# of all ranks; two epochs
-BATCH = 12
-STEPS = 8
+GLOBAL_BATCH = 12
+STEPS = 8  # of two epochs
 DATA = TensorDataset(
-    *(torch.randn(48, width, generator=generator()) for width in (3, 1)), torch.arange(48)
+    torch.randn(48, 3, generator=generator()),
+    torch.randn(48, 1, generator=generator()),
+    torch.arange(48),
 )
 
 
-def parts(batch_size: int) -> tuple[DataLoader[Any], nn.Module, torch.optim.Optimizer]:
+def build(batch_size: int) -> tuple[DataLoader[Any], nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Linear(3, 1)
     loader = DataLoader(DATA, batch_size, sampler=shuffled(DATA))
@@ -215,7 +269,8 @@ def parts(batch_size: int) -> tuple[DataLoader[Any], nn.Module, torch.optim.Opti
 
 
 def uninterrupted() -> list[Any]:
-    loader, model, optimizer = parts(BATCH)
+    """Train in one process, and return the loss and the samples of every step."""
+    loader, model, optimizer = build(GLOBAL_BATCH)
     steps = []
     for _ in range(EPOCHS):
         for x, y, index in loader:
@@ -227,9 +282,25 @@ def uninterrupted() -> list[Any]:
     return steps
 
 
-def train(fabric: Fabric, folder: Path, stop: int, victim: int, is_saved: bool) -> None:
-    """Train on from the latest checkpoint, save each step, and be killed in the step ``stop``, before or after that."""
-    plain, net, sgd = parts(BATCH // fabric.world_size)
+class Kill(NamedTuple):
+    """A kill of a job by the end of one rank.
+
+    Args:
+        ranks: The number of ranks of the job.
+        step: The step in which the rank is killed.
+        victim: The rank, modulo the number of ranks.
+        is_saved: Whether the step is saved before the kill.
+    """
+
+    ranks: int
+    step: int
+    victim: int
+    is_saved: bool
+
+
+def train(fabric: Fabric, folder: Path, kill: Kill | None) -> None:
+    """Train on from the latest checkpoint, and save every step."""
+    plain, net, sgd = build(GLOBAL_BATCH // fabric.world_size)
     loader = fabric.setup_dataloaders(plain)
     model, optimizer = fabric.setup(net, sgd)
     state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
@@ -242,32 +313,40 @@ def train(fabric: Fabric, folder: Path, stop: int, victim: int, is_saved: bool) 
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            seen = [fabric.all_reduce(loss.item()), fabric.gather_for_metrics(index).tolist()]
+            result = [fabric.all_reduce(loss.item()), fabric.gather_for_metrics(index).tolist()]
             if fabric.is_global_zero:
-                (folder / f"{state['step']}.json").write_text(json.dumps(seen))
+                (folder / f"{state['step']}.json").write_text(json.dumps(result))
             state["step"] += 1
-            ends = state["step"] == stop
-            if is_saved or not ends:
+            if kill is None or state["step"] != kill.step:
                 fabric.save(path, state)
-            if ends and fabric.world_size == 1:  # it is this process
+                continue
+            if kill.is_saved:
+                fabric.save(path, state)
+            # A single rank is the process of the test, and only returns.
+            if fabric.world_size == 1:
                 return
-            if ends and fabric.global_rank == victim % fabric.world_size:
+            if fabric.global_rank == kill.victim % fabric.world_size:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def check_kills(strategy: str, kills: list[tuple[int, int, int, bool]], last: int) -> None:
+def check_kills(strategy: str, kills: list[Kill], last_ranks: int) -> None:
+    """Compare the losses and samples of a run that is killed with those of a plain loop."""
+    results = []
     with TemporaryDirectory() as name:
         folder = Path(name)
-        for ranks, stop, victim, is_saved in sorted(kills, key=lambda kill: kill[1]):
+        for kill in sorted(kills, key=attrgetter("step")):
             try:
-                run_in_ranks(train, folder, stop, victim, is_saved, ranks=ranks, strategy=strategy)
+                run_in_ranks(train, folder, kill, ranks=kill.ranks, strategy=strategy)
             except RankFailedError as error:
                 assert "SIGKILL" in str(error)  # noqa: PT017 - a single rank is not killed
-        run_in_ranks(train, folder, 0, 0, True, ranks=last, strategy=strategy)
-        found = [json.loads((folder / f"{step}.json").read_text()) for step in range(STEPS)]
-    for (loss, order), (expected, plain_order) in zip(found, uninterrupted(), strict=True):
-        assert order == plain_order
-        assert loss == pytest.approx(expected, rel=1e-6)
+        run_in_ranks(train, folder, None, ranks=last_ranks, strategy=strategy)
+        for step in range(STEPS):
+            results.append(json.loads((folder / f"{step}.json").read_text()))
+    for result, expected in zip(results, uninterrupted(), strict=True):
+        loss, samples = result
+        expected_loss, expected_samples = expected
+        assert samples == expected_samples
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
 
 
 KILLS = [
@@ -281,15 +360,17 @@ KILLS = [
 def test_a_run_that_is_killed_and_resumed_on_any_number_of_ranks_is_the_uninterrupted_one(
     examples: int,
 ) -> None:
-    kill = st.tuples(st.integers(1, 4), st.integers(1, STEPS), st.integers(0, 3), st.booleans())
+    kill = st.builds(
+        Kill, st.integers(1, 4), st.integers(1, STEPS), st.integers(0, 3), st.booleans()
+    )
 
     @profile(examples)
     @given(
         strategy=st.sampled_from(["ddp", "fsdp"]),
-        kills=st.lists(kill, min_size=1, max_size=2, unique_by=lambda each: each[1]),
-        last=st.integers(1, 4),
+        kills=st.lists(kill, min_size=1, max_size=2, unique_by=attrgetter("step")),
+        last_ranks=st.integers(1, 4),
     )
-    def holds(strategy: str, kills: list[Any], last: int) -> None:
-        check_kills(strategy, kills, last)
+    def holds(strategy: str, kills: list[Kill], last_ranks: int) -> None:
+        check_kills(strategy, kills, last_ranks)
 
     holds()
