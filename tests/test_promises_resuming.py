@@ -317,7 +317,7 @@ def test_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Pa
             command
             == f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pt"
         )
-        assert rest.startswith(f"what else was saved is in {folder}/meta.pt;")
+        assert rest.startswith(f"the state outside of the shards is in {folder}/meta.pt;")
         dcp_to_torch_save(folder, f"{folder}.pt")
         model = fabric.setup(Net())
         assert fabric.load(f"{folder}.pt", {"model": model}) == {"epoch": 3}

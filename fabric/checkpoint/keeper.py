@@ -452,20 +452,27 @@ class _RunFolder:
         """Write text files, and then remove stale checkpoints.
 
         Args:
-            texts: the content of text files by name. Files that have this content stay.
+            texts: the content of text files by name. A text that this object has written before
+                is not written again.
             stale: names of checkpoints.
+
+        Raises:
+            CheckpointError: another job has taken the folder.
         """
-        # An object store has no locks: another job may have taken the folder.
+        # An object store cannot lock a file. There, the file only names the job that owns the
+        # folder, and another job may have replaced the file.
         if isinstance(self._path, RemotePath):
             owner = (self._path / _LOCK).read_bytes()
             if owner != self._owner:
                 problem = "another job has begun to save into the folder"
                 raise CheckpointError(self._request, problem, expected="a folder for each job")
+        # The texts come first: a checkpoint is removed only when no text names it.
         for name, text in texts.items():
-            if text != self._written.get(name):
-                with atomic_write(self._path / name) as file:
-                    file.write(f"{text}\n".encode())
-                self._written[name] = text
+            if text == self._written.get(name):
+                continue
+            with atomic_write(self._path / name) as file:
+                file.write(f"{text}\n".encode())
+            self._written[name] = text
         for name in stale:
             self._remove(name)
 
@@ -487,12 +494,13 @@ def _claim(request: str, folder: Location, job_files: ExitStack) -> bytes:
     """Lock a folder for this process, and return the new content of its lock file."""
     owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
     if isinstance(folder, RemotePath):
-        # An object store has no locks: the last job owns the folder, and earlier ones notice.
+        # An object store cannot lock a file: the last job owns the folder. Earlier jobs notice that
+        # the content has changed.
         with atomic_write(folder / _LOCK) as file:
             file.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)
-    # Open until the job ends.
+    # The file stays open, and so locked, until the job ends.
     lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
     job_files.enter_context(lock)
     try:

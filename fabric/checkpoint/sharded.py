@@ -120,7 +120,7 @@ class ShardedCheckpoint:
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
         rank = communicator.rank
-        on_all_ranks = partial(_on_all_ranks, communicator, request)
+        run_on_all_ranks = partial(_run_on_all_ranks, communicator, request)
         if communicator.size > 1 and str(path).startswith("memory:"):
             problem = (
                 "each process has memory of its own, and no other could read what this one writes "
@@ -129,16 +129,16 @@ class ShardedCheckpoint:
             raise CheckpointError(request, problem, expected="a file system that all ranks share")
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        flat: FlatState = on_all_ranks(flatten_state, entries)
+        flat: FlatState = run_on_all_ranks(flatten_state, entries)
         with ExitStack() as stack:
-            save = on_all_ranks(_begin, stack, request, path, rank == 0)
+            save = run_on_all_ranks(_begin, stack, request, path, rank == 0)
             target = None
             if save is not None:
                 target = _Target(save.folder, save.id, flat.stored_names)
             target = communicator.broadcast_object(target, 0)
-            files = on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
+            files = run_on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
             files_of_ranks = gather_on_first(communicator, files)
-            on_all_ranks(_commit, stack, request, save, flat, files_of_ranks, metadata)
+            run_on_all_ranks(_commit, stack, request, save, flat, files_of_ranks, metadata)
 
     def load(self, path: Location) -> PlainState:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU.
@@ -186,7 +186,7 @@ class ShardedCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def _on_all_ranks(
+def _run_on_all_ranks(
     communicator: Communicator, request: str, step: Callable[[*Ts], T], *args: *Ts
 ) -> T:
     """Return ``step(*args)`` once it has succeeded on every rank. ``step`` is no collective."""

@@ -288,20 +288,25 @@ def _describe_tensors(leaves: list[Leaf]) -> list[Leaf]:
     return described
 
 
-def _allocate(leaves: list[Leaf], passed: Tree, device: torch.device) -> None:
+def _allocate(leaves: list[Leaf], local_tree: Tree, device: torch.device) -> None:
     """Replace each :class:`TensorMeta` by a tensor to receive into.
 
-    A tensor that this rank passed is used if a gradient has to reach it.
+    Args:
+        leaves: the leaves that the source sent, which are replaced in place.
+        local_tree: the collection that this rank passed. Receivers may pass anything, such as None.
+            A tensor in the collection is received into if a gradient has to reach the tensor.
+        device: the device of new tensors.
     """
-    passed_leaves, _ = flatten(passed)
+    local_leaves, _ = flatten(local_tree)
+    has_leaf_for_each = len(local_leaves) == len(leaves)
     for position, meta in enumerate(leaves):
         if not isinstance(meta, TensorMeta):
             continue
-        leaves[position] = meta.empty(device)
-        if meta.requires_grad and len(passed_leaves) == len(leaves):
-            passed_leaf = passed_leaves[position]
-            if meta.describes(passed_leaf):
-                leaves[position] = passed_leaf
+        needs_local_leaf = meta.requires_grad and has_leaf_for_each
+        if needs_local_leaf and meta.describes(local_leaves[position]):
+            leaves[position] = local_leaves[position]
+        else:
+            leaves[position] = meta.empty(device)
 
 
 # -- reductions that are not defined ---------------------------------------------------------------
@@ -391,11 +396,13 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor
     ) -> Tensor:
-        # Without the call: its description holds the results, whose graph holds ctx. That would be a
-        # cycle that is never collected.
+        # ctx must not hold the call: the call's description holds the results, and the graph of the
+        # results holds ctx. Such a cycle is never collected. The backward pass does not need the
+        # buffer, so its memory is freed.
         ctx.communicator = communicator
         ctx.collective = collective._replace(buffer=None, call=None)
-        # A contiguous copy: a gradient that autograd made may be an expanded view, or be used elsewhere.
+        # The communicator writes to the buffer, so it gets a contiguous copy. In a backward pass,
+        # the buffer is a gradient, which may be an expanded view or be used elsewhere.
         copied = buffer.detach().clone(memory_format=torch.contiguous_format)
         copied = copied.resolve_conj().resolve_neg()
         return communicator.run(collective._replace(buffer=copied))

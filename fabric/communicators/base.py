@@ -401,20 +401,23 @@ class Communicator(ABC):
             ConfigurationError: ``rank`` is not a rank of this group, or a message of this rank would
                 go to this rank.
         """
+        # Not isinstance(): a bool is an int, and True is no rank.
         is_member = type(rank) is int and 0 <= rank < self.size
         is_message = operation in (Operation.SEND, Operation.RECV)
-        if not is_member:
-            problem = f"there is no rank {rank!r} in a group of {self.size}"
-        elif is_message and rank == self.rank:
-            problem = "a rank does not send to itself"
-        else:
+        is_message_to_itself = is_message and rank == self.rank
+        if is_member and not is_message_to_itself:
             return
         argument = "dst" if operation in (Operation.SEND, Operation.GATHER) else "src"
+        problem = f"there is no rank {rank!r} in a group of {self.size}"
+        if is_message_to_itself:
+            problem = "a rank does not send to itself"
+        expected = f"{argument} from 0 to {self.size - 1}"
+        if is_message:
+            expected = f"{expected}, but not {self.rank}, which is this rank"
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
             problem,
-            expected=f"{argument} from 0 to {self.size - 1}, and of send and recv another rank "
-            f"than {self.rank}",
+            expected=expected,
             suggestion=f"{argument}=0 for the first rank",
         )
 

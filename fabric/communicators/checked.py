@@ -190,13 +190,21 @@ def checksums_agree(checksums: Tensor) -> bool:
 
 
 def _data_of(collective: Collective, rows: Tensor) -> Tensor:
-    """Return the result of a reduction or gather whose data came with the checksums."""
+    """Return the result of a reduction or gather whose data came with the checksums.
+
+    Args:
+        collective: the reduction or gather.
+        rows: the row of each rank: the checksum, the data, and padding.
+    """
     buffer = collective.buffer
     end = _CHECKSUM_BYTES + buffer.nbytes
-    buffers = rows.view(torch.uint8)[:, _CHECKSUM_BYTES:end].view(buffer.dtype)
+    data_bytes = rows.view(torch.uint8)[:, _CHECKSUM_BYTES:end]
+    # The checksum's bytes and a row's bytes are multiples of the size of any dtype.
+    data_by_rank = data_bytes.view(buffer.dtype)
     if collective.reduce is None:
-        return buffers.clone()
-    return fold(collective.reduce, buffers.unbind())
+        # This is a gather. The result is a copy, since a view would keep the whole rows in memory.
+        return data_by_rank.clone()
+    return fold(collective.reduce, data_by_rank.unbind())
 
 
 def _mismatch_error(call: str) -> CollectiveMismatchError:

@@ -176,16 +176,26 @@ class ProcessGroupCommunicator(Communicator):
 
     @real_tensors()
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
+        """Return the bytes of rank ``src`` on every rank.
+
+        Args:
+            message: the bytes on rank ``src``, None on the other ranks.
+            src: the source.
+        """
         # The source travels with the length, since ranks that pass different sources would not
         # notice otherwise. Under MAX, src and -src become the highest and (negated) lowest source.
-        length = len(message or b"")
-        facts = torch.tensor([length, src, -src], device=self.device)
+        # The length is 0 on the other ranks, so its maximum is the length at the source.
+        local_length = 0 if message is None else len(message)
+        facts = torch.tensor([local_length, src, -src], device=self.device)
         self.all_reduce(facts, Reduce.MAX)
         length, highest, negated_lowest = facts.tolist()
         lowest = -negated_lowest
         if lowest != highest:
             raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest, highest])
-        buffer = to_tensor(message or bytes(length)).to(self.device)
+        content = message
+        if content is None:
+            content = bytes(length)  # zeros to receive into
+        buffer = to_tensor(content).to(self.device)
         self.broadcast(buffer, src)
         if message is not None:
             return message

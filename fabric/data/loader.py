@@ -13,7 +13,12 @@ from fabric._torch import forget_iterator
 from fabric.data.copies import mover
 from fabric.data.lockstep import Lockstep, RemainingBatches
 from fabric.data.position import EpochPosition, length_of
-from fabric.data.saved_position import check_saved_position, entries_to_skip, saved_position
+from fabric.data.saved_position import (
+    check_saved_position,
+    entries_to_skip,
+    is_inside_epoch,
+    saved_position,
+)
 from fabric.data.sharding import FromRank0
 from fabric.data.spec import ActiveLoop, LoaderSpec, ShardRequest, Uneven
 from fabric.data.spec import shard as shard_loader
@@ -401,36 +406,44 @@ class FabricDataLoader(_Base):
         """Continue at a saved position.
 
         The next ``iter()`` continues where :meth:`state_dict` was called. Its order is drawn again
-        from the saved states, and received samples are skipped without being loaded. That
-        ``iter()`` leaves the process's shared random streams unchanged, so restore them separately
-        (:func:`fabric.seed.set_rng_state`). If the position is after the last batch of an epoch,
+        from the saved states, and received samples are skipped without being loaded. The
+        ``iter()`` does not change the process's global random generators: restore them separately
+        with :func:`fabric.seed.set_rng_state`. If the position is after the last batch of an epoch,
         but was saved in the body of the loop, the next ``iter()`` yields nothing.
 
         Args:
             state: what :meth:`state_dict` returned, on any rank.
 
         Raises:
-            CheckpointError: the state is of another kind of loader; the dataset, its length or the
-                kind of sampler differ, or the batch size of a sampler that yields batches; the
-                number of ranks of a sampler that shards by itself differs and does not divide the
-                cursor; or the position is inside an epoch and the dataset is iterable without a
-                state of its own, or workers yield batches out of order.
+            CheckpointError: in one of these cases:
+
+                - The state is of another kind of loader.
+                - The dataset, its length or the kind of sampler differs.
+                - The sampler yields batches, and the batch size differs.
+                - The sampler shards by itself, and the number of ranks differs and does not divide
+                  the cursor.
+                - The position is inside an epoch, and the dataset is iterable without a state of
+                  its own.
+                - The position is inside an epoch, and workers yield batches out of order.
         """
         if self._has_own_state:
             self._load_own_position(state)
             return
-        is_inside = check_saved_position(
+        check_saved_position(
             state,
             self._spec,
             is_in_order=self.loader.num_workers <= 1 or self.loader.in_order,
             keeps_dataset_state=self._keeps_dataset_state,
         )
+        is_inside = is_inside_epoch(state, self._spec)
         if is_inside and self._spec.sharded_sampler is None:
+            # The dataset is iterable: the position in the dataset is part of the dataset's state.
             self._spec.dataset.load_state_dict(state["dataset"])
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)
         self._epoch = state["epoch"]
         self._latest = None
+        # From the start of an epoch, the next iter() begins as usual.
         self._saved = state if is_inside else None
 
     def _own_position(self, position: EpochPosition) -> dict[str, Any]:

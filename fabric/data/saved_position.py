@@ -7,7 +7,7 @@ from fabric.data.position import EpochPosition, State
 from fabric.data.spec import LoaderSpec
 from fabric.errors import CheckpointError
 
-__all__ = ["check_saved_position", "entries_to_skip", "saved_position"]
+__all__ = ["check_saved_position", "entries_to_skip", "is_inside_epoch", "saved_position"]
 
 _FORMAT = 1
 
@@ -37,7 +37,7 @@ def saved_position(
 
 def check_saved_position(
     saved: Any, spec: LoaderSpec, *, is_in_order: bool, keeps_dataset_state: bool
-) -> bool:
+) -> None:
     """Raise if this loader would yield different samples from a saved position on.
 
     Args:
@@ -46,9 +46,6 @@ def check_saved_position(
         is_in_order: whether the loader yields batches in the order in which they were requested.
         keeps_dataset_state: whether the position in an iterable dataset is part of the dataset's
             state.
-
-    Returns:
-        Whether the position is inside an epoch.
 
     Raises:
         CheckpointError: ``saved`` is not the state of a loader; a property differs other than the
@@ -59,14 +56,17 @@ def check_saved_position(
     _check_same_samples(saved, spec)
     # Called for its error: this number of ranks may be unable to continue from there.
     entries_to_skip(saved, spec)
-    if spec.sharded_sampler is not None:
-        is_inside = saved["begun"]
-    else:
-        is_inside = saved["cursor"] > 0
-    if is_inside:
+    if is_inside_epoch(saved, spec):
         has_dataset_state = keeps_dataset_state and saved["dataset"] is not None
         _check_restorable(saved, spec, is_in_order, has_dataset_state)
-    return is_inside
+
+
+def is_inside_epoch(saved: Mapping[str, Any], spec: LoaderSpec) -> bool:
+    """Return whether a saved position is inside an epoch, and not at the start of an epoch."""
+    if spec.sharded_sampler is not None:
+        # The sampler has drawn its order once an iteration has begun.
+        return saved["begun"]
+    return saved["cursor"] > 0
 
 
 def _check_format(saved: Any, spec: LoaderSpec) -> None:

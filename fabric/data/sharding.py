@@ -182,7 +182,8 @@ class ShardedSampler:
         """Return this rank's entries of an order, without those received before."""
         skip = self.position.skip
         if self.num_replicas == 1:
-            # At least the first entry, which makes a lazy sampler draw.
+            # At least one entry is read now: a lazy sampler draws its random numbers at the first
+            # entry, and has to draw them before this method returns.
             received = list(islice(order, max(skip, 1)))
             return chain(received[skip:], order)
         if length_of(self.sampler) is None:
@@ -193,11 +194,13 @@ class ShardedSampler:
         else:
             entries = list(order)
         length = len(entries)
-        end_of_rounds = length - max(0, length - skip) % self.num_replicas
-        shard = entries[skip + self.rank : end_of_rounds : self.num_replicas]
-        if end_of_rounds < length and self.pads:
-            padding = entries[(end_of_rounds + self.rank) % length]
-            return chain(shard, [padding])
+        remaining = max(0, length - skip)
+        end_of_full_rounds = length - remaining % self.num_replicas
+        shard = entries[skip + self.rank : end_of_full_rounds : self.num_replicas]
+        if end_of_full_rounds < length and self.pads:
+            # The last round has the entries that remain, and then entries from the start.
+            last_entry = entries[(end_of_full_rounds + self.rank) % length]
+            return chain(shard, [last_entry])
         return iter(shard)
 
     def _entries_of_unsized(self, order: Iterator[Any]) -> Iterator[Any]:

@@ -103,7 +103,10 @@ class LoaderSpec:
 
     @property
     def shards(self) -> int:
-        """Number of shards that fabric makes of the order; the sampler or dataset makes others."""
+        """Number of shards that fabric makes of the order: ``num_replicas``, or 1 for no sharding.
+
+        In the second case, the sampler or the dataset may shard.
+        """
         if self.worker_seed is not None:
             return self.num_replicas
         if self.sharded_sampler is not None:
@@ -144,13 +147,17 @@ class LoaderSpec:
 
     def cursor(self, position: EpochPosition) -> int:
         """Return the number of entries that all ranks together have received in this epoch."""
-        entries = position.received * self.entries_per_batch
+        received_entries = position.received * self.entries_per_batch
         length = self.shard_length(position)
         if length is not None:
             # The last batch may be short.
-            entries = min(entries, length)
-        # Entries repeated to fill the last round count as received.
-        return (position.skip + entries * self.shards) * (self.num_replicas // self.shards)
+            received_entries = min(received_entries, length)
+        if self.shards == self.num_replicas:
+            # Fabric shards the order, and ``skip`` counts the entries of all ranks. Entries that
+            # are repeated to fill the last round count as received.
+            return position.skip + received_entries * self.num_replicas
+        # The sampler or the dataset shards, and both numbers count the entries of this rank.
+        return (position.skip + received_entries) * self.num_replicas
 
     def summary(self) -> State:
         """Return the properties that must match to load a saved position."""
