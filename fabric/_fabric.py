@@ -1362,14 +1362,15 @@ class Fabric:
         ui.perfetto.dev or ``chrome://tracing``.
 
         Args:
-            path: the file, written on rank 0. The suffix ``.json`` may be omitted.
+            path: the file, written on rank 0. The suffix ``.json`` is added if it is missing.
             steps: a contiguous range of steps, counted from 0 at the start of the context. None is
                 all steps. A step ends with each ``step()`` of the first optimizer that was stepped.
 
         Raises:
             ConfigurationError: ``steps`` is no contiguous range.
-            UsageError: another profile is active, or rank 0 cannot write the file.
-            OSError: on rank 0, if it cannot write the file.
+            UsageError: another profile is active; or, on the other ranks, rank 0 cannot write the
+                file.
+            OSError: on rank 0, this rank cannot write the file.
         """
         from fabric.tools.timeline import profile  # few programs need it
 
@@ -1597,6 +1598,7 @@ def _launch_on_call(run: Callable[..., Any]) -> Callable[..., Any]:
     def launch_or_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:
             return run(self, *args, **kwargs)
+        # Not run: a started process finds this function by the name of the method.
         return self.launch(launch_or_run, *args, **kwargs)
 
     return launch_or_run

@@ -343,12 +343,24 @@ def _sort_key(key: Any) -> tuple[str, Any]:
 
 
 def _copy_with(
-    tree: Tree, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Tree]
+    tree: Tree,
+    assign: Callable[[Any, Any, Any], None],
+    keys: Iterable[Any],
+    values: Iterable[Tree],
 ) -> Tree:
-    """Return a copy with other values. It keeps attributes that ``__init__`` does not take."""
+    """Return a shallow copy of a collection with other values.
+
+    The copy keeps attributes that ``__init__`` does not take.
+
+    Args:
+        tree: the collection.
+        assign: sets one value of the copy, as ``assign(copy, key, value)``.
+        keys: the keys of a dict, or the names of a dataclass's fields.
+        values: the new values, one for each key.
+    """
     result = copy.copy(tree)
-    for name, value in zip(names, values, strict=True):
-        assign(result, name, value)
+    for key, value in zip(keys, values, strict=True):
+        assign(result, key, value)
     return result
 
 

@@ -465,7 +465,7 @@ WRONG_PLANS: list[tuple[str, Callable[[], nn.Module], Any]] = [
     ("write three", Packed, QKV_PLAN),
     (".up: a gate and what it gates", Gated, SPLIT),
     (
-        "uses the weights of its parts itself",
+        "uses the weights of its layers itself",
         lambda: nn.MultiheadAttention(4, 2),
         {"out_proj": "rowwise"},
     ),

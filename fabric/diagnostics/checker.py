@@ -183,10 +183,11 @@ class CollectiveChecker:
         self.check(entry, Collective(Operation.BARRIER, call=CallDescription(phase)))
 
     def close(self, reason: str = "") -> None:
-        """Publish that this rank makes no further calls.
+        """Publish that this rank makes no further calls. Only the first call has an effect.
 
         Args:
-            reason: the reason. By default, that the rank has finished or raised.
+            reason: why the rank makes no further calls, for the errors of other ranks. Empty, the
+                default: the reason is that the rank has finished, or has raised an error.
         """
         with self._lock:
             if self._record.end_reason:
@@ -194,7 +195,7 @@ class CollectiveChecker:
             end_reason = reason or exit_reason()
             if self._latest is not None:
                 end_reason = f"{end_reason}; its latest call was {self._latest}"
-            # The process that hosts the store may have ended, and no rank could read this.
+            # If the process that hosts the store has ended, no rank can read the reason.
             with suppress(dist.DistError):
                 self._publish(self._record._replace(end_reason=end_reason))
 

@@ -256,7 +256,7 @@ class TrainingChecks:
 
     def _record_gradients(self, optimizer: Optimizer) -> set[int]:
         """Record which parameters have gradients, and return the ids of all trained ones."""
-        trained = _trained_parameters(optimizer)
+        trained = _trainable_parameters(optimizer)
         self._had_gradient |= _ids_with_gradient(trained)
         return _ids(trained)
 
@@ -268,7 +268,7 @@ class TrainingChecks:
     # -- after a step ---------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        trained = _trained_parameters(optimizer)
+        trained = _trainable_parameters(optimizer)
         # A step that is skipped after an overflow has no gradients either.
         if self._is_finished or not _ids_with_gradient(trained):
             return
@@ -437,7 +437,7 @@ class SetupChecks:
             return
         is_first_step = optimizer not in self._stepped
         self._stepped.add(optimizer)
-        trained = _trained_parameters(optimizer)
+        trained = _trainable_parameters(optimizer)
         if optimizer not in self._optimizers:
             self._check_setup([optimizer])
             self._check_not_scaled(optimizer, trained)
@@ -469,7 +469,7 @@ class SetupChecks:
             return
         in_optimizers: set[int] = set()
         for other_optimizer in (*self._optimizers, *self._stepped):
-            in_optimizers |= _ids(_trained_parameters(other_optimizer))
+            in_optimizers |= _ids(_trainable_parameters(other_optimizer))
         for contract in self._contracts:
             left_out = _ids_with_gradient(contract.parameters().values()) - in_optimizers
             if left_out:
@@ -619,7 +619,8 @@ def _has_nan(parameter: Tensor) -> bool:
     return bool(tensor.isnan().any())
 
 
-def _trained_parameters(optimizer: Optimizer) -> list[Tensor]:
+def _trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer that can have a gradient on this rank."""
     parameters: list[Tensor] = []
     for parameter in parameters_of(optimizer):
         # A rank may hold an empty shard of a parameter, and then has no gradient for it.

@@ -86,7 +86,7 @@ class _Loop(NamedTuple):
     """What is run, under a sharded strategy: the module's class, with or without gradients."""
     iterations: int
     """Number of iterations that the rank has begun, over all loaders."""
-    batches_before: int
+    previous_batches: int
     """Number of batches in the iteration before this one."""
 
 
@@ -142,7 +142,7 @@ class UnevenInputDetector:
         # number of batches of the iteration before the latest.
         self._latest: _Iteration | None = None
         self._trained: _Iteration | None = None
-        self._batches_before = 0
+        self._previous_batches = 0
 
     def on_iteration(
         self, loader: str, position: _Position, batches: int | None, shuffles: bool = False
@@ -156,18 +156,23 @@ class UnevenInputDetector:
             shuffles: whether the ranks share an order that is drawn anew in each iteration.
 
         Raises:
-            UsageError: only one of this rank and a neighbor shuffles.
+            UsageError: a neighbor shuffles the loader and this rank does not, or the other way
+                round.
         """
         count = self._counts.publish(loader, batches, shuffles)
-        self._batches_before = 0
+        self._previous_batches = 0
         if self._latest is not None:
-            self._batches_before = self._latest.position.received
-        self._latest = _Iteration(loader, count, position, list(self._neighbors))
+            self._previous_batches = self._latest.position.received
+        self._latest = _Iteration(
+            loader=loader, count=count, position=position, unread_ranks=list(self._neighbors)
+        )
         if not self._is_watching:
             self._is_watching = True
             self._bypass.on_forward.append(self.on_forward)
+            # Modules that are set up later call on_forward without this.
             for structure in self._bypass.structures.values():
-                structure.follow()
+                structure.report_forward_passes()
+            # This check is the first: where ranks have run out of batches, its error says so.
             self._recorder.checks = (self.check, *self._recorder.checks)
 
     def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
@@ -269,7 +274,7 @@ class UnevenInputDetector:
             iteration=iteration.count.iteration,
             kind=kind,
             iterations=self._counts.iterations,
-            batches_before=self._batches_before,
+            previous_batches=self._previous_batches,
         )
 
     def _is_peer(self, rank: int) -> bool:
@@ -327,11 +332,11 @@ class UnevenInputDetector:
 
         The rank that has begun more iterations is in the later loop: it ran out of batches.
         """
-        progress = (loop.iterations, loop.batches_before, self._rank)
-        neighbor_progress = (neighbor_loop.iterations, neighbor_loop.batches_before, neighbor)
+        progress = (loop.iterations, loop.previous_batches, self._rank)
+        neighbor_progress = (neighbor_loop.iterations, neighbor_loop.previous_batches, neighbor)
         if progress > neighbor_progress:
-            self._refuse(request, step, self._rank, loop.batches_before, neighbor)
-        self._refuse(request, step, neighbor, neighbor_loop.batches_before, self._rank)
+            self._refuse(request, step, self._rank, loop.previous_batches, neighbor)
+        self._refuse(request, step, neighbor, neighbor_loop.previous_batches, self._rank)
 
     def _check_ends(self, later_collectives: int = 0) -> None:
         """Raise if an iteration has ended newly and a neighbor takes one more step.

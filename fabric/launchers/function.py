@@ -256,19 +256,22 @@ def _spawn(control: Connection, config: RankConfig) -> StartedProcess:
 
 
 def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> StartedProcess:
-    # The thread pools of this process do not exist in the copy.
+    # A fork has no threads, but inherits the thread pools of this process: to compute in them would
+    # hang. So the rank computes in one thread.
     config = replace(config, threads=1)
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked_rank, args=(control, config, call)
     )
-    # Finalizers of garbage may wait for threads that the copy does not have. Collecting that
-    # garbage in the copy can crash or hang.
+    # Finalizers of garbage may wait for threads that the fork does not have: to collect the garbage
+    # in the fork can crash or hang. start() returns only in this process, so the garbage stays
+    # frozen in the fork.
     gc.freeze()
     try:
         process.start()
     finally:
         gc.unfreeze()
-    return StartedProcess(process.pid or 0, lambda: process.exitcode)
+    assert process.pid is not None
+    return StartedProcess(process.pid, lambda: process.exitcode)
 
 
 def _run_forked_rank(control: Connection, config: RankConfig, call: Callable[[], Any]) -> NoReturn:

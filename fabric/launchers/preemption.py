@@ -306,8 +306,13 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
 
 
 def _scontrol(*arguments: str) -> str:
-    """Run ``scontrol`` and return what it prints."""
+    """Run ``scontrol`` and return what it prints.
+
+    Raises:
+        UsageError: the command is missing, fails or takes too long.
+    """
     command = ["scontrol", *arguments]
+    # The user's own format of times may be one that fromisoformat() does not read.
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     try:
         result = subprocess.run(
@@ -319,6 +324,7 @@ def _scontrol(*arguments: str) -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or ""
-        raise UsageError(" ".join(command), problem=f"{error} {output}") from error
+        # An OSError has no such attribute.
+        stderr = getattr(error, "stderr", None) or ""
+        raise UsageError(" ".join(command), problem=f"{error} {stderr}") from error
     return result.stdout

@@ -528,10 +528,10 @@ def _wake_on_signals(
 def exit_process(code: int) -> NoReturn:
     """End this process: wait for threads and run exit handlers, but skip the finalization.
 
-    With torch loaded, the interpreter's finalization takes half a second or more, and aborts the
-    process if a gloo thread frees its last collective at that time. ``multiprocessing`` ends the
-    processes that it forks in the same way. As in finalization, open files are flushed, and code 0
-    becomes 120 if a standard stream cannot be flushed.
+    With torch loaded, the interpreter's finalization takes half a second or more. The process
+    aborts if a thread of gloo frees a collective during the finalization. ``multiprocessing`` also
+    ends the processes that it forks without finalization. As in finalization, open files are
+    flushed, and code 0 becomes 120 if a standard stream cannot be flushed.
     """
     # A private function that multiprocessing calls for the same purpose.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]

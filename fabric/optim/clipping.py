@@ -96,9 +96,15 @@ def _can_torch_compute_norm(grads: Sequence[Any], num_meshes: int, norm_type: fl
 
 
 def _maximum_norm(grads: Sequence[Any]) -> Tensor:
-    """Return the infinity norm of gradients of which some are sharded. Collective.
+    """Return the infinity norm of gradients of which some are sharded.
 
-    A norm that is not a number is returned as infinity.
+    Collective: all ranks of the job must call it.
+
+    Args:
+        grads: the gradients, of which at least one is a DTensor.
+
+    Returns:
+        The norm, the same on all ranks. Infinity if a gradient is not a number.
     """
     device = _communication_device(grads)
     maxima: list[Tensor] = []
@@ -106,6 +112,7 @@ def _maximum_norm(grads: Sequence[Any]) -> Tensor:
         local = local_tensor(grad)
         maximum = local.abs().max() if local.numel() else local.new_zeros(())
         maxima.append(maximum.to(device))
+    # A maximum over ranks may lose NaN, but keeps infinity.
     largest = torch.stack(maxima).max().nan_to_num(nan=math.inf, posinf=math.inf)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest

@@ -437,12 +437,19 @@ def _power_of_two_above(mean: Tensor) -> Tensor:
 
 
 def _multiply(grads: list[Tensor], factor: Tensor) -> None:
-    """Multiply gradients of one device and dtype in place."""
+    """Multiply gradients in place.
+
+    Args:
+        grads: the gradients, at least one. All have the same device and dtype.
+        factor: the factor, a tensor without dimensions.
+    """
     factor = factor.to(grads[0].device)
     if grads[0].dtype in (torch.float16, torch.bfloat16):
-        # In float32, since the factor would be rounded in a 16-bit dtype.
+        # In a 16-bit dtype, the factor would be rounded. The kernel that unscales gradients
+        # multiplies them by a float32 factor. Its check for overflows is not needed.
         factor = factor.float()
-        unscale_and_check(grads, torch.zeros_like(factor), factor)
+        found_inf = torch.zeros_like(factor)
+        unscale_and_check(grads, found_inf, factor)
     else:
         foreach_multiply(grads, factor.to(grads[0].dtype))
 

@@ -68,11 +68,16 @@ class ParameterLists:
         """
         parameters = self._parameters_to_average(optimizer)
         if parameters:
-            self._average(parameters)
+            self._average_gradients(parameters)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Average the gradients of parameters in lists before a step; a hook of all optimizers.
+
+        Raises:
+            UsageError: the step has a closure.
+        """
         parameters = self._parameters_to_average(optimizer)
         if not parameters:
             return
@@ -80,11 +85,11 @@ class ParameterLists:
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) of an nn.ParameterList or "
                 "nn.ParameterDict",
-                problem="its gradients are averaged before the step, and those of the closure are "
-                "computed within",
+                problem="the gradients of these lists are averaged over the ranks before step(), "
+                "and a closure computes gradients during step()",
                 suggestion="fabric.backward(loss), then optimizer.step()",
             )
-        self._average(parameters)
+        self._average_gradients(parameters)
 
     def _parameters_to_average(self, optimizer: Optimizer) -> list[nn.Parameter]:
         # Most often there are no lists, and an optimizer may have thousands of parameters.
@@ -97,7 +102,7 @@ class ParameterLists:
                     listed.append(parameter)
         return listed
 
-    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients in one message. A missing gradient counts as zero."""
         grads: list[torch.Tensor] = []
         has_grad: list[bool] = []

@@ -29,7 +29,7 @@ from fabric.strategies.fsdp.sharding import receive_values, shard_module
 from fabric.strategies.tp_plan import (
     PartStreams,
     check_styles,
-    find_head_counts,
+    find_head_attributes,
     find_layers,
     is_split,
     torch_styles,
@@ -278,18 +278,22 @@ class ModelParallelStrategy(FSDPStrategy):
     # -- setup ----------------------------------------------------------------------------------
 
     @override
-    def _check_module(self, root: nn.Module) -> object:
+    def _checked_plan(self, root: nn.Module) -> object:
         on_mesh: list[str] = []
         for name, parameter in root.named_parameters():
-            if local_tensor(parameter) is not parameter:
+            is_dtensor = local_tensor(parameter) is not parameter
+            if is_dtensor:
                 on_mesh.append(name)
         if on_mesh:
             raise UsageError(
-                f"setup of what is on a mesh already: {', '.join(on_mesh)}",
-                suggestion="parallelize_fn=...",
+                f"setup({type(root).__name__})",
+                problem=f"parameters are on a mesh already: {', '.join(on_mesh)}",
+                suggestion="ModelParallelStrategy(parallelize_fn=...), with the function that puts "
+                "the parameters on the mesh",
             )
         layers = self._find_layers(root)
-        super()._check_module(root)
+        # Called for its error. FSDP itself has no plan.
+        super()._checked_plan(root)
         plan: list[tuple[str, str]] = []
         for name, module in root.named_modules():
             if module in layers:
@@ -305,8 +309,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self._synchronize_rng()
         self._layers = self._find_layers(root)
         self._originals = {}
-        for count in list(find_head_counts(root, self._layers)):
-            setattr(count.module, count.attribute, count.value // topology.tensor_parallel_size)
+        for heads in list(find_head_attributes(root, self._layers)):
+            setattr(heads.module, heads.attribute, heads.value // topology.tensor_parallel_size)
         if self.parallelize_fn is not None:
             self._parallelize(root, self.parallelize_fn, topology.mesh)
         prepared = super().setup_module(module)

@@ -21,10 +21,10 @@ from fabric._torch import local_tensor, real_tensors
 from fabric.errors import ConfigurationError, UsageError
 
 __all__ = [
-    "HeadCount",
+    "HeadAttribute",
     "PartStreams",
     "check_styles",
-    "find_head_counts",
+    "find_head_attributes",
     "find_layers",
     "is_split",
     "torch_styles",
@@ -52,15 +52,15 @@ _SPLIT_DIMENSIONS = {
 }
 
 
-class HeadCount(NamedTuple):
-    """An attribute that counts heads, in a module with layers that are split ``"colwise"``.
+class HeadAttribute(NamedTuple):
+    """An attribute that holds the number of heads of a module with ``"colwise"`` layers.
 
     Attributes:
         path: the name of the module in the model.
         module: the module.
         attribute: the name of the attribute.
-        value: its value.
-        layers: the layers that are split.
+        value: the number of heads.
+        layers: the layers of the module that are split ``"colwise"``.
     """
 
     path: str
@@ -141,8 +141,10 @@ def find_layers(
     return layers
 
 
-def find_head_counts(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[HeadCount]:
-    """Yield the attributes that count heads, in modules with layers that are split colwise.
+def find_head_attributes(
+    root: nn.Module, layers: Mapping[nn.Module, Any]
+) -> Iterator[HeadAttribute]:
+    """Yield the attributes with a number of heads, in modules whose layers are split colwise.
 
     Args:
         root: the model.
@@ -157,7 +159,9 @@ def find_head_counts(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterat
             continue
         for attribute, value in vars(module).items():
             if _HEADS.fullmatch(attribute) and type(value) is int:
-                yield HeadCount(path, module, attribute, value, colwise)
+                yield HeadAttribute(
+                    path=path, module=module, attribute=attribute, value=value, layers=colwise
+                )
 
 
 def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
@@ -227,8 +231,8 @@ def _layer_problems(
             layer.children()
         ):
             yield (
-                f"{path}: a MultiheadAttention uses the weights of its parts itself: write "
-                "separate layers for it"
+                f"{path}: a MultiheadAttention uses the weights of its layers itself: write "
+                "an attention with separate layers"
             )
         if layer not in layers:
             continue
@@ -246,15 +250,17 @@ def _head_problems(
     root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
 ) -> Iterator[str]:
     """Yield why heads cannot be divided among ranks."""
-    for count in find_head_counts(root, layers):
-        if count.value % world_size:
-            yield from _remainder_problems(count.path, count.module, count.attribute, world_size)
+    for heads in find_head_attributes(root, layers):
+        if heads.value % world_size:
+            yield from _remainder_problems(heads.path, heads.module, heads.attribute, world_size)
             continue
-        layer = count.layers[0]
-        if len(count.layers) == 1 and layer.out_features > layer.in_features:
+        layer = heads.layers[0]
+        # A single layer that widens its input computes queries, keys and values together.
+        is_fused = len(heads.layers) == 1 and layer.out_features > layer.in_features
+        if is_fused:
             yield (
-                f"{count.path}: one layer for queries, keys and values has no parts with some "
-                "heads of each: write three"
+                f"{heads.path}: one layer for queries, keys and values cannot be split by heads: "
+                "write three layers"
             )
 
 
@@ -277,8 +283,8 @@ def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> I
         for name, layer in colwise.items():
             if layer.out_features > inputs:
                 yield (
-                    f"{path}.{name}: a gate and what it gates in one layer have no parts with "
-                    "some of each: write two"
+                    f"{path}.{name}: a gate and what it gates cannot be split in one layer: "
+                    "write two layers"
                 )
 
 
@@ -300,7 +306,7 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
 def _remainder_problems(
     path: str, module: nn.Module, attribute: str, world_size: int
 ) -> Iterator[str]:
-    """Yield a problem unless an attribute of a module is divisible by the number of parts."""
+    """Yield a problem if an attribute of a module is not divisible by the number of parts."""
     value = getattr(module, attribute)
     remainder = value % world_size
     if remainder:

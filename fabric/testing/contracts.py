@@ -113,7 +113,7 @@ def _modes(device_type: str) -> dict[str, Any]:
 
 
 def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
-    """Return the losses and the parameters after three steps on a global batch."""
+    """Return the losses of three training steps on a global batch, as means over the ranks."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     inputs = torch.randn(8, 4).chunk(fabric.world_size)[fabric.global_rank]
@@ -124,9 +124,10 @@ def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(fabric.all_reduce(loss.detach()).cpu())
-    state = fabric.all_gather(losses[-1])  # all ranks are done
-    assert state.isfinite().all(), f"the loss is {losses[-1]}"
+        losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").cpu())
+    # No rank ends before all ranks have finished their steps.
+    last_losses = fabric.all_gather(losses[-1])
+    assert last_losses.isfinite().all(), f"the loss is {losses[-1]}"
     return {"losses": losses}
 
 

@@ -75,19 +75,21 @@ def run_fake(
     To be called from the ``__torch_dispatch__`` of a mode above ``mode``.
 
     DDP's C++ code writes numbers of parameters into tensors of int32 and reads the numbers, so
-    these tensors are real. The tensors of ranks are real, too: a DeviceMesh looks for this
-    process's rank in them.
+    these tensors are real. Tensors that hold numbers of ranks are real, too: a DeviceMesh looks for
+    this process's rank in them.
     """
     context: AbstractContextManager[object] = nullcontext()
-    if _is_of_ddp(func, kwargs) or _is_of_mesh(args):
+    if _is_called_by_ddp(func, kwargs) or _may_be_called_by_mesh(args):
         context = real_tensors()
     try:
         with context:
             return func(*args, **kwargs)
     except DataDependentOutputException:
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        is_item = func is torch.ops.aten._local_scalar_dense.default
+        if not is_item:
             raise
         with real_tensors():
+            # A real tensor has a value to read.
             value = args[0]
             if isinstance(value, FakeTensor):
                 value = torch.ones((), dtype=value.dtype)
@@ -99,15 +101,21 @@ def run_fake(
         converter.describer.lookup_tensor.clear()
 
 
-def _is_of_ddp(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_called_by_ddp(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator creates a tensor as DDP does for numbers of parameters."""
     return func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
 
 
-def _is_of_mesh(args: tuple[Any, ...]) -> bool:
+def _may_be_called_by_mesh(args: tuple[Any, ...]) -> bool:
+    """Return whether all tensor arguments of an operator could be tensors of a DeviceMesh.
+
+    That is a guess: the tensors are real, and have the dtypes that a DeviceMesh uses.
+    """
     has_tensors = False
     for argument in args:
         if not isinstance(argument, Tensor):
             continue
+        # A FakeTensor is a subclass.
         if type(argument) is not Tensor or argument.dtype not in _MESH_DTYPES:
             return False
         has_tensors = True
@@ -129,10 +137,11 @@ class IssuedCollective(NamedTuple):
 def collective_of(func: Any, args: tuple[Any, ...]) -> IssuedCollective | None:
     """Return the collective that an operator issues, or None for any other operator.
 
-    torch passes the group among the arguments, in c10d as an opaque object and to functional
-    collectives as the last string, the group's name.
+    Operators of ``c10d`` take the group as a ``ScriptObject``. Functional collectives take the name
+    of the group, which is their last string.
     """
     if func.namespace == "c10d":
+        # The group is the first ScriptObject. A reduction is one, too, and comes after the group.
         for argument in args:
             if isinstance(argument, torch.ScriptObject):
                 return IssuedCollective(func._opname, dist.ProcessGroup.unbox(argument))

@@ -378,20 +378,27 @@ class FSDPStrategy(ParallelStrategy):
         error = None
         plan = None
         try:
-            plan = self._check_module(root)
+            plan = self._checked_plan(root)
         except FabricError as raised:
             error = raised
         check_same_model(self.runtime.communicator, root, error, plan)
 
-    def _check_module(self, root: nn.Module) -> object:
-        """Raise for a model that cannot be sharded. Not a collective.
+    def _checked_plan(self, root: nn.Module) -> object:
+        """Return the plan for a model, after a check that the model can be sharded.
+
+        Not a collective.
 
         Returns:
-            What has to be the same on all ranks besides the model. None if there is nothing.
+            What has to be equal on all ranks besides the model, compared as text. None if there is
+            nothing.
+
+        Raises:
+            FabricError: the model cannot be sharded.
         """
         check_shardable(root, self.is_global_zero, self._prepared_modules)
         self._checkpointed_modules(root)  # raises if there are none
         check_dtypes(root, self._find_fsdp_modules(root), self._ignored, self.runtime.precision)
+        return None
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

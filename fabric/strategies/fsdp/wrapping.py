@@ -201,7 +201,7 @@ def _choose_by_size(
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, outer before inner, none within another."""
+    """Return the outermost repeated blocks of a model, in the order of ``root.modules()``."""
     with_children = {module for module in root.modules() if _has_children(module)}
     in_lists: set[nn.Module] = set()
     for container in root.modules():
@@ -218,7 +218,11 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) -> list[nn.Module]:
-    """Return the candidates whose class occurs more than once among them, none within another."""
+    """Return the outermost candidates whose class is repeated.
+
+    Nested candidates count, too: a class is repeated if several candidates have the class, of those
+    that can be sharded.
+    """
     modules: list[nn.Module] = []
     for module in root.modules():
         if module in candidates and _can_be_sharded(module):
