@@ -75,8 +75,8 @@ class FabricModule(nn.Module):
         contract: GradientContract | None = None,
         guard: BypassGuard | None = None,
     ) -> None:
-        # Not nn.Module.__init__: the state is that of the user's module, and what is not found on
-        # this object is looked up on the user's module.
+        # nn.Module.__init__ is not called: this object has the state of the user's module, and
+        # attributes that this object lacks are looked up on the user's module.
         original = uncompiled(module)
         set_registered(
             self,

@@ -130,7 +130,7 @@ class Runtime:
 
     def _set_rank_of_lightning_utilities(self) -> None:
         """Set the rank that the rank-zero functions of other libraries read."""
-        # Not imported: the import would take as long as a launch.
+        # The module is looked up and not imported: an import would take as long as a launch.
         utilities = sys.modules.get("lightning_utilities.core.rank_zero")
         if not utilities:
             return

@@ -504,7 +504,7 @@ def _claim(request: str, folder: Location, job_files: ExitStack) -> bytes:
     lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
     job_files.enter_context(lock)
     try:
-        # Not flock, whose locks forked processes, such as the workers of a loader, keep.
+        # flock() would not do: forked processes, such as the workers of a loader, keep its locks.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)

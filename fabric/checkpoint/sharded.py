@@ -224,7 +224,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
             request, problem="there is a file of that name", expected="the path of a folder"
         )
     if (target / INDEX).is_file():
-        # Only for its error: an index that is not fabric's is not replaced.
+        # Called for its error: an index that is not fabric's is not replaced.
         read_index(request, target)
     try:
         with atomic_write(target / INDEX) as index:
@@ -385,7 +385,7 @@ def _write_index(save: _FolderSave, content: Mapping[str, Any]) -> None:
 def remove_folder(folder: Location) -> None:
     """Delete the files of all saves in a folder, and the folder if it holds nothing else."""
     with suppress(FileNotFoundError):
-        # First, so that an interrupted removal leaves no checkpoint.
+        # The index is removed first, so that an interrupted removal leaves no checkpoint.
         (folder / INDEX).unlink()
     clean(folder)
     with suppress(OSError):

@@ -139,7 +139,7 @@ class StateDicts:
                 content[name] = self.of_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
-        # Only for its error: full() would not end in a collection that contains itself.
+        # Called for its error: full() would not end in a collection that contains itself.
         to_json(content, _refuse_loop)
         return content
 
@@ -180,7 +180,7 @@ class StateDicts:
             if isinstance(value, nn.Module):
                 if should_copy_modules:
                     copied = map_tensors(_clone_unless_lazy, self.of_module(value))
-                    undo.callback(self.load_module, value, copied, False)
+                    undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
                 # No copy: loading gives an optimizer new tensors, and does not write into the old.
                 undo.callback(value.load_state_dict, value.state_dict())
@@ -363,5 +363,5 @@ def check_plain(name: str, value: Any) -> None:
                 raise unsupported(path, item)
             to_json(vars(item), check, (*path, "__dict__"))
 
-    # Only for its errors.
+    # Called for its errors.
     to_json(value, check, (name,))

@@ -121,7 +121,7 @@ class Bucket:
         sections = [self._flatten_tensor(tensor.to(device)) for tensor in self.tensors]
         if self.numbers:
             sections.append(self._number_tensor(op).to(device))
-        # Also for a single section, torch.cat makes a copy and carries out a pending conjugation.
+        # torch.cat makes a copy of a single section, too, and carries out a pending conjugation.
         return torch.cat(sections, dim=-1).to(dtype)
 
     def unpack(self, buffer: Tensor, leaves: list[Leaf], ranks: int | None = None) -> None:

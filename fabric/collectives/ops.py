@@ -203,7 +203,7 @@ def _exchange(
         ]
 
     reduction = "" if op is None else f"{op.value} of "
-    # Read now: within the collective, where the arguments are described, gradients are off.
+    # Gradients are off within the collective, where the arguments are described.
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:
@@ -348,7 +348,7 @@ def _check_reduction(
             positions = trained_positions
         else:
             continue
-        # Without positions, the bucket holds all leaves in order.
+        # A bucket without positions holds all leaves in order.
         first_position = min(positions, default=0)
         leaf = leaf_paths(structure)[first_position] or "the tensor or number"
         request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({dtype})"
@@ -378,7 +378,7 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
     if not factors:
         return
     products = all_reduce(communicator, factors, Reduce.PRODUCT)
-    # So close to the limit, a float does not tell on which side of the limit the product is.
+    # The limit is a little below 2**63, where a rounded product may be on either side.
     limit = 0.999 * 2**63
     if any(abs(product) > limit for product in products):
         raise ConfigurationError(

@@ -31,7 +31,7 @@ _LARGEST = 2**63 - 1
 
 def _torch_reductions() -> dict[Reduce, Any]:
     reductions = {op: getattr(dist.ReduceOp, op.name) for op in Reduce if op is not Reduce.MEAN}
-    # Not every backend has a mean: it is a sum that is divided afterwards.
+    # Some backends have no mean, so a mean is a sum that is divided afterwards.
     reductions[Reduce.MEAN] = dist.ReduceOp.SUM
     return reductions
 
@@ -135,7 +135,7 @@ class ProcessGroupCommunicator(Communicator):
         if op in BITWISE:
             # nccl has no bitwise reductions.
             return not self._is_gloo
-        # For more bytes gloo makes two rounds, and a gather only one.
+        # Gloo reduces larger buffers in two rounds, and gathers them in one.
         return buffer.nbytes > _ONE_ROUND and self._is_gathered_at_once(buffer)
 
     def _all_reduce_ordered(self, buffer: Tensor, op: Reduce) -> Tensor:
@@ -161,7 +161,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
         if buffer.is_complex():
-            # For other collectives, torch itself shows complex numbers to the backend as real ones.
+            # In other collectives, torch itself shows complex numbers to the backend as real ones.
             gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         if self.rank != dst:

@@ -39,7 +39,8 @@ def mover(
     if device is None or device.type == "cpu":
         return None
     if device.type == "cuda" and overlap_copies:
-        # Without workers torch would raise for tensors of a dataset that are on a device already.
+        # If there are no workers, a dataset may yield tensors that are on a device already, for
+        # which torch would raise.
         pins = not loader.pin_memory and loader.num_workers == 0
         loader.pin_memory = not pins
         return OverlappedCopies(device, pins=pins)

@@ -133,8 +133,8 @@ def _order_length(spec: LoaderSpec) -> int | None:
         if length is None and sampler is not None and sampler.pads:
             _refuse_order(order, "has no length")
         return length
-    # Of samplers that shard by themselves only torch's is known: rank r has the entries
-    # r, r + num_replicas, ... as here.
+    # DistributedSampler gives rank r the entries r, r + num_replicas, ..., as fabric does. The
+    # entries of any other sampler that shards by itself are not known.
     if getattr(type(order), "__iter__", None) is not DistributedSampler.__iter__:
         _refuse_order(order, "shards the data itself")
     return length_of(order.dataset)

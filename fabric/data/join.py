@@ -133,7 +133,7 @@ def follow_last_rank(
         passes: how many forward passes of joined modules this rank has made.
         objects: the optimizers of the joined modules, and the loss scaler if there is one.
     """
-    # Of the ranks with most passes, the last one.
+    # The source is the last of the ranks that have made the most passes.
     last = all_reduce(communicator, passes * communicator.size + communicator.rank, Reduce.MAX)
     source = last % communicator.size
     states = [stateful.state_dict() for stateful in objects]

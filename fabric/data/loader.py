@@ -182,7 +182,7 @@ class FabricDataLoader(_Base):
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
             # Past the __setattr__ of a user's class.
             object.__setattr__(prepared, "worker_init_fn", seeding)
-        # Past our __setattr__: names set here are our own, all others are the loader's.
+        # Written without our __setattr__, which sets attributes of the user's loader.
         vars(self).update(
             loader=prepared,
             original=loader,
@@ -190,7 +190,8 @@ class FabricDataLoader(_Base):
             _job=job,
             _name=name,
             _spec=spec,
-            # As torchdata's, whose position is of no use in an order that fabric shards.
+            # A loader of torchdata has a state. Its position is of no use in an order that fabric
+            # shards.
             _has_own_state=hasattr(type(loader), "state_dict") and spec.sharded_sampler is None,
             _keeps_dataset_state=_keeps_dataset_state(loader, spec),
             _move=mover(prepared, device, overlap_copies),
@@ -490,7 +491,7 @@ class FabricDataLoader(_Base):
 
     def _hand_out(self, position: EpochPosition, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and keep the position and the list of active loops."""
-        # Past __setattr__, a Python call for every batch.
+        # Written without __setattr__, which would be a Python call for every batch.
         attributes = vars(self)
         active_loops = self._job.active_loops
         loop = ActiveLoop(self._spec, position)
@@ -525,7 +526,7 @@ class FabricDataLoader(_Base):
         targets: list[_EpochTarget] = []
         for target, _ in self._epoch_targets:
             target.set_epoch(epoch)
-        # Read once all have been told: one target may pass the epoch on to another.
+        # Epochs are read once all targets have theirs: a target may pass its epoch on to another.
         for target, _ in self._epoch_targets:
             targets.append(_EpochTarget(target, getattr(target, "epoch", None)))
         self._epoch_targets = targets

@@ -117,7 +117,9 @@ def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
 def load_rank_states(
     state: Mapping[str, Any],
     saved: Sequence[Mapping[str, Any]],
-    sizes: tuple[int, int],
+    *,
+    saved_size: int,
+    size: int,
     strict: bool,
 ) -> None:
     """Restore the states of this rank's metrics.
@@ -126,13 +128,14 @@ def load_rank_states(
         state: objects by name.
         saved: the :func:`rank_states` of this rank. With another number of ranks, those of some
             ranks, which must have no samples.
-        sizes: the numbers of ranks at the save and now.
+        saved_size: the number of ranks at the save.
+        size: the number of ranks now.
         strict: whether a metric that cannot be restored is an error. If not, it is unchanged.
 
     Raises:
         CheckpointError: the states are of another number of ranks, or of other metrics.
     """
-    is_same_size = sizes[0] == sizes[1]
+    is_same_size = size == saved_size
     for name in state.keys() & saved[0].keys():
         metrics = _metrics_in(state[name])
         if not metrics:
@@ -144,8 +147,7 @@ def load_rank_states(
             )
         elif not is_same_size and _have_samples(entries):
             problem = (
-                f"each of {sizes[0]} ranks held a part of its samples, and there are "
-                f"{sizes[1]} ranks"
+                f"each of {saved_size} ranks held a part of its samples, and there are {size} ranks"
             )
         else:
             for path, metric in metrics.items():

@@ -141,7 +141,7 @@ class ShardedSampler:
         return remaining // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        # Read here and not at the first item: by then another iteration may have begun.
+        # The position is read now: at the first item, another iteration may have begun.
         position = self.position
         if _DRAW in position.drawn:
             # To iterate this object without the loader, or twice, does not change the loader's
@@ -204,7 +204,8 @@ class ShardedSampler:
         return iter(shard)
 
     def _entries_of_unsized(self, order: Iterator[Any]) -> Iterator[Any]:
-        # Drawn from the process's own streams, so that the next epoch draws another order.
+        # The first rounds are drawn from the process's own streams, so that the next epoch draws
+        # another order.
         first_round = list(islice(order, self.num_replicas))
         remaining = islice(chain(first_round, order), self.position.skip, None)
         next_round = list(islice(remaining, self.num_replicas))

@@ -332,8 +332,7 @@ class TrainingChecks:
             return
         published = _Published.from_bytes(content)
         different: list[str] = []
-        # Of different lengths if the other rank has gradients of other parameters outside of
-        # modules.
+        # The lengths differ if the other rank has gradients of other parameters outside of modules.
         for name, number, number_there in zip(
             self._replicated_names, self._fingerprint, published.fingerprint, strict=False
         ):

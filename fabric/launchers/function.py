@@ -240,7 +240,7 @@ def _load_call(state: _LauncherState, packed: bytes) -> Callable[[], Any]:
     """Give this rank the state of the launching process, and load the call."""
     os.environ.clear()
     os.environ.update(state.environment)
-    # Otherwise all ranks of all launches, forked from one server, would draw the same numbers.
+    # All ranks of all launches are forked from one server, and would draw the same numbers.
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
@@ -368,7 +368,7 @@ def forkserver_main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _PRELOAD:
         importlib.import_module(name)
-    # Otherwise each garbage collection in a rank would visit all these objects, and copy their
+    # A garbage collection in a rank would visit all objects that are not frozen, and copy their
     # memory by marking them.
     gc.freeze()
     ranks: dict[Any, Connection] = {}

@@ -62,8 +62,8 @@ class StopRequest:
         self._deadline = deadline
         self._margin = margin
         self._communicator = runtime.communicator
-        # Without a reporter's thread that answers, each call is a collective, or this is the only
-        # rank.
+        # None if this is the only rank, or if no thread of a reporter answers: then each call is a
+        # collective.
         self._reporter = runtime.reporter
         self._calls = 0
         # The call at which this rank is held. is_due() only counts before that call.

@@ -47,8 +47,8 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
     if by_name:
         packed = _try_dump(pickle.dumps, call)
         if isinstance(packed, bytes):
-            # Without the text "__main__" nothing refers to that module: pickling by name stores the
-            # name of the module.
+            # Pickling by name stores the names of modules: if "__main__" is absent, nothing
+            # refers to that module.
             needs_main = b"__main__" in packed
             if main_is_importable or not needs_main:
                 return packed, needs_main
@@ -68,7 +68,7 @@ def _call_error(
     request = f"launch({getattr(call.fn, '__qualname__', call.fn)}, ...)"
     unpicklable = _find_unpicklable(call, dump)
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
-    # Without an error the call can be pickled by name, and the ranks could not import that name.
+    # If there is no error, the call can be pickled by name, but the ranks cannot import that name.
     if unpicklable.error is None or (is_definition and not by_value):
         return MissingDependencyError(
             request,

@@ -69,26 +69,27 @@ class StartedProcess(NamedTuple):
 StartProcess = Callable[[Connection, RankConfig], StartedProcess]
 """Starts a process and passes it its end of the control pipe."""
 
-# All in seconds. What a user waits for after a fault must total less than five: a test checks this.
-# For the errors of the other ranks to arrive.
+# All times are in seconds. After a fault, a user must wait less than five seconds in total. A test
+# checks this.
+# How long the errors of the other ranks may take to arrive.
 COLLECT_TIMEOUT = 1.0
-# For the ranks that remain to describe their errors.
+# How long the remaining ranks may take to describe their errors.
 DESCRIBE_TIMEOUT = 0.3
-# For ``finally`` blocks after a failure.
+# How long ``finally`` blocks may take after a failure.
 END_GRACE = 2.0
-# For ``finally`` blocks after an interruption.
+# How long ``finally`` blocks may take after an interruption.
 INTERRUPT_GRACE = 3.0
-# For a rank to show that it has noticed a signal.
+# How long a rank may take to show that it has noticed a signal.
 RESPONSE_TIME = 1.0
-# For the system to reap a killed process.
+# How long the system may take to reap a killed process.
 REAP_TIMEOUT = 5.0
 # `timeout` and other programs send each signal twice. A signal that follows the first within this
 # time is such a repetition.
 REPEAT_WINDOW = 0.3
-# For a script that asks fabric.should_stop to write its checkpoint. The default of torchrun and of
-# Kubernetes.
+# How long a script that asks fabric.should_stop may take to write its checkpoint. This is also the
+# default of torchrun and of Kubernetes.
 SAVE_GRACE = 30.0
-# Between two looks at the processes.
+# The time between two looks at the processes.
 _POLL_INTERVAL = 0.1
 
 # Signals that conventionally end a process. Programs choose the meaning of the others.

@@ -96,7 +96,7 @@ class ExponentialMovingAverage(nn.Module):
         dtype = weight.dtype
         if dtype in (torch.bfloat16, torch.float16):
             dtype = torch.float32
-        # Not by register_buffer, which refuses names of attributes of this class.
+        # register_buffer would refuse names of attributes of this class.
         buffers = registered_buffers(submodule)
         buffers[name] = weight.detach().to(dtype, copy=True)
         return _Buffer(buffers, name)

@@ -219,7 +219,7 @@ class LossScaler:
         else:
             self._pending_found_inf = torch.maximum(pending, state.found_inf)
         if state.was_skipped:
-            # Without gradients the optimizer's own step changes nothing.
+            # If there are no gradients, the optimizer's own step changes nothing.
             state.removed_gradients = _remove_gradients(optimizer)
 
     def _after_step(

@@ -53,7 +53,7 @@ class ParameterLists:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             self._cleanup.callback(self._hook.remove)
-        # Not the contract of the strategy's class, which is for modules with a forward pass.
+        # The override of the strategy's class is not called: it is for modules with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
         contract = replace(contract, gradients_differ=False)
         if self._strategy.is_distributed:

@@ -372,7 +372,7 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
         raise ConfigurationError(
             f"all_reduce of shape {tuple(tensor.shape)} under dp", problem="it has no rows"
         )
-    # As over processes: the sum of float16 may overflow where the mean does not.
+    # The mean is computed as over processes: a sum of float16 may overflow where a mean does not.
     dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
     dtype = dtypes.get(tensor.dtype, tensor.dtype)
     return fold(op, tensor.to(dtype).unbind()).to(tensor.dtype)
@@ -435,7 +435,7 @@ def _chunk(start: int, size: int, tensor: Tensor) -> Tensor:
 
 def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
     """Return a copy of a module tree that shares its parameters, and its buffers or copies."""
-    # Not copy.copy, which goes through the state that a class gives to pickle.
+    # copy.copy would go through the state that a class gives to pickle.
     replicas = {original: type(original).__new__(type(original)) for original in module.modules()}
     copied_buffers: dict[Tensor, Tensor] = {}  # submodules may share a buffer
     for original, replica in replicas.items():

@@ -129,7 +129,7 @@ class MappedMemory(DispatchMode):
         """Return a new tensor in a file. Tensors that stay in memory are returned unchanged."""
         if not _is_large(tensor) or tensor.is_quantized:
             return tensor
-        # Otherwise it shares memory with other tensors, or overlaps itself.
+        # A tensor that shares memory with others, or overlaps itself, stays in memory.
         has_own_memory = tensor.untyped_storage().nbytes() == tensor.nbytes
         if not has_own_memory:
             return tensor

@@ -294,7 +294,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         else:
             key, value = self._gather([key, value])
         if is_causal and attn_mask is None:
-            # Only the keys up to this rank's last token. is_causal would align the first tokens.
+            # The keys end at this rank's last token. is_causal would align the first tokens.
             end = sum(self._lengths[: self._communicator.rank + 1])
             key = key[..., :end, :]
             value = value[..., :end, :]

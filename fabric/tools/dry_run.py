@@ -49,7 +49,7 @@ from fabric.world import World
 __all__ = ["DryRun", "Traffic", "plan"]
 
 # In the first step optimizers make their state, and DTensor works out its operations with tensors
-# of the full shape. In the second step DDP makes its buckets. The third step is as all later ones.
+# of the full shape. In the second step DDP makes its buckets. Later steps are like the third.
 _STEPS = 3
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 

@@ -149,7 +149,7 @@ class _FlopCounter(DispatchMode):
 
     def __init__(self) -> None:
         DispatchMode.__init__(self)
-        # Not loaded with torch.
+        # Importing torch does not import this module.
         from torch.utils.flop_counter import FlopCounterMode
 
         self.flops = 0

@@ -76,7 +76,8 @@ class ShardedForward:
         entries: list[HookEntry] = []
         for path, module in callable_submodules(self.root, self._fsdp_modules.__contains__):
             refuse = partial(self._refuse_submodule, path)
-            # First, before FSDP's own hook takes the submodule for the root of a model.
+            # This hook runs before FSDP's own hook, which would take the submodule for the root of
+            # a model.
             handle = module.register_forward_pre_hook(refuse, prepend=True)
             entries.append(hook_entry(handle))
         return entries
