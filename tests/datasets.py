@@ -1,13 +1,16 @@
-"""Data whose order or position is its own affair."""
+"""Datasets, samplers and loaders of tests, and the batches and samples that they yield."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
 
 class ResumableStream(IterableDataset[int]):
-    """An iterable dataset that knows where it is."""
+    """An iterable dataset that saves and loads its position."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -27,7 +30,7 @@ class ResumableStream(IterableDataset[int]):
 
 
 class Eager(Sampler[int]):
-    """Draws its order when it is asked for an iterator, not at the first item."""
+    """A sampler that draws its order when an iterator is made, not at the first item."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -37,3 +40,18 @@ class Eager(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.n).tolist())
+
+
+def batches_of(loader: Iterable[Any]) -> list[Any]:
+    """Read a loader, and return its batches as plain lists."""
+    batches = []
+    for batch in loader:
+        if isinstance(batch, Tensor):
+            batch = batch.tolist()
+        batches.append(batch)
+    return batches
+
+
+def samples_of(loader: Iterable[Any]) -> list[Any]:
+    """Read a loader of batches, and return its samples in their order."""
+    return list(chain.from_iterable(batches_of(loader)))
