@@ -1,7 +1,9 @@
-"""What is gathered for metrics: each sample once, in the order of the data."""
+"""Gathering for metrics counts each sample once, in the order of the data."""
 
 import itertools
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ from torch.utils.data import (
 )
 
 from fabric import Fabric
-from fabric.errors import ConfigurationError, RankFailedError, UsageError
+from fabric.errors import RankFailedError
 from fabric.testing import ThreadedWorld
-from tests.ranks import run_in_ranks
+from tests.datasets import samples_of
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(60)
 
 
 class Stream(IterableDataset[int]):
@@ -33,57 +38,65 @@ class Unsized:
         return iter(range(5))
 
 
-def seen(replicas: int, make: Callable[[int], DataLoader[Any]], uneven: Any = "pad") -> list[int]:
-    """What a loop over a loader gathers, the same on every rank."""
+def gathered(
+    replicas: int, make: Callable[[int], DataLoader[Any]], uneven: Any = "pad"
+) -> list[int]:
+    """Loop over a loader on several ranks, and return what every rank gathers."""
 
     def loop(fabric: Fabric) -> list[int]:
         loader = fabric.setup_dataloaders(make(fabric.global_rank), uneven=uneven)
-        return [value for batch in loader for value in fabric.gather_for_metrics(batch).tolist()]
+        return samples_of(map(fabric.gather_for_metrics, loader))
 
     results = ThreadedWorld(replicas).run(loop)
-    assert all(result == results[0] for result in results)
+    for result in results:
+        assert result == results[0]
     return results[0]
+
+
+def expected_count(replicas: int, n: int, batch_size: int, uneven: str, drop_last: bool) -> int:
+    """Return how many of n samples the ranks read together."""
+    if uneven == "pad" and not drop_last:
+        return n
+    samples_of_rank = n // replicas
+    if drop_last:
+        samples_of_rank -= samples_of_rank % batch_size
+    return samples_of_rank * replicas
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
 def test_every_sample_counts_once_and_in_order(uneven: str) -> None:
     for replicas, n, batch_size, drop_last in itertools.product(
-        (1, 2, 3, 4), (1, 2, 5, 12, 13), (1, 3, 4), (0, 1)
+        (1, 2, 3, 4), (1, 2, 5, 12, 13), (1, 3, 4), (False, True)
     ):
-        loader = DataLoader(range(n), batch_size, drop_last=bool(drop_last))
-        actual = seen(replicas, lambda _, loader=loader: loader, uneven)
-        dropped = uneven == "drop" or drop_last
-        share = n // replicas if dropped else n
-        expected = (
-            share // batch_size * batch_size * replicas
-            if drop_last
-            else share * replicas
-            if dropped
-            else n
-        )
-        assert actual == list(range(expected)), (replicas, n, batch_size, drop_last)
+        loader = DataLoader(range(n), batch_size, drop_last=drop_last)
+        actual = gathered(replicas, lambda _, loader=loader: loader, uneven)
+        count = expected_count(replicas, n, batch_size, uneven, drop_last)
+        assert actual == list(range(count)), (replicas, n, batch_size, drop_last)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_orders_of_other_kinds(replicas: int) -> None:
+def test_batch_samplers_single_samples_and_streams_count_every_sample_once(replicas: int) -> None:
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
-    assert seen(replicas, lambda _: DataLoader(range(10), batch_sampler=batches)) == list(range(10))
     bulk = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    whole = torch.arange(10)
-    assert seen(replicas, lambda _: DataLoader(Rows(whole), batch_size=None, sampler=bulk)) == list(
-        range(10)
-    )
-    assert seen(replicas, lambda _: DataLoader(whole, batch_size=None)) == list(range(10))
-    assert seen(replicas, lambda _: DataLoader(Stream(12), 2)) == list(range(12))
+    values = torch.arange(10)
+    for loader in (
+        DataLoader(range(10), batch_sampler=batches),
+        DataLoader(Rows(values), batch_size=None, sampler=bulk),
+        DataLoader(values, batch_size=None),
+    ):
+        assert gathered(replicas, lambda _, loader=loader: loader) == list(range(10))
+    assert gathered(replicas, lambda _: DataLoader(Stream(12), 2)) == list(range(12))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_distributed_sampler_of_the_users_counts_every_sample_once(drop_last: bool) -> None:
+@pytest.mark.parametrize(("drop_last", "count"), [(False, 11), (True, 9)])
+def test_a_distributed_sampler_of_the_users_counts_every_sample_once(
+    drop_last: bool, count: int
+) -> None:
     def by_hand(rank: int) -> DataLoader[Any]:
         sampler = DistributedSampler(range(11), 3, rank, shuffle=False, drop_last=drop_last)
         return DataLoader(range(11), 2, sampler=sampler)
 
-    assert seen(3, by_hand) == list(range(9 if drop_last else 11))
+    assert gathered(3, by_hand) == list(range(count))
 
 
 class Contiguous(DistributedSampler[int]):
@@ -93,25 +106,25 @@ class Contiguous(DistributedSampler[int]):
 
 def test_a_sampler_that_shards_in_its_own_way_does_not_say_what_it_repeated() -> None:
     with pytest.raises(RankFailedError, match="Contiguous shards the data itself"):
-        seen(2, lambda rank: DataLoader(range(5), 2, sampler=Contiguous(range(5), 2, rank)))
+        gathered(2, lambda rank: DataLoader(range(5), 2, sampler=Contiguous(range(5), 2, rank)))
 
 
 def test_a_position_of_another_number_of_ranks_counts_every_sample_once() -> None:
-    def loop(fabric: Fabric, state: Any) -> Any:
-        loader = fabric.setup_dataloaders(DataLoader(range(23), 10 // fabric.world_size))
-        if state is not None:
-            loader.load_state_dict(state)
-        for batch in loader:
-            samples = fabric.gather_for_metrics(batch).tolist()
-            if state is None:
-                return loader.state_dict()
-            seen.append(samples)
-        return seen
+    def setup(fabric: Fabric) -> Any:
+        return fabric.setup_dataloaders(DataLoader(range(23), 10 // fabric.world_size))
 
-    seen: list[Any] = []
-    [state] = ThreadedWorld(1).run(loop, None)
-    ThreadedWorld(3).run(loop, state)
-    assert list(itertools.chain.from_iterable(sorted(seen)[::3])) == list(range(10, 23))
+    def position_after_a_batch(fabric: Fabric) -> Any:
+        loader = setup(fabric)
+        next(iter(loader))
+        return loader.state_dict()
+
+    def resume(fabric: Fabric, state: Any) -> list[int]:
+        loader = setup(fabric)
+        loader.load_state_dict(state)
+        return samples_of(map(fabric.gather_for_metrics, loader))
+
+    [state] = ThreadedWorld(1).run(position_after_a_batch)
+    assert ThreadedWorld(3).run(resume, state) == [list(range(10, 23))] * 3
 
 
 class Rows:
@@ -127,50 +140,86 @@ class Rows:
 
 def test_an_order_without_a_length_does_not_say_what_it_repeated() -> None:
     with pytest.raises(RankFailedError, match=r"Unsized has no length(.|\n)*drop"):
-        seen(2, lambda _: DataLoader(range(5), sampler=Unsized()))
-    assert seen(2, lambda _: DataLoader(range(5), sampler=Unsized()), "drop") == [0, 1, 2, 3]
+        gathered(2, lambda _: DataLoader(range(5), sampler=Unsized()))
+    assert gathered(2, lambda _: DataLoader(range(5), sampler=Unsized()), "drop") == [0, 1, 2, 3]
 
 
-def evaluate(fabric: Fabric) -> Any:
-    loader = fabric.setup_dataloaders(DataLoader(torch.arange(7.0), batch_size=2))
-    inner = fabric.setup_dataloaders(DataLoader(torch.arange(100, 103), batch_size=1))
+# -- on real ranks ---------------------------------------------------------------------------------
+
+
+def setup_numbers(fabric: Fabric) -> Any:
+    """Set up a loader of seven numbers."""
+    return fabric.setup_dataloaders(DataLoader(torch.arange(7.0), batch_size=2))
+
+
+def evaluate(fabric: Fabric) -> list[float]:
     values = []
-    nested = []
-    resumed = []
-    for batch in loader:
-        result = fabric.gather_for_metrics({"x": batch, "y": batch[:, None] * 2, "text": "kept"})
-        assert (result["y"][:, 0] == result["x"] * 2).all()
-        assert result["text"] == "kept"
-        values += result["x"].tolist()
-        if not nested:
-            nested = [fabric.gather_for_metrics(one).tolist() for one in inner]
-            for _ in inner:
-                break
+    for batch in setup_numbers(fabric):
+        result = fabric.gather_for_metrics({"x": batch, "y": batch[:, None] * 2, "text": "a"})
+        assert torch.equal(result["y"][:, 0], result["x"] * 2)
+        assert result["text"] == "a"
         assert torch.equal(fabric.gather_for_metrics(batch), result["x"])
-        with pytest.raises(ConfigurationError, match=r"\['n'\].*\n.*number 3"):
-            fabric.gather_for_metrics({"n": 3})
-        with pytest.raises(ConfigurationError, match=r"which sample is what\?.*\(\)"):
-            fabric.gather_for_metrics(batch.mean())
-    state = None
-    for _ in loader:
-        state = loader.state_dict()
-        break
-    loader.load_state_dict(state)
-    for batch in loader:
-        resumed += fabric.gather_for_metrics(batch).tolist()
-    with pytest.raises(UsageError, match="no loop over a set-up loader is active"):
-        fabric.gather_for_metrics(torch.ones(1))
-    each = fabric.setup_dataloaders(DataLoader(torch.arange(3)), use_distributed_sampler=False)
-    if fabric.world_size > 1:
-        with pytest.raises(UsageError, match="all of the data"):
-            [fabric.gather_for_metrics(batch) for batch in each]
-    return values, [one for part in nested for one in part], resumed
+        values += result["x"].tolist()
+    return values
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_an_evaluation_over_n_samples_counts_n(size: int) -> None:
-    for values, nested, resumed in run_in_ranks(evaluate, ranks=size):
-        assert values == list(range(7))
-        assert nested == [100, 101, 102]
-        assert resumed == list(range(2 * size, 7))
+    assert run_in_ranks(evaluate, ranks=size) == [list(range(7))] * size
+
+
+def evaluate_in_nested_loops(fabric: Fabric) -> tuple[list[float], list[int]]:
+    inner = fabric.setup_dataloaders(DataLoader(torch.arange(100, 103), batch_size=1))
+    outer_values = []
+    inner_values = []
+    for batch in setup_numbers(fabric):
+        if not inner_values:
+            inner_values = samples_of(map(fabric.gather_for_metrics, inner))
+            for _ in inner:
+                break
+        outer_values += fabric.gather_for_metrics(batch).tolist()
+    return outer_values, inner_values
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nested_loops_gather_from_the_loop_that_is_running(size: int) -> None:
+    for outer_values, inner_values in run_in_ranks(evaluate_in_nested_loops, ranks=size):
+        assert outer_values == list(range(7))
+        assert inner_values == [100, 101, 102]
+
+
+def resume_in_the_middle(fabric: Fabric) -> list[float]:
+    loader = setup_numbers(fabric)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    return samples_of(map(fabric.gather_for_metrics, loader))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_resumed_evaluation_counts_the_remaining_samples(size: int) -> None:
+    remaining = list(range(2 * size, 7))
+    assert run_in_ranks(resume_in_the_middle, ranks=size) == [remaining] * size
+
+
+def gather_without_samples(fabric: Fabric) -> dict[str, str]:
+    errors = {}
+    for batch in setup_numbers(fabric):
+        errors["a number"] = outcome(partial(fabric.gather_for_metrics, {"n": 3}))
+        errors["a mean"] = outcome(partial(fabric.gather_for_metrics, batch.mean()))
+    errors["after the loop"] = outcome(partial(fabric.gather_for_metrics, torch.ones(1)))
+    unsharded = fabric.setup_dataloaders(DataLoader(torch.arange(3)), use_distributed_sampler=False)
+    for batch in unsharded:
+        errors["unsharded"] = outcome(partial(fabric.gather_for_metrics, batch))
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_that_do_not_belong_to_samples_of_a_loop_are_refused(size: int) -> None:
+    for errors in run_in_ranks(gather_without_samples, ranks=size):
+        assert re.search(r"ConfigurationError(.|\n)*\['n'\].*\n.*number 3", errors["a number"])
+        assert re.search(r"ConfigurationError(.|\n)*which sample is what\?.*\(\)", errors["a mean"])
+        assert "UsageError" in errors["after the loop"]
+        assert "no loop over a set-up loader is active" in errors["after the loop"]
+        if size > 1:
+            assert "UsageError" in errors["unsharded"]
+            assert "all of the data" in errors["unsharded"]
