@@ -1,10 +1,12 @@
-"""Loaders whose ranks have different numbers of batches: they stop together, or those without get a batch again."""
+"""Loaders whose ranks have different numbers of batches stop together, or repeat a batch."""
 
+import copy
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,29 +26,36 @@ from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.seed import rng_state
 from fabric.testing import ThreadedWorld
+from tests.datasets import batches_of, samples_of
 from tests.laws.base import profile
 from tests.ranks import outcome, run_in_ranks
 
 SPAN = 100  # samples of rank r are r * SPAN, r * SPAN + 1, ...
 
 
-class Own(IterableDataset[Any]):
-    """The samples of one rank, which has ``n`` of them, without saying how many."""
+def samples_of_rank(rank: int, n: int) -> range:
+    return range(rank * SPAN, rank * SPAN + n)
+
+
+class RankStream(IterableDataset[Any]):
+    """A stream of the ``n`` samples of one rank, without a length."""
 
     shards_itself = True
 
     def __init__(self, rank: int, n: int, width: int = 0) -> None:
-        self.first = rank * SPAN
-        self.n = n
+        self.samples = samples_of_rank(rank, n)
         self.width = width
 
     def __iter__(self) -> Iterator[Any]:
-        for sample in range(self.first, self.first + self.n):
-            yield torch.full((self.width,), float(sample)) if self.width else sample
+        for sample in self.samples:
+            if self.width:
+                yield torch.full((self.width,), float(sample))
+            else:
+                yield sample
 
 
 class Common(IterableDataset[int]):
-    """Samples that all ranks read."""
+    """A stream of samples that all ranks read."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -59,7 +68,7 @@ class Common(IterableDataset[int]):
 
 
 class Contiguous(Sampler[int]):
-    """Shards by itself, a part of another length for each rank."""
+    """A sampler that shards by itself, with one sample for rank 0, two for rank 1, and so on."""
 
     def __init__(self, rank: int, num_replicas: int) -> None:
         self.rank = rank
@@ -72,65 +81,133 @@ class Contiguous(Sampler[int]):
         return iter(range(self.rank, 2 * self.rank + 1))
 
 
-def own(fabric: Fabric, counts: Any, uneven: Any, known: bool, **options: Any) -> Any:
+def setup_loader(
+    fabric: Fabric, data: Any, batch_size: int | None = 1, uneven: Any = "longest", **options: Any
+) -> Any:
+    """Set up a loader of the data of this rank."""
+    loader = DataLoader(data, batch_size, **options)
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=False, uneven=uneven)
+
+
+def data_of_rank(fabric: Fabric, counts: Any, has_length: bool) -> Any:
     rank = fabric.global_rank
-    data: Any = range(rank * SPAN, rank * SPAN + counts[rank]) if known else Own(rank, counts[rank])
-    return fabric.setup_dataloaders(
-        DataLoader(data, **options), use_distributed_sampler=False, uneven=uneven
-    )
+    if has_length:
+        return samples_of_rank(rank, counts[rank])
+    return RankStream(rank, counts[rank])
 
 
-def in_passes(fabric: Fabric, counts: Any, uneven: str, known: bool, steps: int) -> list[Any]:
-    loader = own(fabric, counts, uneven, known)
-    found = []
+def samples_without_repeats(loader: Any) -> list[int]:
+    """Read a loader, and return its samples without the repeated batches."""
+    samples = []
+    for batch in loader:
+        if not loader.is_repeat:
+            samples += batch.tolist()
+    return samples
+
+
+def common_count(counts: Any, uneven: str) -> int:
+    """Return the count at which all ranks stop."""
+    if uneven == "shortest":
+        return min(counts)
+    return max(counts)
+
+
+class Step(NamedTuple):
+    """One step of a loop, as one rank sees it."""
+
+    sample: int
+    is_repeat: bool
+    cursor: int
+    gathered: list[int]
+
+
+def expected_steps(counts: Any, rank: int, uneven: str) -> list[Step]:
+    """Compute without fabric the steps of one rank."""
+    total = common_count(counts, uneven)
+    streams = [samples_of_rank(rank, count) for rank, count in enumerate(counts)]
+    steps = []
+    for number in range(total):
+        gathered = []
+        for stream in streams:
+            gathered += stream[number : number + 1]
+        is_repeat = number >= counts[rank]
+        if not is_repeat:
+            sample = streams[rank][number]
+        elif counts[rank] > 0:
+            sample = streams[rank][-1]
+        else:
+            # A rank without samples repeats the first sample of the first rank that has one.
+            sample = next(filter(None, streams))[0]
+        cursor = min(number + 1, counts[rank]) * len(counts)
+        steps.append(Step(sample, is_repeat, cursor, gathered))
+    return steps
+
+
+def take_step(fabric: Fabric, loader: Any, batch: Any) -> Step:
+    cursor = loader.state_dict()["cursor"]
+    gathered = fabric.gather_for_metrics(batch).tolist()
+    return Step(batch.item(), loader.is_repeat, cursor, gathered)
+
+
+def loop_twice(fabric: Fabric, counts: Any, uneven: str, has_length: bool) -> list[Step]:
+    loader = setup_loader(fabric, data_of_rank(fabric, counts, has_length), uneven=uneven)
+    steps = []
     for _ in range(2):
-        found.append([])
-        for item in fabric.accumulate(loader, steps) if steps else loader:
-            batch, last = item if steps else (item, None)
-            cursor = loader.state_dict()["cursor"]
-            gathered = fabric.gather_for_metrics(batch).tolist()
-            found[-1].append((batch.item(), loader.is_repeat, last, cursor, gathered))
+        for batch in loader:
+            steps.append(take_step(fabric, loader, batch))
         assert not loader.is_repeat
-        assert loader.state_dict()["cursor"] == 0  # of the next epoch
-    return found
+        # The position is the start of the next epoch.
+        assert loader.state_dict()["cursor"] == 0
+    return steps
 
 
-def expected_pass(counts: Any, rank: int, uneven: str, steps: int) -> list[Any]:
-    """What one rank gets, told without fabric."""
-    total = min(counts) if uneven == "shortest" else max(counts)
-    spare = [r * SPAN for r, count in enumerate(counts) if count][:1]
-    found = []
-    for i in range(total):
-        last = None if not steps else (i + 1) % steps == 0 or i + 1 == total
-        is_repeat = i >= counts[rank]
-        batch = spare[0] if not counts[rank] else rank * SPAN + min(i, counts[rank] - 1)
-        gathered = [r * SPAN + i for r, count in enumerate(counts) if i < count]
-        found.append((batch, is_repeat, last, min(i + 1, counts[rank]) * len(counts), gathered))
-    return found
+def loop_twice_in_windows(
+    fabric: Fabric, counts: Any, uneven: str, has_length: bool
+) -> tuple[list[Step], list[bool]]:
+    """Loop in windows of two micro-batches; return the steps, and whether each ends a window."""
+    loader = setup_loader(fabric, data_of_rank(fabric, counts, has_length), uneven=uneven)
+    steps = []
+    window_ends = []
+    for _ in range(2):
+        for batch, is_last in fabric.accumulate(loader, 2):
+            steps.append(take_step(fabric, loader, batch))
+            window_ends.append(is_last)
+        assert not loader.is_repeat
+        assert loader.state_dict()["cursor"] == 0
+    return steps, window_ends
 
 
 COUNTS = [(2, 3), (3, 1), (0, 2), (0, 0), (4,), (0, 1, 3), (5, 2, 2)]
 
 
 @pytest.mark.parametrize("uneven", ["shortest", "longest"])
-@pytest.mark.parametrize("known", [False, True])
-def test_all_ranks_stop_with_the_first_or_with_the_last(uneven: str, known: bool) -> None:
+@pytest.mark.parametrize("has_length", [False, True])
+def test_all_ranks_stop_with_the_first_or_with_the_last(uneven: str, has_length: bool) -> None:
     for counts in COUNTS:
-        for steps in (0, 2):
-            results = ThreadedWorld(len(counts)).run(in_passes, counts, uneven, known, steps)
-            for rank, passes in enumerate(results):
-                assert passes == [expected_pass(counts, rank, uneven, steps)] * 2, (
-                    counts,
-                    rank,
-                    steps,
-                )
+        results = ThreadedWorld(len(counts)).run(loop_twice, counts, uneven, has_length)
+        for rank, steps in enumerate(results):
+            assert steps == expected_steps(counts, rank, uneven) * 2, (counts, rank)
 
 
-def test_a_rank_that_knows_its_length_and_one_that_does_not_agree() -> None:
-    def loop(fabric: Fabric) -> list[Any]:
-        return [
-            batch.item() for batch in own(fabric, (2, 3), "longest", known=fabric.global_rank == 0)
-        ]
+@pytest.mark.parametrize("uneven", ["shortest", "longest"])
+@pytest.mark.parametrize("has_length", [False, True])
+def test_all_ranks_stop_together_in_windows(uneven: str, has_length: bool) -> None:
+    for counts in COUNTS:
+        world = ThreadedWorld(len(counts))
+        results = world.run(loop_twice_in_windows, counts, uneven, has_length)
+        for rank, (steps, window_ends) in enumerate(results):
+            expected = expected_steps(counts, rank, uneven)
+            assert steps == expected * 2, (counts, rank)
+            ends = [False, True] * (len(expected) // 2)
+            if len(expected) % 2 == 1:
+                ends.append(True)
+            assert window_ends == ends * 2, (counts, rank)
+
+
+def test_a_rank_with_a_length_and_a_rank_without_a_length_agree() -> None:
+    def loop(fabric: Fabric) -> list[int]:
+        has_length = fabric.global_rank == 0
+        return samples_of(setup_loader(fabric, data_of_rank(fabric, (2, 3), has_length)))
 
     assert ThreadedWorld(2).run(loop) == [[0, 1, 1], [100, 101, 102]]
 
@@ -148,113 +225,121 @@ def test_nothing_is_fetched_ahead_of_the_user_where_the_length_is_known() -> Non
 
     def loop(fabric: Fabric) -> list[int]:
         data = Counted()
-        loader = fabric.setup_dataloaders(
-            DataLoader(data), use_distributed_sampler=False, uneven="shortest"
-        )
+        loader = setup_loader(fabric, data, uneven="shortest")
         return [data.loaded for _ in loader]
 
     assert ThreadedWorld(2).run(loop) == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_data_that_fabric_shards_itself_is_even_anyway(ranks: int) -> None:
+def test_longest_is_refused_for_data_that_fabric_shards(ranks: int) -> None:
     def refused(fabric: Fabric) -> str:
         return outcome(lambda: fabric.setup_dataloaders(DataLoader(range(5)), uneven="longest"))
 
     for text in ThreadedWorld(ranks).run(refused):
         assert text.startswith(ConfigurationError.__name__)
         assert 'uneven="pad" or "drop"' in text
+    invalid: Any = "long"
     with (
         Fabric(accelerator="cpu", devices=1) as fabric,
         pytest.raises(ConfigurationError, match="'longest'"),
     ):
-        fabric.setup_dataloaders(DataLoader(range(5)), uneven="long")  # pyright: ignore[reportCallIssue, reportArgumentType]
+        fabric.setup_dataloaders(DataLoader(range(5)), uneven=invalid)
 
 
 def test_the_last_round_of_a_common_stream_counts_under_longest_alone() -> None:
-    def loop(fabric: Fabric, n: int, uneven: Any) -> Any:
+    def loop(fabric: Fabric, n: int, uneven: Any) -> tuple[list[int], list[int]]:
         loader = fabric.setup_dataloaders(DataLoader(Common(n), 2), uneven=uneven)
-        own = [sample for batch in loader if not loader.is_repeat for sample in batch.tolist()]
-        return own, [
-            sample for batch in loader for sample in fabric.gather_for_metrics(batch).tolist()
-        ]
+        samples = samples_without_repeats(loader)
+        return samples, samples_of(map(fabric.gather_for_metrics, loader))
 
     for ranks, n in ((1, 5), (2, 5), (3, 8), (3, 1), (2, 0)):
         for uneven in ("pad", "shortest", "longest"):
             results = ThreadedWorld(ranks).run(loop, n, uneven)
-            kept = n if uneven == "longest" else n // ranks * ranks
-            assert [result[0] for result in results] == [
-                list(range(rank, kept, ranks)) for rank in range(ranks)
-            ]
-            assert all(sorted(result[1]) == list(range(kept)) for result in results)
+            count = n if uneven == "longest" else n // ranks * ranks
+            for rank, (samples, gathered) in enumerate(results):
+                assert samples == list(range(rank, count, ranks))
+                assert sorted(gathered) == list(range(count))
 
 
-def test_samplers_that_shard_by_themselves() -> None:
-    def loop(fabric: Fabric, kind: str, uneven: Any) -> Any:
-        place = fabric.world_size, fabric.global_rank
-        data = range(7)
-        ours = Contiguous(place[1], place[0])
-        sampler: Any = (
-            DistributedSampler(data, *place, shuffle=False) if kind == "torch's" else ours
-        )
-        made = DataLoader(data, 2, sampler=sampler)
-        if kind == "in batches":
-            made = DataLoader(data, batch_sampler=BatchSampler(ours, 2, drop_last=False))
-        loader = fabric.setup_dataloaders(made, uneven=uneven)
-        return [fabric.gather_for_metrics(batch).tolist() for batch in loader]
+def distributed_sampler(fabric: Fabric) -> DataLoader[int]:
+    sampler = DistributedSampler(range(7), fabric.world_size, fabric.global_rank, shuffle=False)
+    return DataLoader(range(7), 2, sampler=sampler)
+
+
+def sampler_by_hand(fabric: Fabric) -> DataLoader[int]:
+    return DataLoader(range(7), 2, sampler=Contiguous(fabric.global_rank, fabric.world_size))
+
+
+def batch_sampler_by_hand(fabric: Fabric) -> DataLoader[int]:
+    sampler = Contiguous(fabric.global_rank, fabric.world_size)
+    return DataLoader(range(7), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+
+
+def test_samplers_that_shard_by_themselves_may_be_uneven() -> None:
+    def loop(fabric: Fabric, make: Any, uneven: Any) -> Any:
+        loader = fabric.setup_dataloaders(make(fabric), uneven=uneven)
+        return batches_of(map(fabric.gather_for_metrics, loader))
 
     for uneven in ("shortest", "longest"):
-        assert ThreadedWorld(2).run(loop, "torch's", uneven)[0] == [[0, 1, 2, 3], [4, 5, 6]]
-    for kind in ("by hand", "in batches"):
-        assert ThreadedWorld(3).run(loop, kind, "shortest")[0] == [[0, 1, 2, 2, 3]]
-        assert ThreadedWorld(3).run(loop, kind, "longest")[0] == [[0, 1, 2, 2, 3], [4]]
+        results = ThreadedWorld(2).run(loop, distributed_sampler, uneven)
+        assert results[0] == [[0, 1, 2, 3], [4, 5, 6]]
+    for make in (sampler_by_hand, batch_sampler_by_hand):
+        assert ThreadedWorld(3).run(loop, make, "shortest")[0] == [[0, 1, 2, 2, 3]]
+        assert ThreadedWorld(3).run(loop, make, "longest")[0] == [[0, 1, 2, 2, 3], [4]]
 
 
-def test_a_loader_of_single_samples_counts_each_once() -> None:
+def test_a_loader_of_single_samples_counts_every_sample_once() -> None:
     def loop(fabric: Fabric) -> Any:
-        loader = own(fabric, (1, 2), "longest", known=False, batch_size=None)
-        return [fabric.gather_for_metrics(torch.tensor(sample)).tolist() for sample in loader]
+        data = data_of_rank(fabric, (1, 2), has_length=False)
+        loader = setup_loader(fabric, data, batch_size=None)
+        gathered = []
+        for sample in loader:
+            gathered.append(fabric.gather_for_metrics(torch.tensor(sample)).tolist())
+        return gathered
 
     assert ThreadedWorld(2).run(loop) == [[[0, 100], [101]]] * 2
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_repeat_is_not_in_a_position(known: bool) -> None:
-    def loop(fabric: Fabric, stop: int) -> Any:
-        def samples(loader: Any) -> list[int]:
-            return [batch.item() for batch in loader if not loader.is_repeat]
+def loop_until(fabric: Fabric, stop: int, has_length: bool) -> tuple[list[int], Any]:
+    """Break off a loop after ``stop`` batches; return the samples of no repeat, and the state."""
+    loader = setup_loader(fabric, data_of_rank(fabric, (2, 5), has_length))
+    samples = []
+    for number, batch in enumerate(loader, 1):
+        if not loader.is_repeat:
+            samples += batch.tolist()
+        if number == stop:
+            break
+    return samples, loader.state_dict()
 
-        loader = own(fabric, (2, 5), "longest", known)
-        seen = []
-        for number, batch in enumerate(loader, 1):
-            seen += [] if loader.is_repeat else [batch.item()]
-            if number == stop:
-                break
-        state = loader.state_dict()
-        resumed = own(fabric, (2, 5), "longest", known)
-        if not known:
-            return seen
+
+def test_a_position_does_not_count_repeats() -> None:
+    def loop(fabric: Fabric, stop: int) -> list[int]:
+        samples, state = loop_until(fabric, stop, has_length=True)
+        resumed = setup_loader(fabric, data_of_rank(fabric, (2, 5), has_length=True))
         resumed.load_state_dict(state)
-        return seen + samples(resumed)
+        return samples + samples_without_repeats(resumed)
 
     for stop in range(1, 6):
-        actual = ThreadedWorld(2).run(loop, stop)
-        assert (
-            actual == [[0, 1], [100, 101, 102, 103, 104]]
-            if known
-            else [[0, 1][:stop], list(range(100, 100 + stop))]
-        )
+        assert ThreadedWorld(2).run(loop, stop) == [[0, 1], [100, 101, 102, 103, 104]]
 
 
-class Counting(Own):
-    """Knows how many samples it has yielded."""
+def test_a_stream_that_has_run_out_repeats_up_to_a_break() -> None:
+    for stop in range(1, 6):
+        results = ThreadedWorld(2).run(loop_until, stop, has_length=False)
+        assert results[0][0] == [0, 1][:stop]
+        assert results[1][0] == list(range(100, 100 + stop))
+
+
+class CountingStream(RankStream):
+    """A stream that saves and loads how many samples it has yielded."""
 
     at = 0
 
     def __iter__(self) -> Iterator[Any]:
-        while self.at < self.n:
+        while self.at < len(self.samples):
             self.at += 1
-            yield self.first + self.at - 1
+            yield self.samples[self.at - 1]
         self.at = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -264,96 +349,79 @@ class Counting(Own):
         self.at = state["at"]
 
 
-def saved_and_resumed(fabric: Fabric, folder: str) -> list[Any]:
+def save_and_resume(fabric: Fabric, path: Path, make_data: Any, count: int, stop: int) -> list[int]:
+    """Save after ``stop`` batches, load, and return the samples before and after that."""
+    loader = setup_loader(fabric, make_data(fabric.global_rank, count))
+    samples = []
+    for number, batch in enumerate(loader, 1):
+        if not loader.is_repeat:
+            samples += batch.tolist()
+        if number == stop:
+            fabric.save(path, {"loader": loader})
+            break
+    resumed = setup_loader(fabric, make_data(fabric.global_rank, count))
+    fabric.load(path, {"loader": resumed})
+    return samples + samples_without_repeats(resumed)
+
+
+def check_saved_positions(fabric: Fabric, folder: Path) -> None:
     rank = fabric.global_rank
-    found = []
-
-    def make(known: bool, count: int) -> Any:
-        data: Any = range(rank * SPAN, rank * SPAN + count) if known else Counting(rank, count)
-        return fabric.setup_dataloaders(
-            DataLoader(data), use_distributed_sampler=False, uneven="longest"
-        )
-
-    for known, counts, stop in itertools.product((False, True), ((2, 5), (5, 2)), (1, 4)):
-        loader = make(known, counts[rank])
-        seen = []
-        for number, batch in enumerate(loader, 1):
-            seen += [] if loader.is_repeat else [batch.item()]
-            if number == stop:
-                fabric.save(path := f"{folder}/{len(found)}", {"loader": loader})
-                break
-        resumed = make(known, counts[rank])
-        loaded = outcome(lambda: fabric.load(path, {"loader": resumed}))  # noqa: B023
-        if loaded == "fine":
-            seen += [batch.item() for batch in resumed if not resumed.is_repeat]
-        found.append(
-            (
-                known,
-                counts,
-                stop,
-                loaded,
-                seen == list(range(rank * SPAN, rank * SPAN + counts[rank])),
-            )
-        )
-    return found
+    cases = itertools.product((samples_of_rank, CountingStream), ((2, 5), (5, 2)), (1, 4))
+    for number, (make_data, counts, stop) in enumerate(cases):
+        count = counts[rank]
+        samples = save_and_resume(fabric, folder / str(number), make_data, count, stop)
+        assert samples == list(samples_of_rank(rank, count)), (make_data, counts, stop)
 
 
 def test_a_checkpoint_has_the_positions_of_all_ranks_also_where_one_has_run_out(
     tmp_path: Path,
 ) -> None:
-    for found in run_in_ranks(saved_and_resumed, str(tmp_path)):
-        for known, counts, stop, loaded, is_whole in found:
-            assert loaded == "fine", (known, counts, stop)
-            assert is_whole, (known, counts, stop)
+    run_in_ranks(check_saved_positions, tmp_path)
 
 
-def broken_off(fabric: Fabric, at: int | tuple[int, int]) -> list[int]:
-    loader = own(fabric, (4, 6), "longest", known=False)
-    found = []
-    stop = at if isinstance(at, int) else at[fabric.global_rank]
+def loop_three_times(fabric: Fabric, stops: tuple[int, int]) -> list[int]:
+    """Break off each of three loops after as many batches as ``stops`` says for the rank."""
+    loader = setup_loader(fabric, data_of_rank(fabric, (4, 6), has_length=False))
+    samples = []
     for _ in range(3):
         for number, batch in enumerate(loader, 1):
-            found.append(batch.item())
-            if number == stop:
+            samples += batch.tolist()
+            if number == stops[fabric.global_rank]:
                 break
-    return found
+    return samples
 
 
-def test_a_break_leaves_nothing_that_the_next_loop_meets() -> None:
-    assert ThreadedWorld(2).run(broken_off, 2) == [[0, 1] * 3, [100, 101] * 3]
-    assert ThreadedWorld(2).run(broken_off, 5) == [
+def test_a_loop_after_a_break_starts_again() -> None:
+    assert ThreadedWorld(2).run(loop_three_times, (2, 2)) == [[0, 1] * 3, [100, 101] * 3]
+    assert ThreadedWorld(2).run(loop_three_times, (5, 5)) == [
         [0, 1, 2, 3, 3] * 3,
         [100, 101, 102, 103, 104] * 3,
     ]
 
 
-def test_breaks_at_different_batches_are_told() -> None:
+def test_breaks_at_different_batches_are_an_error() -> None:
     with pytest.raises(
         RankFailedError, match=r"rank 0 behind batch 0 of loop 2, rank 1 behind batch 3 of loop 1"
     ):
-        ThreadedWorld(2).run(broken_off, (2, 3))
+        ThreadedWorld(2).run(loop_three_times, (2, 3))
 
 
 def test_a_dataset_that_raises_on_one_rank_ends_all() -> None:
-    class Bad(Own):
+    class Bad(RankStream):
         def __iter__(self) -> Iterator[Any]:
             yield 0
             yield 1
             raise KeyError("of the dataset")
 
     def loop(fabric: Fabric) -> None:
-        data = Bad(0, 5) if fabric.global_rank else Own(0, 5)
-        list(
-            fabric.setup_dataloaders(
-                DataLoader(data), use_distributed_sampler=False, uneven="shortest"
-            )
-        )
+        data = RankStream(0, 5) if fabric.global_rank == 0 else Bad(0, 5)
+        list(setup_loader(fabric, data, uneven="shortest"))
 
     with pytest.raises(RankFailedError, match="of the dataset"):
         ThreadedWorld(2).run(loop)
 
 
-# -- with modules, on real ranks ----------------------------------------------------------------------------------
+# -- with modules, on real ranks -------------------------------------------------------------------
 
 
 def net(fabric: Fabric) -> tuple[Any, Any]:
@@ -365,32 +433,34 @@ def net(fabric: Fabric) -> tuple[Any, Any]:
 
 
 def rows(fabric: Fabric, counts: Any, uneven: Any, workers: int = 0) -> Any:
-    data = Own(fabric.global_rank, 2 * counts[fabric.global_rank], 3)
-    made = DataLoader(data, 2, num_workers=workers)
-    return fabric.setup_dataloaders(made, use_distributed_sampler=False, uneven=uneven)
+    data = RankStream(fabric.global_rank, 2 * counts[fabric.global_rank], 3)
+    return setup_loader(fabric, data, batch_size=2, uneven=uneven, num_workers=workers)
 
 
-def train_and_validate(fabric: Fabric, every: Any) -> list[Any]:
-    found: list[Any] = []
-    for counts, uneven in every:
-        model, optimizer = net(fabric)
-        loader = rows(fabric, counts, uneven)
-        trained = 0
-        seen = []
-        for _ in range(2):
+def train_and_validate(fabric: Fabric, counts: Any, uneven: str) -> tuple[int, list[int]]:
+    """Train and validate twice; return the batches trained on, and the first samples validated."""
+    model, optimizer = net(fabric)
+    loader = rows(fabric, counts, uneven)
+    trained_batches = 0
+    validated = []
+    for _ in range(2):
+        for x in loader:
+            fabric.backward(model(x.double()).sum(), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if not loader.is_repeat:
+                trained_batches += 1
+        model.eval()
+        with torch.no_grad():
             for x in loader:
-                fabric.backward(model(x.double()).sum(), weight=len(x))
-                optimizer.step()
-                optimizer.zero_grad()
-                trained += not loader.is_repeat
-            model.eval()
-            with torch.no_grad():
-                for x in loader:
-                    model(x.double())
-                    seen += fabric.gather_for_metrics(x)[::2, 0].long().tolist()
-            model.train()
-        found.append((trained, seen))
-    return found
+                model(x.double())
+                validated += fabric.gather_for_metrics(x)[::2, 0].long().tolist()
+        model.train()
+    return trained_batches, validated
+
+
+def train_and_validate_all(fabric: Fabric) -> list[tuple[int, list[int]]]:
+    return [train_and_validate(fabric, counts, uneven) for counts, uneven in CASES]
 
 
 CASES = [
@@ -405,35 +475,39 @@ CASES = [
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("checked", [False, True])
 def test_training_and_validation_end_on_all_ranks(strategy: str, checked: bool) -> None:
-    results = run_in_ranks(train_and_validate, CASES, strategy=strategy, check_collectives=checked)
-    for rank, found in enumerate(results):
-        for (counts, uneven), (trained, seen) in zip(CASES, found, strict=True):
-            total = min(counts) if uneven == "shortest" else max(counts)
-            assert trained == 2 * min(total, counts[rank])
-            one = [r * SPAN + 2 * i for i in range(total) for r in range(2) if i < counts[r]]
-            assert seen == one * 2
+    results = run_in_ranks(train_and_validate_all, strategy=strategy, check_collectives=checked)
+    for rank, results_of_rank in enumerate(results):
+        for case, (trained_batches, validated) in zip(CASES, results_of_rank, strict=True):
+            counts, uneven = case
+            total = common_count(counts, uneven)
+            assert trained_batches == 2 * min(total, counts[rank])
+            expected = []
+            for number in range(total):
+                for validating_rank in range(2):
+                    if number < counts[validating_rank]:
+                        expected.append(validating_rank * SPAN + 2 * number)
+            assert validated == expected * 2
 
 
-def with_repeats(fabric: Fabric, workers: int) -> list[Any]:
+def states_of_steps(fabric: Fabric, workers: int) -> tuple[list[Any], list[Any]]:
+    """Return the random state and the buffers after each step, and after the loop."""
     model, _ = net(fabric)
-    loader = rows(fabric, (1, 4), "longest", workers)
     states = []
-    for x in loader:
+    for x in rows(fabric, (1, 4), "longest", workers):
         model(x.double())
         torch.rand(3)
-        states.append([rng_state()["torch"], *(buffer.clone() for buffer in model.buffers())])
-    return [rng_state()["torch"], *(buffer.clone() for buffer in model.buffers())], states
+        states.append(copy.deepcopy([rng_state()["torch"], *model.buffers()]))
+    return states, [rng_state()["torch"], *model.buffers()]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_repeat_leaves_random_streams_and_running_statistics(workers: int) -> None:
-    after, states = run_in_ranks(with_repeats, workers)[0]
-    assert len(states) == 4 * max(workers, 1)  # each worker reads the whole stream
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(after, states[max(workers, 1) - 1], strict=True)
-    )
-    assert not torch.equal(states[-1][0], after[0])
+    states, state_after_loop = run_in_ranks(states_of_steps, workers)[0]
+    # Each worker reads the whole stream: rank 0 has one batch and three repeats for each.
+    readers = max(workers, 1)
+    assert len(states) == 4 * readers
+    torch.testing.assert_close(state_after_loop, states[readers - 1], rtol=0, atol=0)
+    assert not torch.equal(states[-1][0], state_after_loop[0])
 
 
 def synchronized(fabric: Fabric) -> str:
@@ -452,27 +526,38 @@ def test_statistics_over_all_ranks_are_refused_under_longest() -> None:
         assert 'uneven="shortest"' in text
 
 
-# -- the whole promise, for any numbers of samples ----------------------------------------------------------------
+# -- training, for any numbers of samples ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    samples: tuple[int, ...]
-    """Of each rank."""
+    """A run whose ranks have different numbers of samples.
+
+    Args:
+        counts: The number of samples of each rank.
+        uneven: The option of the loader.
+        steps: The number of micro-batches in a window.
+    """
+
+    counts: tuple[int, ...]
     uneven: Any
     steps: int
-    """Micro-batches in a window."""
 
-    def batch(self, rank: int, number: int) -> list[int]:
-        """The samples of a batch, from 0; none where the rank has no such batch."""
-        first = rank * SPAN
-        return list(range(first + 2 * number, first + min(2 * number + 2, self.samples[rank])))
+    def batch(self, rank: int, number: int) -> range:
+        """Return the samples of a batch, which is empty where the rank has no such batch."""
+        return samples_of_rank(rank, self.counts[rank])[2 * number : 2 * number + 2]
+
+    def global_batch(self, number: int) -> list[int]:
+        """Return the samples of the batches of all ranks."""
+        samples = []
+        for rank in range(len(self.counts)):
+            samples += self.batch(rank, number)
+        return samples
 
     @property
     def batches(self) -> int:
-        """Of each rank, in the end."""
-        pick = min if self.uneven == "shortest" else max
-        return -(-pick(self.samples) // 2)
+        """The number of batches that every rank gets."""
+        return math.ceil(common_count(self.counts, self.uneven) / 2)
 
 
 jobs = st.builds(
@@ -490,68 +575,75 @@ def small() -> tuple[nn.Module, Any]:
 
 
 def features(samples: Any) -> torch.Tensor:
-    """The inputs of these samples, of shape (n, 3)."""
+    """Return the inputs of the samples, of shape (n, 3)."""
     x = torch.as_tensor(samples, dtype=torch.float64)
     return torch.stack([x.sin(), x.cos(), (2 * x).sin()], dim=-1)
 
 
-def exactly(fabric: Fabric, job: Job) -> tuple[Any, ...]:
+class Result(NamedTuple):
+    """What one rank has trained on, and the samples that it has validated and gathered."""
+
+    trained: list[int]
+    weights: torch.Tensor
+    count: int
+    gathered: list[list[int]]
+
+
+def train_job(fabric: Fabric, job: Job) -> Result:
+    """Train one epoch in windows, and validate one epoch."""
     model, optimizer = fabric.setup(*small())
-    data = Own(fabric.global_rank, job.samples[fabric.global_rank])
-    loader = fabric.setup_dataloaders(
-        DataLoader(data, 2), use_distributed_sampler=False, uneven=job.uneven
-    )
+    data = RankStream(fabric.global_rank, job.counts[fabric.global_rank])
+    loader = setup_loader(fabric, data, batch_size=2, uneven=job.uneven)
     trained: list[int] = []
     for batch, last in fabric.accumulate(loader, job.steps):
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(model(features(batch)).square().sum(), weight=len(batch))
-        trained += [] if loader.is_repeat else batch.tolist()
+        if not loader.is_repeat:
+            trained += batch.tolist()
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    weights = torch.cat(
-        [value.flatten() for value in fabric.get_state_dict(model).values()] or [torch.zeros(0)]
-    )
+    # Only rank 0 has the whole state dict.
+    weights = torch.zeros(0)
+    state_dict = fabric.get_state_dict(model)
+    if state_dict:
+        weights = nn.utils.parameters_to_vector(state_dict.values())
     count = 0
     gathered = []
     with torch.no_grad():
         for batch in loader:
             model(features(batch))
-            count += 0 if loader.is_repeat else len(batch)
+            if not loader.is_repeat:
+                count += len(batch)
             gathered.append(fabric.gather_for_metrics(batch).tolist())
-    return trained, weights, fabric.all_reduce(count, reduce_op="sum"), gathered
+    return Result(trained, weights, fabric.all_reduce(count, reduce_op="sum"), gathered)
 
 
-def in_one_process(job: Job) -> torch.Tensor:
+def train_in_one_process(job: Job) -> torch.Tensor:
+    """Train on the samples of all ranks, and return the weights."""
     model, optimizer = small()
-    steps = range(job.batches)
-    for window in (steps[first : first + job.steps] for first in range(0, job.batches, job.steps)):
-        samples = [
-            each
-            for rank in range(len(job.samples))
-            for number in window
-            for each in job.batch(rank, number)
-        ]
+    for first in range(0, job.batches, job.steps):
+        samples = []
+        for number in range(first, min(first + job.steps, job.batches)):
+            samples += job.global_batch(number)
         model(features(samples)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def check(job: Job, strategy: str) -> None:
-    results = run_in_ranks(exactly, job, ranks=len(job.samples), strategy=strategy)
-    ranks = range(len(job.samples))
-    gathered = [
-        [each for rank in ranks for each in job.batch(rank, number)]
-        for number in range(job.batches)
-    ]
-    for rank, (trained, _, count, found) in enumerate(results):
-        assert trained == [
-            each for number in range(job.batches) for each in job.batch(rank, number)
-        ]
-        assert count == sum(map(len, gathered))
-        assert found == gathered
-    torch.testing.assert_close(results[0][1], in_one_process(job), rtol=1e-12, atol=1e-12)
+def check_job(job: Job, strategy: str) -> None:
+    results = run_in_ranks(train_job, job, ranks=len(job.counts), strategy=strategy)
+    global_batches = [job.global_batch(number) for number in range(job.batches)]
+    for rank, result in enumerate(results):
+        samples = []
+        for number in range(job.batches):
+            samples += job.batch(rank, number)
+        assert result.trained == samples
+        assert result.count == sum(map(len, global_batches))
+        assert result.gathered == global_batches
+    expected = train_in_one_process(job)
+    torch.testing.assert_close(results[0].weights, expected, rtol=1e-12, atol=1e-12)
 
 
 HOW_MANY = [
@@ -570,22 +662,22 @@ def test_training_is_that_of_one_process_with_the_samples_of_all(
     @profile(examples)
     @given(jobs)
     def holds(job: Job) -> None:
-        check(job, strategy)
+        check_job(job, strategy)
 
     holds()
 
 
-# -- what a loop may and may not do -------------------------------------------------------------------------------
+# -- weights of losses, and stalls -----------------------------------------------------------------
 
 
 def unweighted(fabric: Fabric) -> tuple[str, str]:
     model = fabric.setup(nn.Linear(3, 1))
-    with_gradients = [
-        outcome(lambda x=x: fabric.backward(model(x).sum()))
-        for x in rows(fabric, (1, 1), "longest")
-    ]
-    after = outcome(lambda: fabric.backward(model(torch.ones(1, 3)).sum()))
-    return with_gradients[0], after
+
+    def backward_without_weight(x: torch.Tensor) -> str:
+        return outcome(lambda: fabric.backward(model(x).sum()))
+
+    [inside] = map(backward_without_weight, rows(fabric, (1, 1), "longest"))
+    return inside, backward_without_weight(torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -601,18 +693,23 @@ def with_a_bad_repeat(fabric: Fabric) -> tuple[bool, list[bool]]:
     loader = rows(fabric, (1, 3), "longest")
     flags = []
     for x in loader:
-        loss = model(x.double()).sum() + (float("inf") if loader.is_repeat else 0)
-        # On a repeat any weight counts as zero, of the same kind.
-        fabric.backward(loss, weight=torch.tensor(7.0 if loader.is_repeat else 2.0))
+        loss = model(x.double()).sum()
+        weight = 2.0
+        if loader.is_repeat:
+            # Neither the loss nor the weight of a repeat counts.
+            loss = loss + float("inf")
+            weight = 7.0
+        fabric.backward(loss, weight=torch.tensor(weight))
         optimizer.step()
         optimizer.zero_grad()
         if len(flags) == 1:
             break
         flags.append(loader.is_repeat)
     flags.append(loader.is_repeat)
-    return all(
-        bool(value.isfinite().all()) for value in fabric.get_state_dict(model).values()
-    ), flags
+    is_finite = True
+    for value in fabric.get_state_dict(model).values():
+        is_finite = is_finite and bool(value.isfinite().all())
+    return is_finite, flags
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -621,7 +718,8 @@ def test_a_repeat_counts_nothing_whatever_its_loss_and_weight(strategy: str) -> 
 
 
 def late(fabric: Fabric) -> str:
-    loader = own(fabric, (3, 3), "shortest", known=False)
+    data = data_of_rank(fabric, (3, 3), has_length=False)
+    loader = setup_loader(fabric, data, uneven="shortest")
 
     def loop() -> None:
         for number, _ in enumerate(loader):
