@@ -1,8 +1,8 @@
-"""Lightning Fabric's names and their meaning there, on torch-fabric.
+"""Lightning Fabric's names, with Lightning's behavior, on torch-fabric.
 
-``python -m fabric_compat script.py`` runs a script whose imports are ``lightning.fabric`` or ``lightning_fabric``;
-``pytest -p fabric_compat.installed`` its tests. A script of your own imports ``fabric_compat`` in their place. Nothing
-in ``fabric`` imports this package.
+``python -m fabric_compat script.py`` runs a script that imports ``lightning.fabric`` or
+``lightning_fabric``. ``pytest -p fabric_compat.installed`` runs the tests of the script. In a new
+script, import ``fabric_compat`` instead. Nothing in ``fabric`` imports this package.
 """
 
 from fabric_compat import wrappers

@@ -1,4 +1,4 @@
-"""``python -m fabric_compat script.py ...`` or ``python -m fabric_compat -m module ...``."""
+"""The commands ``python -m fabric_compat script.py`` and ``python -m fabric_compat -m module``."""
 
 import os
 import sys
@@ -8,16 +8,22 @@ from fabric_compat import installed
 
 
 def main() -> None:
-    """Run a script that imports Lightning Fabric, in this process and in those that it launches."""
+    """Run a script that imports Lightning Fabric.
+
+    The processes that the script launches also find Lightning's names in this package.
+    """
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
-    script = arguments[is_module : is_module + 1]
-    if not script or script[0].startswith("-"):
+    if is_module:
+        arguments = arguments[1:]
+    if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m fabric_compat [-m] script.py ...")
-    if not is_module and not os.path.exists(script[0]):
-        sys.exit(f"python -m fabric_compat {script[0]}: there is no such file in {os.getcwd()!r}")
+    name = arguments[0]
+    if not is_module and not os.path.exists(name):
+        sys.exit(f"python -m fabric_compat {name}: there is no such file in {os.getcwd()!r}")
     os.environ["FABRIC_PRELOAD"] = installed.__name__
-    Script(name=script[0], is_module=is_module, arguments=arguments[is_module:])()()
+    run = Script(name=name, is_module=is_module, arguments=arguments)()
+    run()
 
 
 if __name__ == "__main__":

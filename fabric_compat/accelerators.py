@@ -1,4 +1,4 @@
-"""Accelerators: ours, under Lightning's names."""
+"""Fabric's accelerators under Lightning's names."""
 
 from contextlib import suppress
 from functools import partial
@@ -16,17 +16,21 @@ __getattr__ = partial(missing, __name__)
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """The first ``num_devices`` CUDA devices on which memory can be had; all of them for -1.
+    """Return the indices of the first CUDA devices on which a tensor can be allocated.
+
+    Args:
+        num_devices: The number of devices. The default, -1, stands for all usable devices.
 
     Raises:
-        ValueError: there are fewer, or fewer of them can be used.
+        ValueError: Fewer than ``num_devices`` devices can be used.
     """
     usable: list[int] = []
     for index in range(torch.cuda.device_count()):
-        if len(usable) != num_devices:
-            with suppress(RuntimeError):  # in use by a process that has it to itself
-                torch.ones(1, device=torch.device("cuda", index))
-                usable.append(index)
+        if len(usable) == num_devices:
+            break
+        with suppress(RuntimeError):  # another process uses the device exclusively
+            torch.ones(1, device=torch.device("cuda", index))
+            usable.append(index)
     if num_devices not in (-1, len(usable)):
         raise ValueError(f"num_devices={num_devices}: of the CUDA devices {usable} can be used")
     return usable

@@ -1,8 +1,9 @@
-"""``Fabric`` with Lightning Fabric's behavior where that differs from ours."""
+"""``Fabric`` with the behavior of Lightning Fabric."""
 
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -40,70 +41,66 @@ _DEFAULTS = {
 
 
 class Fabric(_Fabric):
-    """Takes Lightning's arguments and gives its results; everything else is :class:`fabric.Fabric`.
+    """:class:`fabric.Fabric` with Lightning's arguments and results.
 
     Args:
-        plugins: a precision, an environment and a format of checkpoints, as objects of :mod:`fabric_compat.plugins`.
-        options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``precision``, ``callbacks``, ``loggers``.
+        plugins: A precision, an environment and a format of checkpoints, as objects of
+            :mod:`fabric_compat.plugins`.
+        options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``precision``,
+            ``callbacks`` and ``loggers``.
     """
 
     def __init__(self, *, plugins: Any = None, **options: Any) -> None:
-        given = {**_DEFAULTS, **options}
-        for name, default in _DEFAULTS.items():
-            value = os.environ.get(f"LT_{name.upper()}", given[name])
-            if str(given[name]) not in (str(default), str(value)):
-                raise ValueError(
-                    f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise"
-                )
-            given[name] = value
-        if isinstance(given["strategy"], str):
-            given["strategy"] = strategies.STRATEGY_REGISTRY.get(
-                given["strategy"], given["strategy"]
-            )
-        elif isinstance(given["strategy"], SingleDeviceStrategy):
-            given.setdefault("environment", "none")  # of several processes each may have one
-        formats = []
+        options = _with_variables({**_DEFAULTS, **options})
+        strategy = options["strategy"]
+        if isinstance(strategy, str):
+            options["strategy"] = strategies.STRATEGY_REGISTRY.get(strategy, strategy)
+        elif isinstance(strategy, SingleDeviceStrategy):
+            # Each of several processes may have its own single device.
+            options.setdefault("environment", "none")
+        checkpoint_io = None
         for plugin in as_list(plugins):
             if isinstance(plugin, ClusterEnvironment):
-                devices = _parse_accelerator(given["accelerator"]).parse_devices(given["devices"])
-                environment = AsEnvironment(plugin, len(devices), int(given["num_nodes"]))
-                given["environment"] = environment if environment.detect(os.environ) else "none"
+                options["environment"] = _environment(plugin, options)
             elif isinstance(plugin, CheckpointIO):
-                formats.append(plugin)
+                checkpoint_io = plugin
             elif isinstance(plugin, Precision):
-                given["precision"] = plugin
+                options["precision"] = plugin
             else:
                 raise TypeError(
-                    f"plugins={plugin!r} is no precision, environment or format of checkpoints"
+                    f"plugins={plugin!r} is not a precision, an environment or a format of "
+                    "checkpoints"
                 )
-        if given["precision"] is not None:
-            given["precision"] = precision_object(given["precision"])
-        super().__init__(**given)
-        for plugin in formats:
-            self.strategy.checkpoint_io = plugin
-        kind = type(self.strategy)
-        self.strategy.__class__ = vars(strategies).get(kind.__name__, kind)  # that a name stood for
+        if options["precision"] is not None:
+            options["precision"] = precision_object(options["precision"])
+        super().__init__(**options)
+        if checkpoint_io is not None:
+            self.strategy.checkpoint_io = checkpoint_io
+        # A strategy given by name becomes an object of this package's class of the same name.
+        strategy_class = type(self.strategy)
+        compat_class = vars(strategies).get(strategy_class.__name__, strategy_class)
+        self.strategy.__class__ = compat_class
         self._launched = False
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
 
     @property
     def device(self) -> torch.device:
-        """The device of this process; before the launch, the first one."""
-        return super().device if self._plan.world is not None else self._plan.devices[0]
+        """The device of this process. Before the launch, the first of the devices."""
+        if self._plan.world is None:
+            return self._plan.devices[0]
+        return super().device
 
     def _world(self, call: str) -> World:
-        return self._plan.world or World()  # ranks are 0 before there are processes
+        return self._plan.world or World()  # all ranks are 0 before the launch
 
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
-        """Start the processes; a second call without a function does nothing."""
+        """Start the processes. A second call without a function does nothing."""
         has_launched = self._launched
         self._launched = True
-        return (
-            None
-            if has_launched and not function_and_args
-            else super().launch(*function_and_args, **kwargs)
-        )
+        if has_launched and not function_and_args:
+            return None
+        return super().launch(*function_and_args, **kwargs)
 
     def setup(
         self,
@@ -113,108 +110,125 @@ class Fabric(_Fabric):
         move_to_device: bool = True,
         **_: Any,
     ) -> Any:
-        """Set up a module, even a second time, and optimizers; calls ``on_after_setup`` of the callbacks."""
-        session = self._running_session("setup")
-        model = next(
-            (each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None
-        )
+        """Set up a module and optimizers, and call ``on_after_setup`` of the callbacks.
+
+        A module may be set up twice. The second call returns the same prepared module.
+        """
+        model = self._prepared_module(module)
         if model is None:
-            session.check_setup(
-                module,
-                [optimizer for optimizer in optimizers if optimizer not in session.optimizers],
-            )
-            model = session.setup_module(module, move_to_device)
-            object.__setattr__(model, "__class__", _FabricModule)
-            model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
-            if self.precision.name != "32-true":
-                _note(f"modules under {self.precision.name} cast inputs, and return float32")
+            model = self._prepare_module(module, optimizers, move_to_device)
         else:
             _note("a module that is set up again is the one that was")
         self._set_up(optimizers)
         self.call("on_after_setup", fabric=self, module=model)
         return _single_or_tuple(model, *optimizers, scheduler)
 
+    def _prepared_module(self, module: Any) -> Any:
+        """Return the result of an earlier setup of a module, or None."""
+        user_module = self.unwrap(module)
+        for prepared in self._running_session("setup").modules:
+            if self.unwrap(prepared) is user_module:
+                return prepared
+        return None
+
+    def _prepare_module(self, module: Any, optimizers: Any, move_to_device: bool) -> Any:
+        session = self._running_session("setup")
+        new_optimizers = [
+            optimizer for optimizer in optimizers if optimizer not in session.optimizers
+        ]
+        session.check_setup(module, new_optimizers)
+        model = session.setup_module(module, move_to_device)
+        # FabricModule.__setattr__ would set the attribute of the user's module.
+        object.__setattr__(model, "__class__", _FabricModule)
+        model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
+        if self.precision.name != "32-true":
+            _note(f"modules under {self.precision.name} cast inputs, and return float32")
+        return model
+
     def setup_module(self, module: Any, move_to_device: bool = True, **_: Any) -> Any:
-        """Set up a module on its own."""
+        """Set up a module without optimizers."""
         return self.setup(module, move_to_device=move_to_device)
 
     def setup_optimizers(self, *optimizers: Any, **_: Any) -> Any:
-        """Set up optimizers, also of parameters that belong to no module that is set up."""
+        """Set up optimizers. Their parameters need not belong to a prepared module."""
         self._set_up(optimizers)
         return _single_or_tuple(*optimizers)
 
     def _set_up(self, optimizers: Any) -> None:
         session = self._running_session("setup_optimizers")
-        new = [each for each in optimizers if each not in session.optimizers]
-        session.setup_optimizers(new)
+        new_optimizers = [
+            optimizer for optimizer in optimizers if optimizer not in session.optimizers
+        ]
+        session.setup_optimizers(new_optimizers)
         if not session.modules:
             _note("optimizers are set up without their modules, whose gradients nothing averages")
-        for optimizer in new:
+        for optimizer in new_optimizers:
             mark_set_up(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
     def setup_dataloaders(self, *loaders: Any, **options: Any) -> Any:
-        """Set up loaders, whose samplers have a ``set_epoch`` if there are other processes."""
+        """Set up loaders. The samplers of sharded loaders have ``set_epoch``."""
         prepared = super().setup_dataloaders(*loaders, **options)
-        for each in as_list(prepared):
-            if isinstance(each.sampler, ShardedSampler) and not hasattr(each.sampler, "set_epoch"):
-                vars(each.sampler).update(set_epoch=each.set_epoch)
+        for loader in as_list(prepared):
+            sampler = loader.sampler
+            if isinstance(sampler, ShardedSampler) and not hasattr(sampler, "set_epoch"):
+                vars(sampler)["set_epoch"] = loader.set_epoch
         return prepared
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Compute gradients; ``model`` is for DeepSpeed, which is not here."""
+        """Compute gradients. ``model`` has no effect: Lightning needs it for DeepSpeed."""
         super().backward(tensor, *args, **kwargs)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of all callbacks that have it, with the keywords that it accepts."""
+        """Call the method ``hook_name`` of the callbacks that have it.
+
+        Each method gets the keyword arguments that it accepts.
+        """
         for callback in self._callbacks:
-            if callable(hook := getattr(callback, hook_name, None)):
-                parameters = inspect.signature(hook).parameters
-                takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-                hook(
-                    *args,
-                    **{
-                        name: value
-                        for name, value in kwargs.items()
-                        if takes_all or name in parameters
-                    },
-                )
+            hook = getattr(callback, hook_name, None)
+            if callable(hook):
+                hook(*args, **_accepted_keywords(hook, kwargs))
 
     def all_gather(  # type: ignore[override]
-        self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any
+        self, data: Any, group: Any = None, sync_grads: bool = False, **options: Any
     ) -> Any:
-        """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
-        self._running_session("all_gather")  # which sets the rank that says it
+        """Gather tensors and numbers as tensors of shape ``(world_size, *shape)``.
+
+        On one process, the shape does not change. Collective: every rank must call it.
+        """
+        self._running_session("all_gather")  # sets the rank that _note reads
         tensors = convert_to_tensors(data, self.device)
         _note("all_gather returns tensors for numbers, and adds no dimension on one process")
         if self.world_size == 1 and group is None:
             return tensors
-        return super().all_gather(tensors, group, sync_grads, **ours)
+        return super().all_gather(tensors, group, sync_grads, **options)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors in place, and return them; numbers as tensors."""
+        """Reduce tensors in place and return them. Numbers are returned as tensors.
+
+        Collective: every rank must call it.
+        """
         data = convert_to_tensors(data, self.device)
         name = name_of_reduction(reduce_op)
-        tensors = [each for each in flatten(data)[0] if isinstance(each, Tensor)]
-        if name == "mean":  # that of integers is cut off
-            tensors = [
-                each if each.is_floating_point() or each.is_complex() else each.double()
-                for each in tensors
-            ]
+        tensors = [leaf for leaf in flatten(data)[0] if isinstance(leaf, Tensor)]
+        if name == "mean":
+            tensors = [_as_inexact(tensor) for tensor in tensors]
         results = iter(super().all_reduce(tensors, group, name))
         _note("all_reduce returns tensors for numbers, and changes tensors in place")
 
-        def filled(tensor: Tensor) -> Tensor:
+        def fill_with_result(tensor: Tensor) -> Tensor:
             result = next(results)
-            return result if result.requires_grad else tensor.detach().copy_(result)
+            if result.requires_grad:
+                return result
+            return tensor.detach().copy_(result)
 
-        return map_tensors(filled, data)
+        return map_tensors(fill_with_result, data)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process of each machine."""
+        """Call ``print`` on the first process of each machine."""
         if self.local_rank == 0:
             print(*args, **kwargs)
 
@@ -222,12 +236,52 @@ class Fabric(_Fabric):
     def seed_everything(  # type: ignore[override]
         seed: int | None = None, workers: bool | None = None, verbose: bool = True
     ) -> int:
-        """Seed python, numpy and torch in this process, and loader workers unless ``workers=False``."""
+        """Seed Python, NumPy and torch, and loader workers unless ``workers=False``."""
         return seed_everything(seed, workers is not False, verbose)
+
+
+def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the values of Lightning's environment variables.
+
+    Raises:
+        ValueError: An option and its variable differ.
+    """
+    for name, default in _DEFAULTS.items():
+        option = options[name]
+        value = os.environ.get(f"LT_{name.upper()}", option)
+        if str(option) not in (str(default), str(value)):
+            raise ValueError(f"{name}={option!r} contradicts LT_{name.upper()}={value!r}")
+        options[name] = value
+    return options
+
+
+def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvironment | str:
+    """Return an environment of fabric for a cluster environment."""
+    accelerator = _parse_accelerator(options["accelerator"])
+    devices = accelerator.parse_devices(options["devices"])
+    environment = AsEnvironment(cluster, len(devices), int(options["num_nodes"]))
+    if environment.detect(os.environ) is None:
+        return "none"
+    return environment
+
+
+def _accepted_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _as_inexact(tensor: Tensor) -> Tensor:
+    """Return a tensor whose mean is not truncated: integers become float64."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    return tensor.double()
 
 
 @rank_zero_only
 @cache
 def _note(text: str) -> None:
-    """Print once, on the first rank, where the behavior differs from ``fabric``."""
+    """Print once, on the first rank, how the behavior differs from ``fabric``."""
     print(f"fabric_compat: as in Lightning Fabric, {text}", file=sys.stderr, flush=True)

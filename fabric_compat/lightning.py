@@ -1,4 +1,4 @@
-"""The top of ``lightning``, as far as it is Fabric."""
+"""The names of the top module ``lightning`` that belong to Fabric."""
 
 from typing import Any
 

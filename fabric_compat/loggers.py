@@ -1,4 +1,4 @@
-"""Loggers with the attributes that Lightning Fabric's have, on the files of ours."""
+"""Loggers with Lightning Fabric's attributes, which write the files of ``fabric.loggers``."""
 
 import os
 from abc import ABC, abstractmethod
@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from fabric import loggers as ours
+from fabric import loggers as fabric_loggers
 
 
 class Logger(ABC):
-    """What fabric logs to, for subclasses of the user; they have ``name`` and ``version``, too."""
+    """The base class of users' loggers, which also define ``name`` and ``version``."""
 
     group_separator = "/"
     root_dir = None
@@ -26,33 +26,39 @@ class Logger(ABC):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
     def save(self) -> None:
-        """Nothing; for subclasses."""
+        """Do nothing. Subclasses may override this method."""
 
     def finalize(self, status: str) -> None:
         self.save()
 
 
 class _DummyExperiment:
-    """The experiment on other ranks: whatever is called or read does nothing."""
+    """The experiment on ranks other than 0: every attribute and every call returns itself."""
 
-    def _same(self, *_: Any, **__: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
         return self
 
-    __getattr__ = __call__ = _same
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
 
 
 def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a property return the experiment on rank 0, and elsewhere one that does nothing."""
+    """Make a property return the experiment on rank 0, and elsewhere one that does nothing."""
     return rank_zero_only(fn, default=_DummyExperiment())
 
 
 class _FileLogger(Logger):
-    _kind: ClassVar[Any]  # of ours
+    _logger_class: ClassVar[Any]  # of fabric.loggers
 
     def __init__(
-        self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, prefix: str = "",
-        sub_dir: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        root_dir: Any,
+        name: str | None = "lightning_logs",
+        version: Any = None,
+        prefix: str = "",
+        sub_dir: str | None = None,
+        **_: Any,
+    ) -> None:
         self.root_dir = os.fspath(root_dir)
         self.name = name or ""
         self._version = version
@@ -62,66 +68,79 @@ class _FileLogger(Logger):
     @property
     def version(self) -> int | str:
         if self._version is None:
-            taken = (
-                path.name.removeprefix("version_")
-                for path in Path(self.root_dir, self.name).glob("version_*")
-            )
-            self._version = (
-                max((int(number) for number in taken if number.isdecimal()), default=-1) + 1
-            )
+            self._version = self._next_version()
         return self._version
+
+    def _next_version(self) -> int:
+        next_version = 0
+        for path in Path(self.root_dir, self.name).glob("version_*"):
+            number = path.name.removeprefix("version_")
+            if number.isdecimal():
+                next_version = max(next_version, int(number) + 1)
+        return next_version
 
     @property
     def log_dir(self) -> str:
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        version = self.version
+        if not isinstance(version, str):
+            version = f"version_{version}"
         return str(Path(self.root_dir, self.name, version, self._sub_dir))
 
     @cached_property
-    def _ours(self) -> Any:
-        return self._kind(self.log_dir, "", "")
+    def _logger(self) -> Any:
+        return self._logger_class(self.log_dir, "", "")
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         prefix = f"{self._prefix}/" if self._prefix else ""
-        self._ours.log_metrics({f"{prefix}{name}": value for name, value in metrics.items()}, step)
+        prefixed = {f"{prefix}{name}": value for name, value in metrics.items()}
+        self._logger.log_metrics(prefixed, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self._ours.log_hyperparams(params)
+        self._logger.log_hyperparams(params)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self._ours.close()
+        self._logger.close()
 
 
 class CSVLogger(_FileLogger):
-    """``metrics.csv`` and ``hparams.json``. Rows are on disk at once, whatever ``flush_logs_every_n_steps``."""
+    """A logger that writes ``metrics.csv`` and ``hparams.json``.
 
-    _kind = ours.CSVLogger
+    Every row is on disk at once. ``flush_logs_every_n_steps`` has no effect.
+    """
+
+    _logger_class = fabric_loggers.CSVLogger
     _next_step = 0
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        step = self._next_step if step is None else step
+        if step is None:
+            step = self._next_step
         self._next_step = step + 1
         super().log_metrics(metrics, step)
 
-    experiment = property(rank_zero_experiment(lambda self: self._ours))
+    experiment = property(rank_zero_experiment(lambda self: self._logger))
 
 
 class TensorBoardLogger(_FileLogger):
-    """TensorBoard's event files; ``experiment`` is the ``SummaryWriter``."""
+    """A logger that writes TensorBoard's event files. ``experiment`` is the ``SummaryWriter``."""
 
-    _kind = ours.TensorBoardLogger
+    _logger_class = fabric_loggers.TensorBoardLogger
 
-    experiment = property(rank_zero_experiment(lambda self: self._ours._open()))
+    experiment = property(rank_zero_experiment(lambda self: self._logger._open()))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        groups = {name: value for name, value in metrics.items() if isinstance(value, Mapping)}
-        super().log_metrics(
-            {name: value for name, value in metrics.items() if name not in groups}, step
-        )
+        groups: dict[str, Mapping[str, Any]] = {}
+        scalars: dict[str, Any] = {}
+        for name, value in metrics.items():
+            if isinstance(value, Mapping):
+                groups[name] = value
+            else:
+                scalars[name] = value
+        super().log_metrics(scalars, step)
         for name, group in groups.items():
             self.experiment.add_scalars(name, group, step)
 

@@ -4,32 +4,43 @@ from typing import Any
 
 _INSTEAD = {
     "XLA": "there are no TPUs here; accelerator='cuda' or 'cpu'",
-    "DeepSpeed": "strategy='fsdp', which shards all states; FSDPStrategy(cpu_offload=True) offloads them",
+    "DeepSpeed": (
+        "strategy='fsdp', which shards all states; FSDPStrategy(cpu_offload=True) offloads them"
+    ),
     "Bitsandbytes": "quantize the model with bitsandbytes itself, before fabric.setup(model)",
-    "TransformerEngine": "precision='bf16-mixed', or te.fp8_autocast() around the forward pass in your own code",
+    "TransformerEngine": (
+        "precision='bf16-mixed', or te.fp8_autocast() around the forward pass in your own code"
+    ),
     "Spike": "compare the loss with a running mean in your loop",
 }
 
 
 class Missing(Exception):
-    """A class that is imported and never made, or caught, by scripts that can do without."""
+    """The base of classes that a script may import, or name in ``except``, but not instantiate."""
 
     instead: str
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__
         raise ImportError(
-            f"{name} of Lightning Fabric has no counterpart in torch-fabric. Use instead: {self.instead}"
+            f"{name} of Lightning Fabric has no counterpart in torch-fabric. "
+            f"Use instead: {self.instead}"
         )
 
 
 def missing(module: str, name: str) -> Any:
-    """The object to import for a missing name: a class whose constructor says what to use instead.
+    """Return the object to import for a name without a counterpart.
+
+    Returns:
+        False for ``*_AVAILABLE``; otherwise, a class whose constructor says what to use instead.
 
     Raises:
-        AttributeError: Lightning Fabric is not known to have it either.
+        AttributeError: Lightning Fabric has no such name, as far as this module knows.
     """
-    for part, instead in _INSTEAD.items():
-        if part.lower() in name.lower():
-            return not name.endswith("_AVAILABLE") and type(name, (Missing,), {"instead": instead})
+    for feature, instead in _INSTEAD.items():
+        if feature.lower() not in name.lower():
+            continue
+        if name.endswith("_AVAILABLE"):
+            return False
+        return type(name, (Missing,), {"instead": instead})
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

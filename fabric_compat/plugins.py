@@ -1,4 +1,4 @@
-"""Precisions, environments, checkpoint formats and collectives, as Lightning Fabric's objects."""
+"""Precisions, environments, checkpoint formats and collectives with Lightning's methods."""
 
 import inspect
 import os
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import BoundArguments, Signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port as find_free_network_port
 from torch.optim import Optimizer
 
-from fabric import environments as our_environments  # imports of environments find this file
+# Imported under another name, because lightning.fabric.plugins.environments is this file.
+from fabric import environments as fabric_environments
 from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
-from fabric.precision import Precision as OurPrecision
+from fabric.precision import Precision as FabricPrecision
 from fabric.tree import map_tensors
 from fabric.world import World, read, read_integer
 from fabric_compat.missing import missing
@@ -36,31 +38,34 @@ _PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPU
 __getattr__ = partial(missing, __name__)
 
 
-class Precision(OurPrecision):
-    """A precision of ours with the methods of Lightning's: 32-bit, unless a class below says otherwise."""
+class Precision(FabricPrecision):
+    """A precision with Lightning's methods. The default is 32-bit."""
 
     _default: Any = "32-true"
 
     def __init__(self, precision: Any = None, *_: Any, **__: Any) -> None:
-        vars(self).update(
-            vars(parse_precision(precision or self._default))
-        )  # the fields are frozen
+        parsed = parse_precision(precision or self._default)
+        vars(self).update(vars(parsed))  # the fields are frozen
 
     @property
     def precision(self) -> str:
         return self.name
 
-    def convert_module(self, module: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def convert_module(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, module: nn.Module
+    ) -> nn.Module:
         super().convert_module(module)
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.param_dtype is None else _DtypeContextManager(self.param_dtype)
+        if self.param_dtype is None:
+            return nullcontext()
+        return _DtypeContextManager(self.param_dtype)
 
     module_init_context = tensor_init_context
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a subclass override ``forward_context`` without arguments, as in Lightning."""
+        """Let a subclass define ``forward_context`` without arguments, as in Lightning."""
         super().__init_subclass__(**kwargs)
         override = cls.__dict__.get("forward_context")
         if override is not None and len(inspect.signature(override).parameters) == 1:
@@ -94,14 +99,24 @@ class Precision(OurPrecision):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """For subclasses: gradients are unscaled by ``clip_gradients`` and the step, the scale is in checkpoints."""
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing. Subclasses may override the methods below.
 
-    pre_backward = post_backward = unscale_gradients = load_state_dict = teardown = _nothing
+        ``clip_gradients`` and the step unscale gradients. The loss scale is in checkpoints.
+        """
+
+    pre_backward = _do_nothing
+    post_backward = _do_nothing
+    unscale_gradients = _do_nothing
+    load_state_dict = _do_nothing
+    teardown = _do_nothing
 
 
 class MixedPrecision(Precision):
-    """``"16-mixed"`` or ``"bf16-mixed"``; ``device`` and ``scaler`` are those of the Fabric."""
+    """``"16-mixed"`` or ``"bf16-mixed"``.
+
+    ``device`` has no effect. The loss scale has the settings of ``scaler``.
+    """
 
     def __init__(
         self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
@@ -127,20 +142,28 @@ class DoublePrecision(Precision):
 
 
 class FSDPPrecision(Precision):
-    """Any precision, under ``"fsdp"``."""
+    """Any precision under ``"fsdp"``."""
 
 
 def precision_object(value: Any) -> "Precision":
-    """A precision by any of its names, or one of ours, as an object with Lightning's methods."""
+    """Return a precision, given by name or as an object of fabric, with Lightning's methods."""
     if isinstance(value, Precision):
         return value
-    row = parse_precision(value)
-    kind = MixedPrecision if row.compute_dtype else HalfPrecision if row.param_dtype else Precision
-    return DoublePrecision() if row.name == "64-true" else kind(row)  # pyright: ignore[reportArgumentType]
+    precision: Any = parse_precision(value)
+    if precision.name == "64-true":
+        return DoublePrecision()
+    if precision.compute_dtype:
+        return MixedPrecision(precision)
+    if precision.param_dtype:
+        return HalfPrecision(precision)
+    return Precision(precision)
 
 
 def _convert_fp_tensor(data: Any, dst_type: torch.dtype) -> Any:
-    return map_tensors(lambda each: each.to(dst_type) if each.is_floating_point() else each, data)
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dst_type) if tensor.is_floating_point() else tensor
+
+    return map_tensors(convert, data)
 
 
 @contextmanager
@@ -154,20 +177,24 @@ def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
 
 
 class ClusterEnvironment:
-    """The rank of this process in its job, as fabric detects it; a subclass of the user may define its own."""
+    """The rank of this process in its job, as fabric detects it.
 
-    _ours: ClassVar[Any] = None  # environments of ours; None is all of them
+    Subclasses of the user may define their own ranks.
+    """
+
+    _environments: ClassVar[Any] = None  # environments of fabric; None stands for all
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
     @classmethod
     def detect(cls) -> bool:
-        return our_environments.detect(os.environ, cls._ours) is not None
+        return fabric_environments.detect(os.environ, cls._environments) is not None
 
     @property
-    def _place(self) -> World:
-        return (our_environments.detect(os.environ, self._ours) or (None, World()))[1]
+    def _world(self) -> World:
+        detected = fabric_environments.detect(os.environ, self._environments)
+        return World() if detected is None else detected[1]
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -175,32 +202,35 @@ class ClusterEnvironment:
 
     @property
     def main_address(self) -> str:
-        return self._place.address or "127.0.0.1"
+        return self._world.address or "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        return self._place.port or find_free_network_port()
+        return self._world.port or find_free_network_port()
 
     def world_size(self) -> int:
-        return self._place.world_size
+        return self._world.world_size
 
     def global_rank(self) -> int:
-        return self._place.rank
+        return self._world.rank
 
     def local_rank(self) -> int:
-        return self._place.local_rank
+        return self._world.local_rank
 
     def node_rank(self) -> int:
-        return self._place.node_rank
+        return self._world.node_rank
 
-    def _nothing(self, *args: Any) -> None:
-        """For subclasses: does not change the variables."""
+    def _do_nothing(self, *args: Any) -> None:
+        """Do nothing. Subclasses may override the methods below."""
 
-    set_world_size = set_global_rank = validate_settings = teardown = _nothing
+    set_world_size = _do_nothing
+    set_global_rank = _do_nothing
+    validate_settings = _do_nothing
+    teardown = _do_nothing
 
 
 class AsEnvironment:
-    """A :class:`ClusterEnvironment` as an environment of ours."""
+    """A :class:`ClusterEnvironment` as an environment of fabric."""
 
     def __init__(self, cluster: ClusterEnvironment, devices: int, num_nodes: int) -> None:
         self._cluster = cluster
@@ -210,37 +240,42 @@ class AsEnvironment:
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         if read(env, "FABRIC_STORE"):
-            return World.from_env(env)  # a rank of fabric's own launchers
+            return World.from_env(env)  # fabric's own launchers started this rank
         cluster = self._cluster
         if not cluster.creates_processes_externally:
             return None
-        local = cluster.local_rank()
-        node = cluster.node_rank()
+        local_rank = cluster.local_rank()
+        node_rank = cluster.node_rank()
         cluster.set_world_size(self._size)
-        cluster.set_global_rank(node * self._devices + local)
+        cluster.set_global_rank(node_rank * self._devices + local_rank)
         return World(
-            rank=cluster.global_rank(), local_rank=local, node_rank=node, world_size=cluster.world_size(),
-            local_world_size=self._devices, address=cluster.main_address, port=cluster.main_port,
-        )  # fmt: skip
+            rank=cluster.global_rank(),
+            local_rank=local_rank,
+            node_rank=node_rank,
+            world_size=cluster.world_size(),
+            local_world_size=self._devices,
+            address=cluster.main_address,
+            port=cluster.main_port,
+        )
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Any launcher that fabric knows, or none."""
+    """Any launcher that fabric detects, or no launcher."""
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
-    """torchrun, and launchers that set its variables, such as Kubeflow."""
+    """torchrun, and launchers that set the same variables, such as Kubeflow."""
 
-    _ours = (our_environments.TorchrunEnvironment(),)
+    _environments = (fabric_environments.TorchrunEnvironment(),)
 
 
 KubeflowEnvironment = TorchElasticEnvironment
 
 
 class SLURMEnvironment(ClusterEnvironment):
-    """SLURM; ``auto_requeue`` and ``requeue_signal`` are for Lightning's Trainer."""
+    """SLURM. ``auto_requeue`` and ``requeue_signal`` have no effect without Lightning's Trainer."""
 
-    _ours = (our_environments.SlurmEnvironment(),)
+    _environments = (fabric_environments.SlurmEnvironment(),)
 
     @staticmethod
     def job_id() -> int | None:
@@ -256,16 +291,22 @@ def _is_slurm_interactive_mode() -> bool:
 
 
 class MPIEnvironment(ClusterEnvironment):
-    """Open MPI, MPICH and launchers that set their variables, such as LSF's ``jsrun``; no mpi4py."""
+    """Open MPI, MPICH, and launchers that set the same variables, such as LSF's ``jsrun``.
 
-    _ours = (our_environments.OpenMPIEnvironment(), our_environments.MPICHEnvironment())
+    mpi4py is not needed.
+    """
+
+    _environments = (
+        fabric_environments.OpenMPIEnvironment(),
+        fabric_environments.MPICHEnvironment(),
+    )
 
 
 LSFEnvironment = MPIEnvironment
 
 
 class CheckpointIO(ABC):
-    """A format of checkpoints, for subclasses of the user."""
+    """The base class of users' formats of checkpoints."""
 
     @abstractmethod
     def save_checkpoint(
@@ -280,7 +321,7 @@ class CheckpointIO(ABC):
     @abstractmethod
     def remove_checkpoint(self, path: Any) -> None: ...
 
-    # The names in fabric.
+    # The methods below have fabric's names.
     def save(self, state: Mapping[str, Any], path: Path) -> None:
         self.save_checkpoint(dict(state), path)
 
@@ -288,18 +329,18 @@ class CheckpointIO(ABC):
         return self.load_checkpoint(path)
 
     def wait(self) -> None:
-        """Does nothing: this save is synchronous."""
+        """Do nothing, because ``save`` is synchronous."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """One file by ``torch.save``, replaced at once."""
+    """One file by ``torch.save``. A save replaces the file atomically."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         if storage_options is not None:
             raise TypeError(
-                "storage_options: TorchCheckpointIO has none; write a CheckpointIO of your own"
+                "storage_options: TorchCheckpointIO has none; write a subclass of CheckpointIO"
             )
         FullCheckpoint().save(checkpoint, Path(path))
 
@@ -313,14 +354,29 @@ class TorchCheckpointIO(CheckpointIO):
 _PLUGIN_INPUT = Precision | ClusterEnvironment | CheckpointIO
 
 
-class Collective:
-    """Collectives on tensors, over a group that the object owns."""
+def _always() -> bool:
+    return True
 
-    is_available: Any = staticmethod(lambda: True)
-    is_initialized: Any = is_available
-    init_group: Any = staticmethod(lambda *_, **__: None)
-    destroy_group: Any = init_group
-    new_group: Any = staticmethod(lambda **_: object())
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Do nothing: a single process needs no process group."""
+
+
+def _new_group(**_: Any) -> Any:
+    return object()
+
+
+class Collective:
+    """Collectives on tensors, over a group that the object owns.
+
+    The five functions below suit a single process.
+    """
+
+    is_available: Any = staticmethod(_always)
+    is_initialized: Any = staticmethod(_always)
+    init_group: Any = staticmethod(_do_nothing)
+    destroy_group: Any = staticmethod(_do_nothing)
+    new_group: Any = staticmethod(_new_group)
 
     def __init__(self) -> None:
         self._group: Any = None
@@ -328,7 +384,7 @@ class Collective:
     @property
     def group(self) -> Any:
         if self._group is None:
-            raise RuntimeError(f"{type(self).__name__} owns no group: create_group() first")
+            raise RuntimeError(f"{type(self).__name__} owns no group: call create_group() first")
         return self._group
 
     def setup(self, **kwargs: Any) -> Self:
@@ -349,30 +405,36 @@ class Collective:
 
 
 class SingleDeviceCollective(Collective):
-    """The identity, for one process."""
+    """The collectives of one process, which return what they are given."""
 
     rank = 0
     world_size = 1
 
-    def _same(self, tensor: Any = None, *_: Any, **__: Any) -> Any:
+    def _return_tensor(self, tensor: Any = None, *_: Any, **__: Any) -> Any:
         return tensor
 
-    def _list(self, tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    def _return_first(self, _: Any, tensors: Any, *__: Any, **___: Any) -> Any:
+        return tensors[0]
+
+    broadcast = _return_tensor
+    all_reduce = _return_tensor
+    reduce = _return_tensor
+    recv = _return_tensor
+    barrier = _return_tensor
+    send = _return_tensor
+    scatter = _return_first
+    reduce_scatter = _return_first
+    all_to_all = _return_first
+
+    def gather(self, tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
         return [tensor]
-
-    def _only(self, _: Any, parts: Any, *__: Any, **___: Any) -> Any:
-        return parts[0]
-
-    broadcast = all_reduce = reduce = recv = barrier = send = _same
-    gather = _list
-    scatter = reduce_scatter = all_to_all = _only
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
 
 class TorchCollective(Collective):
-    """``torch.distributed`` over a group; the whole job without :meth:`create_group`."""
+    """``torch.distributed`` over a group. Without :meth:`create_group`, the whole job."""
 
     is_available = staticmethod(dist.is_available)
     is_initialized = staticmethod(dist.is_initialized)
@@ -381,7 +443,9 @@ class TorchCollective(Collective):
 
     @property
     def group(self) -> Any:
-        return dist.group.WORLD if self._group is None else self._group
+        if self._group is None:
+            return dist.group.WORLD
+        return self._group
 
     @property
     def rank(self) -> int:
@@ -392,7 +456,8 @@ class TorchCollective(Collective):
         return dist.get_world_size(self.group)
 
     def setup(self, main_address: str | None = None, main_port: Any = None, **kwargs: Any) -> Self:
-        if main_address is not None and main_port is not None and "init_method" not in kwargs:
+        has_init_method = "init_method" in kwargs
+        if main_address is not None and main_port is not None and not has_init_method:
             os.environ.setdefault("MASTER_ADDR", main_address)
             os.environ.setdefault("MASTER_PORT", str(main_port))
         return super().setup(**kwargs)
@@ -403,26 +468,61 @@ class TorchCollective(Collective):
             dist.destroy_process_group(group)
 
 
-def _of_torch(name: str, result: int) -> Any:
+def _bind(signature: Signature, group: Any, args: Any, kwargs: Any) -> BoundArguments:
+    """Bind arguments of a collective of torch, whose reduction may be a string."""
+    bound = signature.bind(*args, **kwargs, group=group)
+    op = bound.arguments.get("op")
+    if isinstance(op, str):
+        bound.arguments["op"] = getattr(dist.ReduceOp, op.upper())
+    return bound
+
+
+def _barrier_method(name: str) -> Any:
+    """Return a method that waits for the other ranks of the group."""
+    function: Any = getattr(dist, name)
+    signature = inspect.signature(function)
+
+    def method(self: TorchCollective, *args: Any, **kwargs: Any) -> None:
+        bound = _bind(signature, self.group, args, kwargs)
+        if self.group != dist.GroupMember.NON_GROUP_MEMBER:
+            function(*bound.args, **bound.kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Call ``torch.distributed.{name}`` over the group."
+    return method
+
+
+def _collective_method(name: str, output_position: int) -> Any:
+    """Return a method that calls a collective of torch and returns the argument that it fills."""
     function: Any = getattr(dist, name)
     signature = inspect.signature(function)
 
     def method(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs, group=self.group)
-        if isinstance(op := given.arguments.get("op"), str):
-            given.arguments["op"] = getattr(dist.ReduceOp, op.upper())
-        if "barrier" not in name or self.group != dist.GroupMember.NON_GROUP_MEMBER:
-            function(*given.args, **given.kwargs)
-        return None if "barrier" in name else [*given.arguments.values()][result]
+        bound = _bind(signature, self.group, args, kwargs)
+        function(*bound.args, **bound.kwargs)
+        return list(bound.arguments.values())[output_position]
 
     method.__name__ = name
-    method.__doc__ = f"``torch.distributed.{name}`` over the group; returns what it has filled."
+    method.__doc__ = f"Call ``torch.distributed.{name}`` over the group, and return its output."
     return method
 
 
+for _name in ("barrier", "monitored_barrier"):
+    setattr(TorchCollective, _name, _barrier_method(_name))
+for _name in ("gather", "gather_object"):
+    setattr(TorchCollective, _name, _collective_method(_name, output_position=1))
 for _name in (
-    "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object_list",
-    "gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter", "scatter",
-    "scatter_object_list", "send",
-):  # fmt: skip
-    setattr(TorchCollective, _name, _of_torch(_name, int(_name.startswith("gather"))))
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "broadcast_object_list",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object_list",
+    "send",
+):
+    setattr(TorchCollective, _name, _collective_method(_name, output_position=0))

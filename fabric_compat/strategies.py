@@ -1,4 +1,4 @@
-"""Strategies: ours, which have Lightning's names and arguments."""
+"""Fabric's strategies with Lightning's names and arguments."""
 
 from functools import partial
 from typing import Any, TypeVar
@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fabric import strategies
 from fabric._plan import STRATEGIES
-from fabric.strategies import *  # noqa: F403 - ours, but two # pyright: ignore[reportAssignmentType]
+from fabric.strategies import *  # noqa: F403 # pyright: ignore[reportAssignmentType]
 from fabric_compat.missing import missing
 
 TBroadcast = TypeVar("TBroadcast")
@@ -18,11 +18,11 @@ __getattr__ = partial(missing, __name__)
 
 
 def _has_fsdp_modules(module: nn.Module) -> bool:
-    return any(isinstance(each, FSDPModule) for each in module.modules())
+    return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    """DDP over all processes, or with ``process_group`` over those of one group."""
+    """DDP over all processes, or over the processes of ``process_group``."""
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,19 +31,26 @@ class DDPStrategy(strategies.DDPStrategy):
 
 
 class FSDPStrategy(strategies.FSDPStrategy):
-    """FSDP, by the options of torch's first one; the policy of recomputation takes three arguments, as for wrapping."""
+    """FSDP2 with the options of FSDP1.
+
+    ``activation_checkpointing_policy`` takes the three arguments of a policy for wrapping.
+    """
 
     def __init__(
         self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any
     ) -> None:
-        if callable(policy := activation_checkpointing_policy):
+        policy = activation_checkpointing_policy
+        if callable(policy):
             policy = partial(policy, recurse=False, nonwrapped_numel=0)
         super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
         self._first_fsdp_options.clear()
 
 
 class _Registry(dict[str, dict[str, Any]]):
-    """Names of strategies of the user's own, in this process; an entry point is for every process."""
+    """The strategies that the user registered in this process, by name.
+
+    An entry point registers a strategy in every process.
+    """
 
     def register(
         self,
@@ -59,7 +66,10 @@ class _Registry(dict[str, dict[str, Any]]):
         return strategy
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name]["strategy"](**self[name]["init_params"]) if name in self else default
+        if name not in self:
+            return default
+        entry = self[name]
+        return entry["strategy"](**entry["init_params"])
 
     def available_strategies(self) -> list[str]:
         return [*STRATEGIES, *self]

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,13 +11,13 @@ _RATES = {"batches": "batches_per_sec", "samples": "samples_per_sec", "lengths":
 
 
 class Throughput:
-    """Rates over the last ``window_size`` updates, whose values only grow.
+    """Rates over the last ``window_size`` updates, whose totals only grow.
 
     Args:
-        available_flops: of one device, for ``mfu``.
-        world_size: number of devices.
-        window_size: number of updates, at least 2.
-        separator: between ``device`` and the name of a rate.
+        available_flops: The peak FLOPs a second of one device. ``mfu`` needs this value.
+        world_size: The number of devices.
+        window_size: The number of updates, at least 2.
+        separator: The string between ``device`` and the name of a rate.
     """
 
     def __init__(
@@ -46,64 +46,85 @@ class Throughput:
         lengths: int | None = None,
         flops: int | None = None,
     ) -> None:
-        """Take the totals of this device: seconds, batches, samples and their lengths; and the FLOPs since the last.
+        """Record the totals of this device.
+
+        Args:
+            time: The seconds since the start.
+            batches: The number of batches.
+            samples: The number of samples.
+            lengths: The sum of the lengths of the samples.
+            flops: The FLOPs since the last update, not a total.
 
         Raises:
-            ValueError: a total is smaller than before, or than it can be.
+            ValueError: A total has not grown, or is smaller than a total that bounds it.
         """
         if samples < batches or (lengths is not None and lengths < samples):
             raise ValueError(
-                f"batches={batches}, samples={samples}, lengths={lengths} have to be in ascending order"
+                f"batches={batches}, samples={samples}, lengths={lengths} have to be in ascending "
+                "order"
             )
-        given = {
+        values = {
             "time": time,
             "batches": batches,
             "samples": samples,
             "lengths": lengths,
             "flops": flops,
         }
-        for name, value in given.items():
-            if value is not None:
-                window = self._window.setdefault(name, deque(maxlen=self._size))
-                if window and window[-1] >= value and name != "flops":
-                    raise ValueError(
-                        f"{name}={value} after {window[-1]}: it is a total, which grows"
-                    )
-                window.append(value)
+        for name, value in values.items():
+            if value is None:
+                continue
+            window = self._window.setdefault(name, deque(maxlen=self._size))
+            if window and window[-1] >= value and name != "flops":
+                raise ValueError(
+                    f"{name}={value} after {window[-1]}: {name} is a total, which has to grow"
+                )
+            window.append(value)
 
     def compute(self) -> dict[str, Any]:
-        """The totals, and once the window is full the rates: ``device/...`` of one device, without it of all."""
-        totals = {name: window[-1] for name, window in self._window.items() if name != "flops"}
-        full = {
-            name: list(window) for name, window in self._window.items() if len(window) == self._size
-        }
-        if "time" not in full:
-            return totals
-        grown = {name: values[-1] - values[0] for name, values in full.items()}
-        seconds = grown["time"]
-        rates = {rate: grown[name] / seconds for name, rate in _RATES.items() if name in grown}
-        if "flops" in full:
-            rates["flops_per_sec"] = sum(full["flops"][1:]) / seconds
-        everywhere = (
-            {name: value * self.world_size for name, value in rates.items()}
-            if self.world_size > 1
-            else {}
-        )
-        if "flops" in full and self.available_flops:
-            rates["mfu"] = rates["flops_per_sec"] / self.available_flops
-        return {
-            **totals,
-            **{f"device{self.separator}{name}": value for name, value in rates.items()},
-            **everywhere,
-        }
+        """Return the totals and, once the window is full, the rates.
+
+        The rates of one device begin with ``device/``. The rates of all devices have no prefix.
+        """
+        metrics: dict[str, Any] = {}
+        full_windows: dict[str, list[float]] = {}
+        for name, window in self._window.items():
+            if name != "flops":
+                metrics[name] = window[-1]
+            if len(window) == self._size:
+                full_windows[name] = list(window)
+        if "time" not in full_windows:
+            return metrics
+        rates = _rates(full_windows)
+        for name, rate in rates.items():
+            metrics[f"device{self.separator}{name}"] = rate
+        if "flops_per_sec" in rates and self.available_flops:
+            utilization = rates["flops_per_sec"] / self.available_flops
+            metrics[f"device{self.separator}mfu"] = utilization
+        if self.world_size > 1:
+            for name, rate in rates.items():
+                metrics[name] = rate * self.world_size
+        return metrics
 
     def reset(self) -> None:
         """Forget all updates."""
         self._window.clear()
 
 
+def _rates(windows: dict[str, list[float]]) -> dict[str, float]:
+    """Return the rates a second over full windows."""
+    seconds = windows["time"][-1] - windows["time"][0]
+    rates: dict[str, float] = {}
+    for name, rate in _RATES.items():
+        if name in windows:
+            rates[rate] = (windows[name][-1] - windows[name][0]) / seconds
+    if "flops" in windows:
+        # The first value counts the FLOPs before the window.
+        rates["flops_per_sec"] = sum(windows["flops"][1:]) / seconds
+    return rates
+
+
 class ThroughputMonitor(Throughput):
-    """A :class:`Throughput` that logs by a Fabric, whose devices and their peak it knows."""
+    """A :class:`Throughput` that takes its settings from a Fabric, and logs with it."""
 
     def __init__(self, fabric: Any, **kwargs: Any) -> None:
         dtype = fabric.precision.compute_dtype or fabric.precision.param_dtype or torch.float32
@@ -112,17 +133,22 @@ class ThroughputMonitor(Throughput):
         self.step = -1
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Log :meth:`compute`, at ``step`` or the next."""
-        self.step = self.step + 1 if step is None else step
+        """Log and return the result of :meth:`compute`, at ``step`` or at the next step."""
+        if step is None:
+            step = self.step + 1
+        self.step = step
         metrics = self.compute(**kwargs)
-        self._fabric.log_dict(metrics, self.step)
+        self._fabric.log_dict(metrics, step)
         return metrics
 
 
 def measure_flops(
     model: Any, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None
 ) -> int:
-    """The FLOPs of a forward pass, and with ``loss_fn`` of the backward pass too; of a model on ``meta`` as well."""
+    """Return the FLOPs of a forward pass, and with ``loss_fn`` also of the backward pass.
+
+    The model may be on the ``meta`` device.
+    """
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -130,18 +156,36 @@ def measure_flops(
     return counter.get_total_flops()
 
 
-# Dense FLOPs a second of 16-bit matrix products, by NVIDIA's data sheets; float32 on the tensor cores in second place.
+class _Peak(NamedTuple):
+    """Dense FLOPs a second of matrix products, from NVIDIA's data sheets."""
+
+    half: float
+    single: float  # float32, on the tensor cores where they support it
+
+
+# By a substring of the device's name. The first match counts.
 _PEAKS = {
-    "h200": (989e12, 494e12), "h100 pcie": (756e12, 378e12), "h100": (989e12, 494e12), "a100": (312e12, 156e12),
-    "l40s": (362e12, 183e12), "l4": (121e12, 60e12), "a10g": (70e12, 35e12), "a10": (125e12, 62e12),
-    "v100": (125e12, 15.7e12), "t4": (65e12, 8.1e12), "4090": (165e12, 82.6e12), "3090": (71e12, 35.6e12),
-}  # fmt: skip
+    "h200": _Peak(989e12, 494e12),
+    "h100 pcie": _Peak(756e12, 378e12),
+    "h100": _Peak(989e12, 494e12),
+    "a100": _Peak(312e12, 156e12),
+    "l40s": _Peak(362e12, 183e12),
+    "l4": _Peak(121e12, 60e12),
+    "a10g": _Peak(70e12, 35e12),
+    "a10": _Peak(125e12, 62e12),
+    "v100": _Peak(125e12, 15.7e12),
+    "t4": _Peak(65e12, 8.1e12),
+    "4090": _Peak(165e12, 82.6e12),
+    "3090": _Peak(71e12, 35.6e12),
+}
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """The peak of a CUDA device for a dtype, in FLOPs a second; None where it is not known."""
+    """Return the peak of a CUDA device for a dtype, in FLOPs a second, or None if unknown."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device).lower()
-    found = next((peaks for part, peaks in _PEAKS.items() if part in name), None)
-    return None if found is None else int(found["16" not in str(dtype)])
+    device_name = torch.cuda.get_device_name(device).lower()
+    for model, peak in _PEAKS.items():
+        if model in device_name:
+            return int(peak.half if "16" in str(dtype) else peak.single)
+    return None

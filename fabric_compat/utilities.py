@@ -1,4 +1,4 @@
-"""Utilities of Lightning Fabric that its users import, under all of its module names."""
+"""The utilities that users of Lightning Fabric import, under all of Lightning's module names."""
 
 import copy
 import json
@@ -6,14 +6,16 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core import rank_zero as _rank_zero  # imports of rank_zero find this file
+
+# Imported under another name, because lightning.fabric.utilities.rank_zero is this file.
+from lightning_utilities.core import rank_zero as _rank_zero
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.enums import StrEnum as LightningEnum
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ def __getattr__(name: str) -> Any:
         return torch.__version__ >= name.removeprefix("_TORCH_GREATER_EQUAL_").replace("_", ".")
     if not hasattr(_rank_zero, name):
         return missing(__name__, name)
-    # Until there is a Fabric, which sets it; this file is imported before a rank knows its place.
+    # Fabric sets the rank later. This file is imported before the environment of a rank is known.
     vars(_rank_zero.rank_zero_only).setdefault("rank", ClusterEnvironment().global_rank())
     return getattr(_rank_zero, name)
 
@@ -59,11 +61,12 @@ _IS_WINDOWS = sys.platform == "win32"
 _IS_INTERACTIVE = is_interactive()
 
 
-Optimizable = Steppable = Optimizer
+Optimizable = Optimizer
+Steppable = Optimizer
 
 
 class MisconfigurationException(Exception):
-    """Never raised: the errors are those of ``fabric.errors``."""
+    """An error that is never raised, because the errors are those of ``fabric.errors``."""
 
 
 class PossibleUserWarning(UserWarning):
@@ -71,14 +74,14 @@ class PossibleUserWarning(UserWarning):
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Hide every :class:`PossibleUserWarning`, of which this package makes none."""
+    """Hide every :class:`PossibleUserWarning`. This package emits none."""
     import warnings
 
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)
 
 
 class AttributeDict(dict[str, Any]):
-    """A dictionary whose entries are attributes, too."""
+    """A dictionary whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -94,31 +97,38 @@ class AttributeDict(dict[str, Any]):
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed python, numpy and torch; without a seed that of ``PL_GLOBAL_SEED``, or 0.
+    """Seed Python, NumPy and torch, and return the seed.
 
-    ``workers`` says whether loader workers get streams of their own, which they have in any case.
+    Args:
+        seed: The seed. The default is the variable ``PL_GLOBAL_SEED``, or 0 without the variable.
+        workers: Has no effect here: loader workers always have their own random streams.
+        verbose: Whether rank 0 prints the seed.
 
     Raises:
-        ValueError: the seed, or the variable, is no integer from 0 below 2**32.
+        ValueError: The seed or the variable is not an integer from 0 to 2**32 - 1.
     """
-    chosen = seeding.seed_everything(
-        int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed)
-    )
+    value = os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed
+    seed = seeding.seed_everything(int(value))
     if verbose:
-        __getattr__("rank_zero_info")(f"Seed set to {chosen}")
-    os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"] = str(chosen), str(int(workers))
-    return chosen
+        rank_zero_info = __getattr__("rank_zero_info")
+        rank_zero_info(f"Seed set to {seed}")
+    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    os.environ["PL_SEED_WORKERS"] = str(int(workers))
+    return seed
 
 
 def reset_seed() -> None:
-    """Seed again with the last seed, if there was one."""
+    """Seed again with the last seed, if any."""
     if "PL_GLOBAL_SEED" in os.environ:
         seed_everything(workers=os.environ.get("PL_SEED_WORKERS") == "1", verbose=False)
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """A ``worker_init_fn`` that gives the workers of each rank streams of their own."""
-    seeding.WorkerSeeding(_get_rank() or 0 if rank is None else rank)(worker_id)
+    """Give a loader worker its own random stream. Use this function as ``worker_init_fn``."""
+    if rank is None:
+        rank = _get_rank() or 0
+    seed_worker = seeding.WorkerSeeding(rank)
+    seed_worker(worker_id)
 
 
 def _collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
@@ -132,24 +142,26 @@ _set_rng_states = seeding.set_rng_state
 
 
 def move_data_to_device(batch: Any, device: _DEVICE) -> Any:
-    """The tensors of a collection, and whatever has a method ``to``, on a device."""
+    """Move the tensors of a collection, and its objects with a method ``to``, to a device."""
     return tree.to_device(batch, torch.device(device))
 
 
 def convert_to_tensors(data: Any, device: _DEVICE) -> Any:
-    """The numbers of a collection as tensors on a device, and its tensors there."""
-    numbers = apply_to_collection(data, (bool, int, float), torch.tensor)
-    return tree.to_device(numbers, torch.device(device))
+    """Convert the numbers of a collection to tensors, and move all tensors to a device."""
+    tensors = apply_to_collection(data, (bool, int, float), torch.tensor)
+    return tree.to_device(tensors, torch.device(device))
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """The tensors of one element in a collection as numbers."""
+    """Convert the tensors of a collection, which have one element each, to numbers."""
     return apply_to_collection(data, Tensor, Tensor.item)
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
     for name in ("sampler", "batch_sampler"):
-        getattr(getattr(dataloader, name, None), "set_epoch", bool)(epoch)
+        sampler: Any = getattr(dataloader, name, None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:
@@ -168,15 +180,19 @@ def has_len(dataloader: Any) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Cores of this machine for the workers of each of its processes."""
+    """Return the number of loader workers that each process of this machine should have."""
     return max(1, available_cores() // local_world_size - 1)
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """A ``DistributedSampler`` over what a sampler yields; ``setup_dataloaders`` needs none."""
+    """A ``DistributedSampler`` over the indices of a sampler.
+
+    ``setup_dataloaders`` does not need this class.
+    """
 
     def __iter__(self) -> Iterator[Any]:
-        order = list(self.dataset)  # type: ignore[arg-type] # a sampler, of which it reads the length
+        # The "dataset" is a sampler: DistributedSampler reads only its length.
+        order = list(self.dataset)  # type: ignore[arg-type]
         return map(order.__getitem__, super().__iter__())
 
 
@@ -195,13 +211,19 @@ def _distributed_is_initialized() -> bool:
 
 
 def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int = 3) -> bool:
-    """Whether all processes see the same folder at ``path``, the current one by default. Collective."""
+    """Return whether all processes see the same folder at ``path``.
+
+    The default of ``path`` is the current folder. Collective: every rank must call it.
+    """
     if strategy.runtime.world.num_nodes == 1:
         return True
-    with NamedTemporaryFile(dir=path or ".") if strategy.is_global_zero else nullcontext() as file:
-        return strategy.reduce_boolean_decision(
-            Path(strategy.broadcast(file and file.name)).exists()
-        )
+    with ExitStack() as stack:
+        file_name = None
+        if strategy.is_global_zero:
+            file = stack.enter_context(NamedTemporaryFile(dir=path or "."))
+            file_name = file.name
+        file_name = strategy.broadcast(file_name)
+        return strategy.reduce_boolean_decision(Path(file_name).exists())
 
 
 _get_default_process_group_backend_for_device = dist.get_default_backend_for_device
@@ -212,23 +234,31 @@ def _get_rank() -> int | None:
 
 
 def name_of_reduction(reduce_op: Any) -> Any:
-    """The name of a reduction given as a name, a ``ReduceOp``, or None for the sum."""
-    name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-    return "mean" if name == "avg" else name
+    """Return the name of a reduction, given as a name, a ``ReduceOp``, or None for the sum."""
+    if reduce_op is None:
+        return "sum"
+    name = str(getattr(reduce_op, "name", reduce_op)).lower()
+    if name == "avg":
+        return "mean"
+    return name
 
 
 def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = None) -> Tensor:
     if not _distributed_is_initialized():
         return result
-    is_mean = (name := name_of_reduction(reduce_op)) == "mean"
-    dist.all_reduce(result, getattr(ReduceOp, "SUM" if is_mean else name.upper()), group)
-    return result.copy_(result / dist.get_world_size(group)) if is_mean else result
+    name = name_of_reduction(reduce_op)
+    if name == "mean":
+        dist.all_reduce(result, ReduceOp.SUM, group)
+        return result.copy_(result / dist.get_world_size(group))
+    dist.all_reduce(result, getattr(ReduceOp, name.upper()), group)
+    return result
 
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, result.detach().cpu(), group)  # they may differ in shape
-    return [part.to(result.device) for part in parts]
+    tensors: list[Any] = [None] * dist.get_world_size(group)
+    # As objects, because the shapes may differ by rank.
+    dist.all_gather_object(tensors, result.detach().cpu(), group)
+    return [tensor.to(result.device) for tensor in tensors]
 
 
 # models, optimizers, checkpoints
@@ -246,28 +276,39 @@ def _optimizers_to_device(optimizers: Any, device: _DEVICE) -> None:
 
 def _has_meta_device_parameters_or_buffers(obj: Any, recurse: bool = True) -> bool:
     if isinstance(obj, Optimizer):
-        return any(each.is_meta for group in obj.param_groups for each in group["params"])
-    return any(each.is_meta for each in (*obj.parameters(recurse), *obj.buffers(recurse)))
+        tensors = []
+        for param_group in obj.param_groups:
+            tensors.extend(param_group["params"])
+    else:
+        tensors = [*obj.parameters(recurse), *obj.buffers(recurse)]
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def _materialize(module: nn.Module, device: _DEVICE) -> None:
     module.to_empty(device=device, recurse=False)
-    module.reset_parameters()  # type: ignore[operator] # AttributeError: there is no other way to fill it
+    # An AttributeError is right here: without this method, nothing can fill the tensors.
+    module.reset_parameters()  # type: ignore[operator]
 
 
 def _materialize_meta_tensors(module: nn.Module, device: _DEVICE) -> None:
-    for each in module.modules():
-        if _has_meta_device_parameters_or_buffers(each, recurse=False):
-            _materialize(each, device)
+    for child in module.modules():
+        if _has_meta_device_parameters_or_buffers(child, recurse=False):
+            _materialize(child, device)
 
 
 def _EmptyInit(enabled: bool = True) -> Any:
-    """A context without random initialization: values that a checkpoint does not fill are nan."""
+    """Return a context that skips random initialization.
+
+    Values that a checkpoint does not fill are nan.
+    """
     return SkipRandomInit() if enabled else nullcontext()
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """``torch.load`` of a path, a path with a scheme, or an open file; runs no code unless ``weights_only=False``."""
+    """Call ``torch.load`` with a path, a path with a scheme, or an open file.
+
+    The checkpoint cannot run code unless ``weights_only=False``.
+    """
     if hasattr(path_or_url, "read"):
         return torch.load(path_or_url, map_location, weights_only=weights_only is not False)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
@@ -275,7 +316,7 @@ def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None 
 
 
 def _lazy_load(filename: _PATH) -> Any:
-    """A checkpoint whose tensors are read from the file when they are used."""
+    """Load a checkpoint whose tensors are read from the file when they are used."""
     return torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -284,11 +325,11 @@ def _materialize_tensors(collection: Any) -> Any:
 
 
 class _NotYetLoadedTensor(Tensor):
-    """For ``isinstance``, never true: :func:`_lazy_load` returns plain memory-mapped tensors."""
+    """A class without objects: :func:`_lazy_load` returns plain memory-mapped tensors."""
 
 
 def get_filesystem(path: _PATH, **kwargs: Any) -> Any:
-    """The fsspec file system of a path."""
+    """Return the fsspec file system of a path."""
     from fsspec.core import url_to_fs
 
     return url_to_fs(str(path), **kwargs)[0]
@@ -314,7 +355,9 @@ def _load_distributed_checkpoint(checkpoint_folder: Path) -> dict[str, Any]:
 
 
 def _convert_params(params: dict[str, Any] | Namespace | None) -> dict[str, Any]:
-    return vars(params) if isinstance(params, Namespace) else params or {}
+    if isinstance(params, Namespace):
+        return vars(params)
+    return params or {}
 
 
 def _flatten_dict(
@@ -322,21 +365,25 @@ def _flatten_dict(
 ) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in params.items():
-        key = f"{parent_key}{delimiter}{name}" if parent_key else str(name)
-        value = vars(value) if isinstance(value, Namespace) else value
-        flat |= (
-            _flatten_dict(value, delimiter, key)
-            if isinstance(value, MutableMapping)
-            else {key: value}
-        )
+        key = str(name)
+        if parent_key:
+            key = f"{parent_key}{delimiter}{name}"
+        if isinstance(value, Namespace):
+            value = vars(value)
+        if isinstance(value, MutableMapping):
+            flat.update(_flatten_dict(value, delimiter, key))
+        else:
+            flat[key] = value
     return flat
 
 
 def _sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value if isinstance(value, bool | int | float | str | Tensor) else str(value)
-        for name, value in params.items()
-    }
+    sanitized: dict[str, Any] = {}
+    for name, value in params.items():
+        if not isinstance(value, bool | int | float | str | Tensor):
+            value = str(value)
+        sanitized[name] = value
+    return sanitized
 
 
 def _convert_json_serializable(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,8 +391,6 @@ def _convert_json_serializable(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_prefix(metrics: Mapping[str, float], prefix: str, separator: str) -> Mapping[str, float]:
-    return (
-        {f"{prefix}{separator}{name}": value for name, value in metrics.items()}
-        if prefix
-        else metrics
-    )
+    if not prefix:
+        return metrics
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()}

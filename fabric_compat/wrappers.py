@@ -1,4 +1,4 @@
-"""What ``setup`` returns, with the attributes that Lightning Fabric's wrappers have."""
+"""The objects that ``setup`` returns, with the attributes of Lightning Fabric's wrappers."""
 
 from operator import attrgetter
 from typing import Any
@@ -28,40 +28,49 @@ class _FabricModule(FabricModule):
 
     @property
     def device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters()), self._fabric_device)
+        for parameter in self.parameters():
+            return parameter.device
+        return self._fabric_device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(
-            (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point()),
-            torch.get_default_dtype(),
-        )
+        for parameter in self.parameters():
+            if parameter.is_floating_point():
+                return parameter.dtype
+        return torch.get_default_dtype()
 
-    _forward_module, _original_module = map(
-        property, map(attrgetter, ("_fabric_prepared", "_fabric_original"))
-    )
+    _forward_module = property(attrgetter("_fabric_prepared"))
+    _original_module = property(attrgetter("_fabric_original"))
 
 
 class _FabricOptimizer(Optimizer):
-    """An optimizer that was set up: the user's own, which has become an object of this class and its own."""
+    """The class of the user's optimizer after ``setup``, besides the optimizer's own class."""
 
 
 def mark_set_up(optimizer: Any) -> None:
-    """Make an optimizer a :class:`_FabricOptimizer`, whose ``optimizer`` it is itself."""
-    kind = type(optimizer)
-    names = {} if hasattr(optimizer, "optimizer") else {"optimizer": property(lambda self: self)}
-    optimizer.__class__ = type(kind.__name__, (_FabricOptimizer, kind), names)
+    """Make an optimizer a :class:`_FabricOptimizer` whose attribute ``optimizer`` is itself."""
+    optimizer_class = type(optimizer)
+    attributes: dict[str, Any] = {}
+    if not hasattr(optimizer, "optimizer"):
+        attributes["optimizer"] = property(lambda self: self)
+    bases = (_FabricOptimizer, optimizer_class)
+    optimizer.__class__ = type(optimizer_class.__name__, bases, attributes)
 
 
 def is_wrapped(obj: object) -> bool:
-    """Whether an object was returned by ``setup`` or ``setup_dataloaders``."""
+    """Return whether ``setup`` or ``setup_dataloaders`` returned an object."""
     return isinstance(_unwrap_compiled(obj)[0], FabricModule | FabricDataLoader | _FabricOptimizer)
 
 
 def _unwrap_compiled(obj: Any) -> tuple[Any, Any]:
-    """What ``torch.compile`` was given, and whether it was compiled, as a set of options."""
+    """Return the object before ``torch.compile``, and the options of the compilation or None.
+
+    The options are empty, because torch does not record them.
+    """
     inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
-    return inner, None if inner is obj else {}
+    if inner is obj:
+        return obj, None
+    return inner, {}
 
 
 def _to_compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> Any:
@@ -69,13 +78,15 @@ def _to_compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> Any:
 
 
 def _unwrap_objects(collection: Any) -> Any:
-    """A collection with the user's modules and loaders in place of those that were set up."""
+    """Return a collection with the user's modules and loaders instead of the prepared ones."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
     def inner(obj: Any) -> Any:
         plain = _unwrap_compiled(obj)[0]
         if isinstance(plain, FabricModule):
             return plain.module
-        return obj.loader if isinstance(obj, FabricDataLoader) else obj
+        if isinstance(obj, FabricDataLoader):
+            return obj.loader
+        return obj
 
     return apply_to_collection(collection, (nn.Module, FabricDataLoader), inner)
