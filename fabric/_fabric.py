@@ -101,7 +101,7 @@ class _Seeding(NamedTuple):
 
 
 class Fabric:
-    """The accelerator, precision and strategy of a hand-written PyTorch loop, on one device or many.
+    """The accelerator, precision and strategy of a hand-written PyTorch loop.
 
     The defaults suit the machine. Methods marked *collective* must be called by every process of
     the job, or of the group passed as ``group``, in the same order.
@@ -607,7 +607,7 @@ class Fabric:
         return strategy.batch_to_device(obj)
 
     def is_wrapped(self, obj: Any) -> bool:
-        """Return whether an object is set up: a result of ``setup``, or an optimizer set up here."""
+        """Return whether an object is a result of ``setup``, or an optimizer that was set up."""
         if isinstance(obj, Optimizer):
             return self._session is not None and obj in self._session.optimizers
         return self.unwrap(obj) is not obj

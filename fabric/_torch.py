@@ -1,4 +1,7 @@
-"""Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
+"""Private and renamed names of torch that the core relies on, each with the reason.
+
+tests/test_torch_names.py tests each of them.
+"""
 
 import gc
 import os
@@ -21,43 +24,48 @@ from torch.utils import data
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader
 
-# Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
+# Sees every ATen operation below autograd; its module is private, though torch's notes on extending
+# torch use it.
 DispatchMode = TorchDispatchMode
 
 # A context within which new tensors are real, although a mode of fake tensors is on.
 real_tensors = unset_fake_temporarily
 
 
-# A context in which the views of a tensor without a gradient are to autograd tensors of their own, with a version each:
-# rows from ``torch.unbind`` count changes in place together, and changing one would forbid the backward pass through
-# another. ``torch.unsafe_split`` does the same for parts that keep the dimension, at five times the time.
+# A context in which the views of a tensor without a gradient are to autograd tensors of their own,
+# with a version each: rows from ``torch.unbind`` count changes in place together, and changing one
+# would forbid the backward pass through another. ``torch.unsafe_split`` does the same for parts
+# that keep the dimension, at five times the time.
 own_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# How many operations autograd has recorded in this thread: it numbers them, under private names only.
+# How many operations autograd has recorded in this thread: it numbers them, under private names
+# only.
 operations_recorded: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
-# Collective: write a tensor of every rank into an output of ``(size * n,)``, or sum one of that shape over ranks and
-# write this rank's part into an output; all 1-D and contiguous. Called as ``(output, tensor, group=group)``. Both
-# functions were renamed in torch 2.13, where the old names warn.
+# Collective: write a tensor of every rank into an output of ``(size * n,)``, or sum one of that
+# shape over ranks and write this rank's part into an output; all 1-D and contiguous. Called as
+# ``(output, tensor, group=group)``. Both functions were renamed in torch 2.13, where the old names
+# warn.
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
 
-# The kernels behind ``torch.amp.GradScaler``, which have no public names. With gradients of one device and dtype, and
-# ``found_inf`` and ``inverse_scale`` float32 tensors of one element there: multiply the gradients by the latter in
-# place, and note in the former any that is not finite.
+# The kernels behind ``torch.amp.GradScaler``, which have no public names. With gradients of one
+# device and dtype, and ``found_inf`` and ``inverse_scale`` float32 tensors of one element there:
+# multiply the gradients by the latter in place, and note in the former any that is not finite.
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
 
-# With the scale, an int32 count of good steps, ``found_inf``, and three numbers: after an overflow the scale is
-# multiplied by the second number, after as many good steps as the third says by the first.
+# With the scale, an int32 count of good steps, ``found_inf``, and three numbers: after an overflow
+# the scale is multiplied by the second number, after as many good steps as the third says by the
+# first.
 backoff_or_grow = torch._amp_update_scale_
 
-# Multiply tensors in place by one of shape ``()``, in one kernel where the device has one: torch documents its foreach
-# operations under names with an underscore only.
+# Multiply tensors in place by one of shape ``()``, in one kernel where the device has one: torch
+# documents its foreach operations under names with an underscore only.
 foreach_multiply = torch.ops.aten._foreach_mul_.Tensor
 
 # How often a tensor has been changed in place.
@@ -72,12 +80,13 @@ default_store = dist.distributed_c10d._get_default_store
 
 
 def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The children of a type that is registered with torch's pytree, and the way to build it again from as many.
+    """Return the children of a collection that is registered with torch's pytree.
 
-    None for any other object.
+    Also return the function that builds the collection again from as many children. Return None
+    for any other object.
 
-    torch's pytree is the registry in which libraries register their containers (Hugging Face model outputs do); torch
-    has no public name for it yet.
+    torch's pytree is the registry in which libraries register their containers (Hugging Face model
+    outputs do); torch has no public name for it yet.
     """
     if pytree.tree_is_leaf(tree):
         return None
@@ -86,10 +95,11 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
 
 
 def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Have a module that was in a ``torch.distributed.algorithms.Join`` train as one that never was.
+    """Undo what ``torch.distributed.algorithms.Join`` has changed in a DDP module.
 
-    torch leaves it switched on: forward passes go on notifying joined ranks, of which there are none, and the reducer
-    goes on dividing by the number of ranks that took part in the last of them.
+    torch leaves it switched on: forward passes go on notifying joined ranks, of which there are
+    none, and the reducer goes on dividing by the number of ranks that took part in the last of
+    them.
     """
     from torch.distributed.algorithms.join import _JoinConfig
 
@@ -100,13 +110,14 @@ def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, sharing its memory; any other tensor itself.
 
-    Asked by attribute: ``torch.distributed.tensor`` takes a second to import, and without it no tensor is a DTensor.
+    Asked by attribute: ``torch.distributed.tensor`` takes a second to import, and without it no
+    tensor is a DTensor.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def around_local(tensor: Any, local: Tensor) -> Tensor:
-    """A DTensor like ``tensor`` with ``local`` as the part of this rank, on whatever device that is.
+    """Return a DTensor like ``tensor`` whose shard on this rank is ``local``, on any device.
 
     ``DTensor.from_local`` would move it to the device of the mesh.
     """
@@ -120,7 +131,8 @@ def full_tensor(tensor: Any) -> Tensor:
     from torch.distributed.tensor import Replicate  # takes a second to import; here it has been
 
     for number in range(1, tensor.device_mesh.ndim):
-        # One dimension of the mesh after the other, from the outermost: at once, torch warns of its own order.
+        # One dimension of the mesh after the other, from the outermost: at once, torch warns of its
+        # own order.
         tensor = tensor.redistribute(
             placements=[Replicate()] * number + [*tensor.placements[number:]]
         )
@@ -149,8 +161,9 @@ def joined_mesh(meshes: Sequence[Any], timeout: timedelta) -> Any:
 def forget_meshes() -> None:
     """Have DTensors look for the groups of a mesh anew.
 
-    torch reuses the plans cached for a mesh for every equal mesh, even one with other groups: it finds groups by
-    name, and another job in the same process may have used these names for other groups.
+    torch reuses the plans cached for a mesh for every equal mesh, even one with other groups: it
+    finds groups by name, and another job in the same process may have used these names for other
+    groups.
     """
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
@@ -168,10 +181,12 @@ def _do_nothing() -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """How long collectives of a group of gloo or NCCL may wait; torch has no public way for one that exists.
+    """Set how long collectives of an existing group of gloo or NCCL may wait.
 
-    The groups of a DeviceMesh have torch's own default, whatever that of the whole job is. Other backends have nothing
-    to set.
+    torch has no public way to change it.
+
+    The groups of a DeviceMesh have torch's own default, whatever that of the whole job is. Other
+    backends have nothing to set.
     """
     if {"gloo", "nccl"} & set(dist.get_backend_config(group).replace(",", ":").split(":")):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -180,8 +195,9 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def forget_iterator(loader: data.DataLoader[Any]) -> None:
     """Make a loader begin anew at the next ``iter()``, and leave the workers that it had alone.
 
-    A DataLoader keeps the iterator of persistent workers in ``_iterator``, and a copy of it would share them;
-    torchdata's StatefulDataLoader also reads its own state from there. Set past the ``__setattr__`` of a user's class.
+    A DataLoader keeps the iterator of persistent workers in ``_iterator``, and a copy of it would
+    share them; torchdata's StatefulDataLoader also reads its own state from there. Set past the
+    ``__setattr__`` of a user's class.
     """
     object.__setattr__(loader, "_iterator", None)
 
@@ -213,35 +229,45 @@ def in_backward() -> bool:
 def backward_unfinished(root: Any) -> Callable[[], bool]:
     """A function that says whether a backward pass of a sharded model is under way, or has raised.
 
-    FSDP2 ends each by a callback, and notes in a private record that it is due. As long as it is, no other is called,
-    so that gradients stay unreduced.
+    FSDP2 ends each by a callback, and notes in a private record that it is due. As long as it is,
+    no other is called, so that gradients stay unreduced.
     """
     return partial(
         attrgetter("_state_ctx.post_backward_final_callback_queued"), root._get_fsdp_state()
     )
 
 
-# Inside of a backward pass, have a function be called at its end, as FSDP2 does. DDP and FSDP2 rely on it.
+# Inside of a backward pass, have a function be called at its end, as FSDP2 does. DDP and FSDP2 rely
+# on it.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
 
 def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
-    """Have ``target`` run the hooks of ``source``, from ``register_hook`` now and later; torch itself copies none."""
+    """Have ``target`` run the ``register_hook`` hooks of ``source``, present and future ones.
+
+    torch copies none of them.
+    """
     if source._backward_hooks is None:
         source._backward_hooks = OrderedDict()
     target._backward_hooks = source._backward_hooks
 
 
 def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
-    """The same for hooks from ``register_post_accumulate_grad_hook``, which FSDP2 calls with its sharded parameters."""
+    """Have ``target`` run the ``register_post_accumulate_grad_hook`` hooks of ``source``.
+
+    FSDP2 calls them with its sharded parameters.
+    """
     if source._post_accumulate_grad_hooks is not None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def operations_behind(loss: Tensor) -> Iterator[int]:
-    """The operations in the graph behind ``loss``, by their numbers in the count of :data:`operations_recorded`."""
+    """Yield the numbers of the operations in the graph behind ``loss``.
+
+    The numbers are those that :data:`operations_recorded` counts.
+    """
     seen = {None}
     waiting = list[Any]([loss.grad_fn])
     while waiting:
@@ -252,10 +278,10 @@ def operations_behind(loss: Tensor) -> Iterator[int]:
 
 
 def is_compiling() -> bool:
-    """Whether a thread of this process is in the compiler of ``torch.compile``, or of a compiled backward pass.
+    """Return whether a thread of this process compiles a forward or a backward pass.
 
-    torch says it of the thread that asks only. By the names of two functions, since those files have others that run
-    compiled code.
+    torch says it of the thread that asks only. By the names of two functions, since those files
+    have others that run compiled code.
     """
     compilers = {
         ("_dynamo/convert_frame.py", "_compile"),
@@ -382,7 +408,9 @@ def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
-    """Sharded parameters of which a backward pass without synchronization has left an unsharded gradient on this rank.
+    """Return the sharded parameters that have an unsharded gradient on this rank.
+
+    A backward pass without synchronization leaves it.
 
     FSDP2 keeps it in the parameter's private record until a backward pass with synchronization.
     """
@@ -398,12 +426,15 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
 
 
 def allocates_outputs(operator: Any) -> bool:
-    """Whether an ATen operator allocates its outputs: its schema declares which outputs share an input's."""
+    """Return whether an ATen operator allocates its outputs, by the aliases in its schema."""
     return all(output.alias_info is None for output in operator._schema.returns)
 
 
 def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook of DDP that asks for no result, which collectives among :func:`fake_ranks` do not have."""
+    """Reduce a bucket of DDP without waiting for a result.
+
+    A communication hook for :func:`fake_ranks`, whose collectives have no result.
+    """
     dist.all_reduce(bucket.buffer())
     (done := torch.futures.Future[Tensor]()).set_result(bucket.buffer())
     return done
@@ -411,7 +442,7 @@ def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 
 @cache
 def leave_garbage_here() -> None:
-    """Let no process that this one forks, such as a DataLoader's worker, collect a process group of this one.
+    """Keep forked processes, such as workers of a DataLoader, from collecting a process group.
 
     That waits for the group's threads, which only this process has: it would hang or crash.
     """

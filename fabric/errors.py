@@ -16,8 +16,8 @@ The tree::
         └── UnsafeCheckpointError            loading the checkpoint would run code
 
 Where a failure would be silent, remote or late, the message has four parts: the request, the
-problem (with values and rank), the expected values, and a suggestion of what to write instead. Other
-messages have one or two parts.
+problem (with values and rank), the expected values, and a suggestion of what to write instead.
+Other messages have one or two parts.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Functions that diagnostics add around forward and backward passes.
 
-[Note: Hooks] Each diagnostic adds functions that are called before and after every forward pass of a
-module and every backward pass, in the order in which they were added. The functions of the flight
+[Note: Hooks] Each diagnostic adds functions that are called before and after every forward pass of
+a module and every backward pass, in the order in which they were added. The functions of the flight
 recorder come first, so that the recorder notes the end of a phase even if a later function raises.
 Around the step of an optimizer, torch's own hooks are used in the same order.
 """

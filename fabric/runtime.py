@@ -45,22 +45,23 @@ class Runtime:
     Attributes:
         world: the rank of this process and its place in the job.
         accelerator: the kind of the device.
-        devices: the devices of this node, in the order of local ranks. A strategy that drives several
-            devices from one process has all its devices here.
+        devices: the devices of this node, in the order of local ranks. A strategy that drives
+            several devices from one process has all its devices here.
         precision: the precision that modules are set up with.
         connected: whether the processes of the job communicate, so that they need a process group.
         backend: the backend of the process group. None uses the default of the accelerator.
         timeout: how long a collective may wait.
         check_collectives: whether ranks compare their collectives before data is sent.
-        watchdog: how long a rank waits for others before a hang report is printed. Zero disables the
-            report.
+        watchdog: how long a rank waits for others before a hang report is printed. Zero disables
+            the report.
         device: the device of this process.
-        communicator: the collectives over all processes of the job, once :meth:`start` has returned.
+        communicator: the collectives over all processes of the job, once :meth:`start` has
+            returned.
         store: the values that the ranks share.
         meshes: the meshes that :meth:`mesh` has made, by their names and sizes.
         recorder: the recorder of what this process is doing. None if there is no other process.
-        reporter: the thread that prints hang reports. None if there is no other process, or no store
-            connection for the reports.
+        reporter: the thread that prints hang reports. None if there is no other process, or no
+            store connection for the reports.
     """
 
     world: World
@@ -97,9 +98,10 @@ class Runtime:
         Collective if the processes of the job communicate: returns once all are connected.
 
         Args:
-            communicator: the collectives over all ranks, if the caller has connected the ranks. None,
-                the default: the runtime connects them.
-            store: the store that the caller's ranks share. None, the default: the runtime finds one.
+            communicator: the collectives over all ranks, if the caller has connected the ranks.
+                None, the default: the runtime connects them.
+            store: the store that the caller's ranks share. None, the default: the runtime finds
+                one.
         """
         self.accelerator.activate(self.device)
         self._is_started = True
@@ -231,9 +233,9 @@ class Runtime:
             group.close()
         if self._disconnect():
             dist.destroy_process_group()
-            # DDP keeps gloo's threads alive. A thread that still frees its last collective needs the
-            # interpreter, and aborts the process if the interpreter is being torn down. The wait is
-            # several times the interpreter's switch interval.
+            # DDP keeps gloo's threads alive. A thread that still frees its last collective needs
+            # the interpreter, and aborts the process if the interpreter is being torn down. The
+            # wait is several times the interpreter's switch interval.
             time.sleep(0.02)
         self.accelerator.release()
         if self.recorder is not None:
@@ -247,8 +249,8 @@ class Runtime:
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
         """Return the processes of the job as a mesh of dimensions with these names and sizes.
 
-        The ranks are in order, and the last dimension varies fastest. The same sizes return the same
-        object.
+        The ranks are in order, and the last dimension varies fastest. The same sizes return the
+        same object.
 
         Collective the first time that a mesh is requested.
         """
@@ -266,7 +268,7 @@ class Runtime:
         return self.meshes[key]
 
     def _disconnect(self) -> bool:
-        """Close everything except the process group. Return whether the caller must close that, too."""
+        """Close all but the process group. Return whether the caller must close the group."""
         self._closers.close()
         owns_group = self in self._users
         self._users.discard(self)
@@ -288,7 +290,8 @@ class Runtime:
             shared_store = default_store()
         else:
             shared_store = find_store(world, self.timeout)
-        # Several runtimes may follow each other in the processes of a job, each with its own prefix.
+        # Several runtimes may follow each other in the processes of a job, each with its own
+        # prefix.
         prefix = unused_prefix(shared_store, world, self.timeout)
         store = dist.PrefixStore(f"fabric/{prefix}", shared_store)
         store.set_timeout(self.timeout)
@@ -306,7 +309,8 @@ class Runtime:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._users.add(self)
-        # gloo fails on a rank whose peer has connected, finished and closed before all are connected.
+        # gloo fails on a rank whose peer has connected, finished and closed before all are
+        # connected.
         if store.add("connected", 1) == world.world_size:
             store.set("all connected", "yes")
         store.wait(["all connected"])

@@ -133,7 +133,7 @@ class Streams:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the streams to a state of the same streams. Streams without an entry do not change."""
+        """Set the streams to a state of the same streams. Streams without an entry keep theirs."""
         self.restore_shared(state, {})
         for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
             generator.set_state(saved)
@@ -152,7 +152,8 @@ def rng_state() -> dict[str, Any]:
     initialized.
 
     Returns:
-        A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)`` reads it back.
+        A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)``
+        reads it back.
     """
     state = Streams(("python", "numpy", "torch")).state()
     if torch.cuda.is_initialized():

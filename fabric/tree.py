@@ -1,11 +1,11 @@
-"""Collections of tensors: traversal, flattening, moving between devices, and checks of what can be sent.
+"""Collections of tensors: traversal, flattening, moving between devices, and checks.
 
 [Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses
-and types that are registered with torch's pytree. Everything else is a *leaf*. A result has the same
-type as the input. The entries of a dict are visited in the order of (name of the key's type, key), not
-in the order of insertion, so that leaves match on ranks that filled a dict in different orders. The
-result keeps the order of insertion. Keys that differ only by identity (functions, tensors) are visited
-in the order of insertion.
+and types that are registered with torch's pytree. Everything else is a *leaf*. A result has the
+same type as the input. The entries of a dict are visited in the order of (name of the key's type,
+key), not in the order of insertion, so that leaves match on ranks that filled a dict in different
+orders. The result keeps the order of insertion. Keys that differ only by identity (functions,
+tensors) are visited in the order of insertion.
 """
 
 import copy
@@ -90,7 +90,8 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
         tree: any collection, or a single leaf.
 
     Returns:
-        The leaves in visiting order (see ``[Note: Collections]``), and the structure for :func:`unflatten`.
+        The leaves in visiting order (see ``[Note: Collections]``), and the structure for
+        :func:`unflatten`.
     """
     leaves: list[Leaf] = []
     structure = _flatten(tree, leaves)
@@ -202,11 +203,12 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
     """Move every tensor of a collection, and every object that has a ``to`` method, to a device.
 
     Args:
-        tree: any collection. If an object has a method ``to`` (such as the batch of another library),
-            the method is called. If the method returns None, the object has moved in place.
+        tree: any collection. If an object has a method ``to`` (such as the batch of another
+            library), the method is called. If the method returns None, the object has moved in
+            place.
         device: the target device.
-        non_blocking: whether copies of tensors from pinned host memory may overlap with computation.
-            Default: False.
+        non_blocking: whether copies of tensors from pinned host memory may overlap with
+            computation. Default: False.
 
     Returns:
         The moved collection. If nothing moved, ``tree`` itself. Tensors that are already on the
@@ -332,8 +334,8 @@ def _sort_key(key: Any) -> tuple[str, Any]:
     if isinstance(key, frozenset):
         # frozensets compare by inclusion, which does not sort.
         return kind, sorted(map(_sort_key, key))
-    # The text of a tensor contains its values, and the text of a function its address. Neither is the
-    # same on every rank.
+    # The text of a tensor contains its values, and the text of a function its address. Neither is
+    # the same on every rank.
     if isinstance(key, Tensor):
         return kind, ""
     text = repr(key)
@@ -364,7 +366,7 @@ def _copy_with(
     return result
 
 
-# -- checks of what can be sent ----------------------------------------------------------------------
+# -- checks of what can be sent -------------------------------------------------------------------
 
 
 def check_tensor(tensor: Tensor, structure: Structure, position: int) -> None:

@@ -4,11 +4,12 @@
 collective, in the order in which :func:`fabric.tree.flatten` visits the leaves. Nothing here writes
 into what the caller passed. gloo reduces the wrong elements of a non-contiguous view
 (pytorch#192920). So a buffer is a copy if it is written to or if it is not contiguous. Results are
-copies of parts of the buffer: a result that is kept, saved or changed does not affect other results.
-0-dim results without a gradient lie side by side in one storage, but each is a tensor with its own
-version, not a view. Python floats travel as float64, ints as int64, complex numbers as complex128.
-Dtypes that a backend does not carry travel in a dtype that holds all their values. 16-bit floats
-whose mean is taken travel in float32, since their sum may overflow where the mean does not.
+copies of parts of the buffer: a result that is kept, saved or changed does not affect other
+results. 0-dim results without a gradient lie side by side in one storage, but each is a tensor with
+its own version, not a view. Python floats travel as float64, ints as int64, complex numbers as
+complex128. Dtypes that a backend does not carry travel in a dtype that holds all their values.
+16-bit floats whose mean is taken travel in float32, since their sum may overflow where the mean
+does not.
 
 [Note: Chunks] A tensor of shape ``(size, *s)`` has a chunk of shape ``s`` for each rank. Its buffer
 has shape ``(size, n)``, so that the chunks of one rank lie together.
@@ -61,7 +62,8 @@ _NUMBER_DTYPES = {
     bool: torch.bool,
     complex: torch.complex128,
 }
-# Numbers of other libraries, such as numpy. The order matters: an Integral is Real and Complex, too.
+# Numbers of other libraries, such as numpy. The order matters: an Integral is Real and Complex,
+# too.
 _ABSTRACT_NUMBERS: tuple[tuple[type, type], ...] = (
     (Integral, int),
     (Real, float),
@@ -84,13 +86,14 @@ class Bucket:
 
     Attributes:
         dtype: the dtype of the leaves.
-        chunks: the number of chunks of each tensor, see ``[Note: Chunks]``. None if tensors are sent
-            whole.
+        chunks: the number of chunks of each tensor, see ``[Note: Chunks]``. None if tensors are
+            sent whole.
         tensors: the tensors.
         tensor_positions: the position of each tensor among all leaves.
         numbers: the Python numbers.
         number_positions: the position of each number. Empty if the numbers are all the leaves.
-        stacked: the buffer of a bucket with 0-dim tensors only, if they could be stacked; else None.
+        stacked: the buffer of a bucket with 0-dim tensors only, if they could be stacked; else
+            None.
     """
 
     dtype: torch.dtype
@@ -106,8 +109,8 @@ class Bucket:
 
         Args:
             device: the device of the buffer.
-            op: the reduction. For a sum, integers are followed by their upper halves, whose sum does
-                not wrap around.
+            op: the reduction. For a sum, integers are followed by their upper halves, whose sum
+                does not wrap around.
 
         Returns:
             A tensor of shape ``(n,)``, or ``(chunks, n)``.
@@ -132,8 +135,8 @@ class Bucket:
                 ranks.
             leaves: the list of all leaves, which is changed.
             ranks: the number of ranks whose values are in the buffer. Each tensor gets a first
-                dimension of this size, and each number becomes a list. None, the default: the buffer
-                holds one value for each leaf.
+                dimension of this size, and each number becomes a list. None, the default: the
+                buffer holds one value for each leaf.
         """
         if self.stacked is not None and not buffer.requires_grad:
             self._unpack_stacked(buffer, leaves, ranks)

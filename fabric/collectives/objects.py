@@ -1,11 +1,11 @@
 """Objects that one rank sends to another as bytes: scatter, gather, send and receive.
 
 [Note: Messages] A message is one buffer of bytes: the length of a pickle, the pickle, in which a
-:class:`TensorMeta` stands for each tensor, and the values of the tensors one after the other. So the
-shapes may differ between ranks, and tensors are never pickled. Tensors arrive detached, in the dtype
-and shape in which they were sent. A tensor that was on the CPU arrives on the CPU, other tensors on
-the device of the receiver. If a rank cannot send its object, it sends the error in place of the
-object, and every rank raises the error.
+:class:`TensorMeta` stands for each tensor, and the values of the tensors one after the other. So
+the shapes may differ between ranks, and tensors are never pickled. Tensors arrive detached, in the
+dtype and shape in which they were sent. A tensor that was on the CPU arrives on the CPU, other
+tensors on the device of the receiver. If a rank cannot send its object, it sends the error in place
+of the object, and every rank raises the error.
 """
 
 from collections.abc import Sequence
@@ -156,7 +156,10 @@ def _pack_or_error(tree: Tree, device: torch.device) -> _Packed:
 
 
 def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) -> Tensor:
-    """Return a message on ``device``: a one-dimensional tensor of bytes; see ``[Note: Messages]``."""
+    """Return a message on ``device``, a one-dimensional tensor of bytes.
+
+    See ``[Note: Messages]``.
+    """
     leaves, structure = flatten(tree)
     tensors: list[Tensor] = []
     for position, leaf in enumerate(leaves):

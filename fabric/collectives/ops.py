@@ -1,16 +1,16 @@
-"""The collectives over collections of tensors and numbers: reductions, gathers, exchanges, broadcast.
+"""Reductions, gathers, exchanges and broadcasts of collections of tensors and numbers.
 
-See :class:`fabric.Fabric` for the meaning of each operation. Collective: all ranks of the communicator
-must call these functions, with collections of the same structure, shapes and dtypes. Nothing writes
-into the arguments.
+See :class:`fabric.Fabric` for the meaning of each operation. Collective: all ranks of the
+communicator must call these functions, with collections of the same structure, shapes and dtypes.
+Nothing writes into the arguments.
 
-[Note: Gradients] A gradient through a collective is the gradient of the sum over ranks of each rank's
-local loss. The backward pass of an all-reduce is the same all-reduce. The backward pass of an
-all-gather is a reduce-scatter with a sum, and the other way round. The backward pass of an all-to-all
-is an all-to-all. The backward pass of a broadcast is the sum over ranks, which arrives at the source.
-All of them can be differentiated again. Every rank has to run the backward pass if it ran the forward
-pass. A leaf that requires no gradient is returned without one, even if it was sent in one buffer with
-leaves that require a gradient.
+[Note: Gradients] A gradient through a collective is the gradient of the sum over ranks of each
+rank's local loss. The backward pass of an all-reduce is the same all-reduce. The backward pass of
+an all-gather is a reduce-scatter with a sum, and the other way round. The backward pass of an
+all-to-all is an all-to-all. The backward pass of a broadcast is the sum over ranks, which arrives
+at the source. All of them can be differentiated again. Every rank has to run the backward pass if
+it ran the forward pass. A leaf that requires no gradient is returned without one, even if it was
+sent in one buffer with leaves that require a gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,12 +51,18 @@ def all_reduce(communicator: Communicator, tree: Tree, op: Reduce, *, numbers: b
 
 
 def reduce_scatter(communicator: Communicator, tree: Tree, op: Reduce) -> Tree:
-    """Reduce chunks over the ranks, and return this rank's; see :meth:`fabric.Fabric.reduce_scatter`."""
+    """Reduce chunks over the ranks, and return the chunk of this rank.
+
+    See :meth:`fabric.Fabric.reduce_scatter`.
+    """
     return _exchange(communicator, Operation.REDUCE_SCATTER, tree, op)
 
 
 def all_to_all(communicator: Communicator, tree: Tree) -> Tree:
-    """Send a chunk to each rank, and return the received chunks; see :meth:`fabric.Fabric.all_to_all`."""
+    """Send a chunk to each rank, and return the received chunks.
+
+    See :meth:`fabric.Fabric.all_to_all`.
+    """
     return _exchange(communicator, Operation.ALL_TO_ALL, tree)
 
 
@@ -107,8 +113,9 @@ def all_gather_ragged(
 ) -> Tree:
     """Gather collections whose first dimensions differ between ranks.
 
-    See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. This costs an exchange of the
-    lengths, and one collective for each dtype, in which every rank sends as much as the longest.
+    See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. This costs an exchange of
+    the lengths, and one collective for each dtype, in which every rank sends as much as the
+    longest.
     """
     with _raise_on_all_ranks(communicator, Operation.ALL_GATHER):
         leaves, structure = flatten(tree)
@@ -386,7 +393,7 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
         )
 
 
-# -- gradients --------------------------------------------------------------------------------------
+# -- gradients ------------------------------------------------------------------------------------
 
 
 class _Differentiable(torch.autograd.Function):

@@ -121,9 +121,9 @@ class CallDescription(NamedTuple):
             source or destination, the structure of the collection with the shape and dtype of each
             leaf. The text is empty where nothing has to agree, as on ranks that only receive. The
             function is called only when somebody reads the text.
-        text: everything that has to agree, for a signature in the message (see ``[Note: Signatures]``
-            in ``checked.py``). Empty if this rank could not make its call. None, the default, if the
-            message carries no signature.
+        text: everything that has to agree, for a signature in the message (see ``[Note:
+            Signatures]`` in ``checked.py``). Empty if this rank could not make its call. None, the
+            default, if the message carries no signature.
         reads_result: whether this rank waits for the values that it receives. Default: False.
         call_site: where the user made the call. Needed only for calls that another thread makes.
     """
@@ -147,8 +147,8 @@ class Collective(NamedTuple):
 
     Attributes:
         operation: the kind of collective.
-        buffer: the tensor that is passed. Broadcast, recv and scatter write to it. For operations on
-            objects, the pickled object; for new_group, the ranks.
+        buffer: the tensor that is passed. Broadcast, recv and scatter write to it. For operations
+            on objects, the pickled object; for new_group, the ranks.
         reduce: the reduction of all_reduce and reduce_scatter.
         peer: the source or destination, if the operation has one.
         rows: what scatter sends, on the source only.
@@ -222,11 +222,11 @@ class Communicator(ABC):
 
     A *buffer* is a contiguous tensor on ``device`` that belongs to the caller and is not part of an
     autograd graph. Its dtype is one that the backend carries (booleans travel as uint8). Reductions
-    and broadcasts write into the buffer. :mod:`fabric.collectives` packs the user's collections into
-    buffers, and unpacks the results.
+    and broadcasts write into the buffer. :mod:`fabric.collectives` packs the user's collections
+    into buffers, and unpacks the results.
 
-    A communicator implements :meth:`run`, and :meth:`close` if it owns something. No class overrides
-    the other methods, which check ranks, describe the call and make it.
+    A communicator implements :meth:`run`, and :meth:`close` if it owns something. No class
+    overrides the other methods, which check ranks, describe the call and make it.
 
     Collective: every rank of the group must call the methods, in the same order. The exceptions are
     :meth:`send` and :meth:`recv`, which two ranks call, and :meth:`close`. Ranks are ranks in the
@@ -262,7 +262,8 @@ class Communicator(ABC):
             ranks: the members. The new group orders them ascending.
 
         Returns:
-            The communicator of the new group, or a :class:`NonMember` on a rank that is not a member.
+            The communicator of the new group, or a :class:`NonMember` on a rank that is not a
+            member.
 
         Raises:
             ConfigurationError: ``ranks`` are not different ranks of this group.
@@ -345,7 +346,7 @@ class Communicator(ABC):
         return self._run_with_peer(Operation.RECV, buffer, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called this. ``name`` appears in the error if a rank does not."""
+        """Wait until every rank has called this. ``name`` appears in the error of a barrier."""
         self.run(Collective(Operation.BARRIER, name=name or "unnamed"))
 
     def broadcast_object(
@@ -364,8 +365,8 @@ class Communicator(ABC):
             error: an error of this rank, to be raised on all ranks in place of sending the value.
 
         Raises:
-            FabricError: the ``error`` of rank ``src``, or an ArgumentTypeError if its value does not
-                pickle. Every rank raises the error.
+            FabricError: the ``error`` of rank ``src``, or an ArgumentTypeError if its value does
+                not pickle. Every rank raises the error.
         """
         self.check_rank(Operation.BROADCAST, src)
         if self.size == 1 and error is None:
@@ -398,8 +399,8 @@ class Communicator(ABC):
         """Check the source or destination of an operation.
 
         Raises:
-            ConfigurationError: ``rank`` is not a rank of this group, or a message of this rank would
-                go to this rank.
+            ConfigurationError: ``rank`` is not a rank of this group, or a message of this rank
+                would go to this rank.
         """
         # Not isinstance(): a bool is an int, and True is no rank.
         is_member = type(rank) is int and 0 <= rank < self.size

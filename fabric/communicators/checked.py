@@ -1,13 +1,13 @@
 """Signatures of calls: every rank sees whether all ranks make the same call.
 
-[Note: Signatures] The first message of a call carries a checksum of everything that must be the same
-on all ranks: operation, reduction, names, shapes, dtypes. The message is an all-gather of rows of one
-fixed length, since the backends abort or hang if lengths differ between ranks. If the data of a
-reduction or gather fits into the row after the checksum, the row carries the data, too, and each rank
-reduces the rows in rank order. Otherwise the call itself follows. In large groups, where the rows
-would take much memory, a max-reduction of the checksum and its negative precedes each call. Every
-rank sees whether all checksums agree, so either all ranks raise or none does. A rank that cannot make
-its call sends a checksum that matches no other.
+[Note: Signatures] The first message of a call carries a checksum of everything that must be the
+same on all ranks: operation, reduction, names, shapes, dtypes. The message is an all-gather of rows
+of one fixed length, since the backends abort or hang if lengths differ between ranks. If the data
+of a reduction or gather fits into the row after the checksum, the row carries the data, too, and
+each rank reduces the rows in rank order. Otherwise the call itself follows. In large groups, where
+the rows would take much memory, a max-reduction of the checksum and its negative precedes each
+call. Every rank sees whether all checksums agree, so either all ranks raise or none does. A rank
+that cannot make its call sends a checksum that matches no other.
 """
 
 import sys

@@ -141,8 +141,8 @@ class ProcessGroupCommunicator(Communicator):
     def _all_reduce_ordered(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Take the minimum or maximum of floats, in place. The result is NaN if any value is NaN.
 
-        Backends skip NaN or not, depending on its rank. So the values travel as integers of the same
-        order, and NaN as the largest or the least integer.
+        Backends skip NaN or not, depending on its rank. So the values travel as integers of the
+        same order, and NaN as the largest or the least integer.
         """
         bits = _in_order(buffer.double().view(torch.int64))
         nan = _LARGEST if op is Reduce.MAX else ~_LARGEST
@@ -223,7 +223,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _new_group(self, ranks: list[int]) -> "ProcessGroupCommunicator | None":
         if self.size < dist.get_world_size():
-            # torch names groups by counting them. The other ranks would count one less from here on.
+            # torch names groups by counting them. The other ranks would count one less from here
+            # on.
             raise UsageError(
                 f"new_group({ranks}) of a group of {self.size}",
                 problem=f"the other {dist.get_world_size() - self.size} processes of the job would "

@@ -1,12 +1,14 @@
 """Checked mode: compares the calls of all ranks before any data is sent.
 
-[Note: Progress] Each rank publishes one record, which it overwrites when it starts a call: how many calls it has
-started in each group, and the latest call. In call number n of a group, a rank waits until every member has started its
-call number n there, and compares them. It continues once all have started and agree. So a member that is already
-further must have agreed: it saw this rank's record first. Hence records need not be kept for slow readers, groups
-progress independently, and each rank waits for all members of one group at a time. A cycle of ranks that wait for each
-other, in any groups, is then a deadlock, and the only kind: every other wait ends, or leads to a rank that makes no
-further calls. (A rank that waits in several threads may continue in any of them, and counts as computing.)
+[Note: Progress] Each rank publishes one record, which it overwrites when it starts a call: how many
+calls it has started in each group, and the latest call. In call number n of a group, a rank waits
+until every member has started its call number n there, and compares them. It continues once all
+have started and agree. So a member that is already further must have agreed: it saw this rank's
+record first. Hence records need not be kept for slow readers, groups progress independently, and
+each rank waits for all members of one group at a time. A cycle of ranks that wait for each other,
+in any groups, is then a deadlock, and the only kind: every other wait ends, or leads to a rank that
+makes no further calls. (A rank that waits in several threads may continue in any of them, and
+counts as computing.)
 """
 
 import os
@@ -48,7 +50,10 @@ _WINDOW = 60
 _PHASES = "phases"  # the group of phases, in which torch issues collectives by itself
 
 _EXPECTED = "a call that every rank of the group makes"
-_SUGGESTION = "the call outside of branches on the rank and loops of other lengths; see what ended the rank named here"
+_SUGGESTION = (
+    "the call outside of branches on the rank and loops of other lengths; see what ended the rank "
+    "named here"
+)
 
 
 class Call(NamedTuple):
@@ -59,9 +64,10 @@ class Call(NamedTuple):
         members: the global ranks that must make the call.
         operation: the name of the operation, as the user called it.
         location: the file and line of the user's call.
-        facts: the facts that must be the same on every rank, by name, the most informative one first.
-        data: the arguments as text. The text is the same on all ranks that have arguments, and empty
-            on the others.
+        facts: the facts that must be the same on every rank, by name, the most informative one
+            first.
+        data: the arguments as text. The text is the same on all ranks that have arguments, and
+            empty on the others.
     """
 
     group: str
@@ -148,7 +154,8 @@ class CollectiveChecker:
         """Wait until all members of the group make this call.
 
         Raises:
-            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or makes none.
+            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or
+                makes none.
         """
         full_call = Call.of(entry, collective)
         call = _with_digest(full_call)
@@ -208,8 +215,8 @@ class CollectiveChecker:
         started = monotonic()
         pause = _FIRST_PAUSE
         next_search = started + _SEARCH_EVERY
-        # While the ranks arrive, only the records of the members are read. A search for the reason of
-        # a longer wait reads the records and the processes of all ranks.
+        # While the ranks arrive, only the records of the members are read. A search for the reason
+        # of a longer wait reads the records and the processes of all ranks.
         searches = False
         missing: list[int] = []
         while True:
@@ -225,8 +232,8 @@ class CollectiveChecker:
             stopped = [rank for rank in (*missing, *calls) if records[rank].end_reason]
             if not missing and not stopped:
                 return
-            # Not after the first read: records are read one by one, and the record of another rank may
-            # have the root cause.
+            # Not after the first read: records are read one by one, and the record of another rank
+            # may have the root cause.
             if stopped and searches:
                 end_reason = records[stopped[0]].end_reason
                 self._stop(call, f"rank {stopped[0]} makes no further calls: {end_reason}")
@@ -274,7 +281,8 @@ class CollectiveChecker:
     def _disagree(self, call: Call, number: int) -> NoReturn:
         """Raise for different calls.
 
-        The error lists the calls of the ranks that publish their full arguments in ``_ANSWER_WITHIN``.
+        The error lists the calls of the ranks that publish their full arguments in
+        ``_ANSWER_WITHIN``.
         """
         with self._lock:
             full_calls = []
@@ -388,8 +396,8 @@ def difference(calls: Mapping[int, Call]) -> str:
     """
     names = dict.fromkeys(name for call in calls.values() for name in call.facts)
     values_of: dict[str, dict[int, str]] = {"operation": {}, "data": _differing_windows(calls)}
-    # Arguments come after the operation, since other operations have other arguments, and before the
-    # buffers, since the user's arguments say more than the buffers that are made of them.
+    # Arguments come after the operation, since other operations have other arguments, and before
+    # the buffers, since the user's arguments say more than the buffers that are made of them.
     for name in names:
         values_of[name] = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
     for name, values in values_of.items():

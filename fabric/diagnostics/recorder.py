@@ -69,7 +69,8 @@ def _ignore_param_groups(optimizer: torch.optim.Optimizer) -> None:
 class FlightRecorder:
     """Records what this process is doing.
 
-    The attributes are plain values, so that the thread of the hang reports reads them without a lock.
+    The attributes are plain values, so that the thread of the hang reports reads them without a
+    lock.
 
     A *phase* is a part of the user's program in which torch issues collectives by itself: a forward
     or backward pass, an optimizer step.
@@ -79,8 +80,8 @@ class FlightRecorder:
             default such an error gets no report.
 
     Attributes:
-        process: the process that created the recorder. The other ranks are connected to this process
-            alone.
+        process: the process that created the recorder. The other ranks are connected to this
+            process alone.
         thread: the thread that created the recorder, whose stack is reported.
         phase: the current phase.
         counts: the number of collectives started per group, and of phases started per name.
@@ -164,8 +165,8 @@ class FlightRecorder:
 
         Args:
             phase: the name of the phase.
-            needs_all_ranks: whether every rank must start the phase. Checked mode compares the ranks
-                then. Default: False.
+            needs_all_ranks: whether every rank must start the phase. Checked mode compares the
+                ranks then. Default: False.
         """
         self.check_signatures()
         self.enter_phase(phase)

@@ -37,10 +37,10 @@ class _Buffer(NamedTuple):
 class ExponentialMovingAverage(nn.Module):
     """The exponential moving average of a model's weights (Polyak averaging), under any strategy.
 
-    The numbers are those of torch's ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. The first
-    :meth:`update` copies the weights. Each later one adds ``(1 - decay) * (weight - average)`` to
-    each average. Averages of bfloat16 and float16 weights are float32, since such small changes
-    would be rounded away.
+    The numbers are those of torch's ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. The
+    first :meth:`update` copies the weights. Each later one adds ``(1 - decay) * (weight -
+    average)`` to each average. Averages of bfloat16 and float16 weights are float32, since such
+    small changes would be rounded away.
 
     Each process averages its part of the model: no call is a collective, but all processes must
     make it. For ``fabric.save`` and ``fabric.load`` this is a module whose buffers have the names
