@@ -1,4 +1,4 @@
-"""Run by `make wheel`: the sdist has every file of the repository, and the wheel both packages whole."""
+"""A check of `make wheel`: the sdist has all files of the repository; the wheel, both packages."""
 
 import configparser
 import subprocess
@@ -13,14 +13,14 @@ PACKAGES = ("fabric", "fabric_compat")
 
 
 def main(folder: Path) -> None:
-    """Raise where one of the two archives in that folder is not as it has to be."""
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    """Raise an error if one of the two archives in a folder is wrong."""
+    [sdist] = folder.glob("*.tar.gz")
+    [wheel] = folder.glob("*.whl")
     version = sdist.name.removesuffix(".tar.gz").partition("-")[2]
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert not (left_out := tracked() - packed), (
-        f"{sdist.name} lacks {sorted(left_out)}: see MANIFEST.in"
-    )
+    left_out = tracked() - packed
+    assert not left_out, f"{sdist.name} lacks {sorted(left_out)}: see MANIFEST.in"
 
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -28,12 +28,11 @@ def main(folder: Path) -> None:
         metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
         scripts = configparser.ConfigParser()
         scripts.read_string(archive.read(f"{info}/entry_points.txt").decode())
-    own = {
-        name
-        for name in packed
-        if name.startswith(tuple(f"{package}/" for package in PACKAGES)) and "." in name
-    }
-    assert names == own | {name for name in names if name.startswith(info)}, sorted(names ^ own)
+    folders = tuple(f"{package}/" for package in PACKAGES)
+    # Names without a dot are folders.
+    sources = {name for name in packed if name.startswith(folders) and "." in name}
+    metadata_files = {name for name in names if name.startswith(info)}
+    assert names == sources | metadata_files, sorted(names ^ sources)
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert f"{info}/licenses/LICENSE" in names
     assert dict(scripts["console_scripts"]) == {"fabric": "fabric.cli:main"}
@@ -43,7 +42,7 @@ def main(folder: Path) -> None:
 
 
 def tracked() -> set[str]:
-    """What git knows; outside of a checkout, as in an unpacked sdist, nothing."""
+    """Return the files that git tracks. The set is empty outside a checkout."""
     if not (ROOT / ".git").exists():
         return set()
     listed = subprocess.run(

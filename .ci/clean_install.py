@@ -1,4 +1,4 @@
-"""Run by `make wheel` in an environment that holds the wheel and what it requires: trains, saves and loads there."""
+"""A check of `make wheel`: training, saving and loading with the wheel and its requirements."""
 
 import importlib.util
 import tempfile
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def train(fabric: Fabric, path: Path) -> None:
-    """Two steps, a save, a change, a load that takes it back, on each rank."""
+    """Train, save, change the model, and load it, on each rank."""
     torch.manual_seed(0)
     with fabric.init_module():
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
@@ -36,14 +36,14 @@ def train(fabric: Fabric, path: Path) -> None:
         optimizer.zero_grad()
         fabric.backward(model(torch.ones(3, 4)).sum())
         optimizer.step()
-    parts = {"model": model, "optimizer": optimizer}
+    targets = {"model": model, "optimizer": optimizer}
     output = model(torch.ones(3, 4)).detach()
-    fabric.save(path, {**parts, "step": 1})
-    fabric.save(path, {**parts, "step": 2}, async_=True)
+    fabric.save(path, {**targets, "step": 1})
+    fabric.save(path, {**targets, "step": 2}, async_=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert fabric.load(path, parts)["step"] == 2
+    assert fabric.load(path, targets)["step"] == 2
     assert torch.equal(model(torch.ones(3, 4)), output)
 
 

@@ -1,1 +1,1 @@
-"""Measurements: each module is a command that prints a Markdown table. See the README beside this file."""
+"""Measurements: each module is a command that prints a Markdown table. See the README here."""

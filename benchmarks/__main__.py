@@ -1,12 +1,13 @@
 """`python -m benchmarks [names] [--quick]`: raw torch, fabric and its peers side by side.
 
-Runs every case, or those named, prints a table for each and what it says about the budgets, and writes the tables, the
-numbers and a chart to benchmarks/results and the headline table into the README and the home page of the documentation.
-Cases that are named replace their part of the results that are there. With --quick raw torch and fabric run every case
-once, as small as it can be, and nothing is written.
+The command runs all cases, or the named cases, and prints a table for each case, with the missed
+budgets. It writes the tables, the numbers and a chart to benchmarks/results, and the headline table
+to the README and the home page of the documentation. Named cases replace their earlier results.
+With --quick, raw torch and fabric run every case once, at a small size, and nothing is written.
 
-The exit code is 1 where raw torch or fabric fails in a case. A missed budget is reported, not an error: a machine may
-be busy. A peer that is missing, or fails, is a column of "-" with the reason below.
+The exit code is 1 if raw torch or fabric fails in a case. A missed budget is reported but is not an
+error, because the machine may be busy. A peer that is missing or fails is a column of "-", with the
+reason below.
 """
 
 import argparse
@@ -30,11 +31,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def all_cases() -> dict[str, tuple[str, Case]]:
-    """The cases by name, each with the module that defines it."""
-    names = [f"benchmarks.cases.{module}" for module in MODULES]
-    return {
-        case.name: (module, case) for module in names for case in cases_of(import_module(module))
-    }
+    """Return the cases by name, with the name of the module that defines the case."""
+    cases: dict[str, tuple[str, Case]] = {}
+    for name in MODULES:
+        module = f"benchmarks.cases.{name}"
+        for case in cases_of(import_module(module)):
+            cases[case.name] = (module, case)
+    return cases
 
 
 def machine() -> str:
@@ -49,7 +52,7 @@ def say(text: str) -> None:
 
 
 def run(chosen: dict[str, tuple[str, Case]], quick: bool) -> tuple[dict[str, Any], list[str]]:
-    """The records of the cases, and the names of those that failed."""
+    """Run the cases, and return their records and the names of the cases that failed."""
     records = {}
     failed = []
     for name, (module, case) in chosen.items():
@@ -63,13 +66,14 @@ def run(chosen: dict[str, tuple[str, Case]], quick: bool) -> tuple[dict[str, Any
             failed.append(name)
             continue
         records[name] = to_record(case, rounds, missing)
-        for late in [] if quick else missed(records[name]):
-            say(f"  over budget: {late}")
+        if not quick:
+            for line in missed(records[name]):
+                say(f"  over budget: {line}")
     return records, failed
 
 
 def write(results: dict[str, Any]) -> None:
-    """Write what is committed."""
+    """Write the files that are committed."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "results.md").write_text(tables(results))
@@ -79,7 +83,7 @@ def write(results: dict[str, Any]) -> None:
 
 
 def earlier() -> dict[str, Any]:
-    """The records that are there already."""
+    """Return the committed records."""
     path = RESULTS / "results.json"
     return json.loads(path.read_text())["cases"] if path.exists() else {}
 
@@ -94,14 +98,18 @@ def main() -> int:
         "--quick", action="store_true", help="each case once, as small as possible, in two minutes"
     )
     args = parser.parse_args()
-    if unknown := [name for name in args.names if name not in cases]:
+    unknown = [name for name in args.names if name not in cases]
+    if unknown:
         parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        # The processes of the contestants inherit it: what they write to disk goes with this command.
+        # Contestants inherit the variable, and this command deletes what they write to the folder.
         os.environ["BENCHMARK_FOLDER"] = folder
-        records, failed = run({name: cases[name] for name in args.names or cases}, args.quick)
-    merged = {**earlier(), **records} if args.names else records
+        chosen = {name: cases[name] for name in args.names or cases}
+        records, failed = run(chosen, args.quick)
+    merged = records
+    if args.names:
+        merged = {**earlier(), **records}
     results = {
         "machine": machine(),
         "cases": {name: merged[name] for name in cases if name in merged},
@@ -110,10 +118,10 @@ def main() -> int:
         print(tables({**results, "cases": records}))
         if not failed:
             write(results)
-    say(
-        f"{len(records)} cases in {time.monotonic() - began:.0f} s"
-        + (f"; failed: {', '.join(failed)}" if failed else "")
-    )
+    summary = f"{len(records)} cases in {time.monotonic() - began:.0f} s"
+    if failed:
+        summary = f"{summary}; failed: {', '.join(failed)}"
+    say(summary)
     return 1 if failed else 0
 
 

@@ -1,9 +1,10 @@
-"""Checkpoints beside plain torch, and what a save costs the loop that it goes on beside.
+"""Checkpoints vs. plain torch, and what a background save costs the training loop.
 
-`python -m benchmarks.checkpoint [--megabytes 1000] [--rounds 5] [--quick]` saves and loads a model of that size, the
-contestants alternately, and prints median seconds and the median of the ratios within a round. "Loop blocked" is how
-long `fabric.save(..., async_=True)` takes to return, from the second on; "loop slowed" how much longer a training step
-on one thread takes while the save goes on. --quick is 50 MB in two rounds.
+`python -m benchmarks.checkpoint [--megabytes 1000] [--rounds 5] [--quick]` saves and loads a model
+of that size, the contestants alternately, and prints median seconds and the median of the ratios
+within a round. "Loop blocked" is how long `fabric.save(..., async_=True)` takes to return, from the
+second save on. "Loop slowed" is how much longer a training step on one thread takes meanwhile.
+--quick takes 50 MB and two rounds.
 """
 
 import argparse
@@ -30,44 +31,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="50 MB, two rounds")
     options = parser.parse_args(arguments)
-    megabytes, rounds = (50, 2) if options.quick else (options.megabytes, options.rounds)
-    print("| what | seconds | beside | seconds | ratio |\n|---|--:|---|--:|--:|")
+    megabytes = options.megabytes
+    rounds = options.rounds
+    if options.quick:
+        megabytes = 50
+        rounds = 2
+    print("| what | seconds | vs. | seconds | ratio |\n|---|--:|---|--:|--:|")
     with tempfile.TemporaryDirectory() as folder:
         with Fabric(accelerator="cpu", devices=1, environment="none") as fabric:
             one_file(fabric, Path(folder), megabytes, rounds)
-            beside(fabric, Path(folder, "fabric.pt"), model_of(megabytes), rounds, "one file")
+            in_background(
+                fabric, Path(folder, "fabric.pt"), model_of(megabytes), rounds, "one file"
+            )
         with Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="forkserver") as fabric:
             fabric.launch(shards, Path(folder, "shards"), megabytes, rounds)
 
 
 def one_file(fabric: Fabric, folder: Path, megabytes: int, rounds: int) -> None:
-    """``save`` and ``load`` beside ``torch.save`` with a flush, and ``torch.load`` into the module."""
+    """Compare ``save`` and ``load`` with ``torch.save``, flushed to disk, and ``torch.load``."""
     net = model_of(megabytes)
-    own = folder / "fabric.pt"
-    other = folder / "torch.pt"
+    fabric_path = folder / "fabric.pt"
+    torch_path = folder / "torch.pt"
     model = fabric.setup(net)
+
+    def load_with_torch() -> None:
+        net.load_state_dict(torch.load(torch_path, weights_only=True)["model"])
+
     report(
-        ("fabric.save, one file", lambda: fabric.save(own, {"model": model})),
-        ("torch.save, fsync", lambda: save_plainly(net, other)),
+        ("fabric.save, one file", lambda: fabric.save(fabric_path, {"model": model})),
+        ("torch.save, fsync", lambda: save_plainly(net, torch_path)),
         rounds,
     )
     report(
-        ("fabric.load, verified", lambda: fabric.load(own, {"model": model})),
-        (
-            "torch.load, load_state_dict",
-            lambda: net.load_state_dict(torch.load(other, weights_only=True)["model"]),
-        ),
+        ("fabric.load, verified", lambda: fabric.load(fabric_path, {"model": model})),
+        ("torch.load, load_state_dict", load_with_torch),
         rounds,
     )
 
 
 def shards(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
-    """What a rank does that saves shards."""
-    beside(fabric, path, model_of(megabytes), rounds, "shards of 2 ranks")
+    """Measure background saves in shards on this rank."""
+    in_background(fabric, path, model_of(megabytes), rounds, "shards of 2 ranks")
 
 
-def beside(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -> None:
-    """What a save costs the loop beside which it goes on."""
+def in_background(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -> None:
+    """Measure what a background save costs the training loop."""
     model = fabric.setup(net)
     small = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     optimizer = torch.optim.AdamW(small.parameters())
@@ -95,15 +103,15 @@ def beside(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step of a loop that keeps the interpreter busy."""
+    """Train for a step that keeps the interpreter busy."""
     net(torch.ones(32, 128)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def model_of(megabytes: int) -> nn.Module:
-    """Sixteen parameters of so many megabytes together."""
-    # a ParameterList is not sharded
+    """Return a module with sixteen parameters of so many megabytes together."""
+    # FSDP does not shard a ParameterList.
     count = megabytes * 1_000_000 // 4 // 16
     model = nn.Module()
     for number in range(16):
@@ -112,7 +120,7 @@ def model_of(megabytes: int) -> nn.Module:
 
 
 def save_plainly(net: nn.Module, path: Path) -> None:
-    """``torch.save``, and what is in the file on the disk."""
+    """Call ``torch.save``, and flush the file to disk."""
     torch.save({"model": net.state_dict()}, path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -122,22 +130,33 @@ def report(
     ours: tuple[str, Callable[[], Any]], plain: tuple[str, Callable[[], Any]], rounds: int
 ) -> None:
     """Measure two actions alternately, after one round of rehearsal, and print them."""
-    taken: dict[str, list[float]] = {ours[0]: [], plain[0]: []}
+    name, action = ours
+    plain_name, plain_action = plain
+    times = []
+    plain_times = []
     for number in range(rounds + 1):
-        for name, action in (ours, plain) if number % 2 else (plain, ours):
-            taken[name].append(seconds(action))
-    line(ours[0], taken[ours[0]][1:], plain[0], taken[plain[0]][1:])
+        if number % 2 == 1:
+            times.append(seconds(action))
+            plain_times.append(seconds(plain_action))
+        else:
+            plain_times.append(seconds(plain_action))
+            times.append(seconds(action))
+    line(name, times[1:], plain_name, plain_times[1:])
 
 
 def line(name: str, ours: list[float], plain_name: str, plain: list[float]) -> None:
-    """A line of the table."""
-    ratio = statistics.median(one / other for one, other in zip(ours, plain, strict=True))
-    medians = [f"{statistics.median(values):.4f}" for values in (ours, plain)]
-    print(f"| {name} | {medians[0]} | {plain_name} | {medians[1]} | {ratio:.2f} |", flush=True)
+    """Print a line of the table."""
+    ratios = [time / plain_time for time, plain_time in zip(ours, plain, strict=True)]
+    ratio = statistics.median(ratios)
+    median = statistics.median(ours)
+    plain_median = statistics.median(plain)
+    print(
+        f"| {name} | {median:.4f} | {plain_name} | {plain_median:.4f} | {ratio:.2f} |", flush=True
+    )
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long an action takes."""
+    """Return the seconds that an action takes."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin

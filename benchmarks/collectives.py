@@ -1,13 +1,14 @@
-"""Collections beside flat tensors: what coalescing costs, and what it saves.
+"""Collections vs. flat tensors: what coalescing costs, and what it saves.
 
-`python -m benchmarks.collectives` measures side by side, on 2 and on 4 ranks: one flat `torch.distributed.all_reduce`,
-`fabric.all_reduce` of a dict of as many metrics, and torch's collective for each metric; and one tensor of 64 MiB by
-fabric and by torch, with the copy that either needs. All are measured in each of many short rounds, in an order that
-rotates; the time of a round is that of the slowest rank. Ratios are taken within a round, so that a busy machine slows
-both sides, and shown as the median with the quartiles.
+`python -m benchmarks.collectives` measures on 2 and on 4 ranks: one flat
+`torch.distributed.all_reduce`, `fabric.all_reduce` of a dict of as many metrics, and torch's
+collective for each metric. It also measures one tensor of 64 MiB with fabric and with torch,
+including the copy that both need. Every round measures all contestants, in an order that rotates.
+The time of a round is the time of the slowest rank. Ratios are taken within a round, because a busy
+machine slows both sides, and shown as the median with the quartiles.
 
-Prints a table and writes it to `benchmarks/results/collectives.md`. The exit code is 1 where a median misses its
-target. `--quick` takes fewer rounds and writes nothing.
+The command prints a table and writes it to `benchmarks/results/collectives.md`. The exit code is 1
+if a median misses its target. `--quick` takes fewer rounds and writes nothing.
 """
 
 import argparse
@@ -30,22 +31,23 @@ from fabric.testing import RankPool
 __all__ = ["main"]
 
 RESULTS = Path(__file__).parent / "results" / "collectives.md"
-# So many of these take about as long as one of the others.
 LARGE = ("64 MiB reduced", "64 MiB by hand", "64 MiB gathered", "64 MiB gathered by hand")
-REPETITIONS = dict.fromkeys(("a loop over 64 tensors", *LARGE), 1)
+# The slow contestants are called once. NUMBER calls of another contestant take about as long.
+REPETITIONS: dict[str, int] = dict.fromkeys(("a loop over 64 tensors", *LARGE), 1)
 NUMBER = 5
 
 
 class Target(NamedTuple):
-    """Two contestants, and what their ratio should be at most, or at least; for each number of ranks."""
+    """The highest or lowest ratio of the times of two contestants, by the number of ranks."""
 
-    one: str
-    other: str
+    contestant: str
+    reference: str
     limits: dict[int, float]
     at_least: bool = False
 
     def holds(self, ratio: float, ranks: int) -> bool:
-        return ratio >= self.limits[ranks] if self.at_least else ratio <= self.limits[ranks]
+        limit = self.limits[ranks]
+        return ratio >= limit if self.at_least else ratio <= limit
 
 
 TARGETS = (
@@ -62,26 +64,25 @@ Rounds = list[dict[str, float]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="Collectives of collections beside flat tensors.")
+    """Measure, print the table, and write it."""
+    parser = argparse.ArgumentParser(description="Collectives of collections vs. flat tensors.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
     quick = parser.parse_args(arguments).quick
     lines = [
-        "| ranks | what | ms | beside | ms | ratio | quartiles | target |",
+        "| ranks | what | ms | vs. | ms | ratio | quartiles | target |",
         "|--:|---|--:|---|--:|--:|--:|--:|",
     ]
     missed = 0
+    number_of_rounds = 10 if quick else 40
     for ranks in (2, 4):
         with RankPool(ranks, timeout=600) as pool:
-            by_rank: list[Rounds] = pool.run(measured, 10 if quick else 40)
-        rounds = [
-            {name: max(own[name] for own in of_ranks) for name in of_ranks[0]}
-            for of_ranks in zip(*by_rank, strict=True)
-        ]
+            rounds_by_rank: list[Rounds] = pool.run(measure, number_of_rounds)
+        rounds = [slowest(results) for results in zip(*rounds_by_rank, strict=True)]
         for target in TARGETS:
-            line, ratio = compared(target, rounds, ranks)
+            line, ratio = compare(target, rounds, ranks)
             lines.append(line)
-            missed += not target.holds(ratio, ranks)
+            if not target.holds(ratio, ranks):
+                missed += 1
     table = "\n".join(lines)
     print(table)
     if not quick:
@@ -90,49 +91,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{platform.system()}, {os.cpu_count()} cores, {load}, torch {torch.__version__}, gloo"
         )
         RESULTS.write_text(
-            f"# Collections beside flat tensors\n\n`python -m benchmarks.collectives`. {where}.\n\n{table}\n"
+            "# Collections vs. flat tensors\n\n"
+            f"`python -m benchmarks.collectives`. {where}.\n\n{table}\n"
         )
     return int(missed > 0)
 
 
-def compared(target: Target, rounds: Rounds, ranks: int) -> tuple[str, float]:
-    """A line of the table, and the median of the ratios."""
-    ratios = [one[target.one] / one[target.other] for one in rounds]
+def slowest(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the time of the slowest rank for each contestant."""
+    return {name: max(result[name] for result in results) for name in results[0]}
+
+
+def compare(target: Target, rounds: Rounds, ranks: int) -> tuple[str, float]:
+    """Return a line of the table, and the median of the ratios."""
+    times = [seconds[target.contestant] for seconds in rounds]
+    reference_times = [seconds[target.reference] for seconds in rounds]
+    ratios = [time / reference for time, reference in zip(times, reference_times, strict=True)]
     low, middle, high = quantiles(ratios, n=4)
-    one, other = (
-        1e3 * median(each[name] for each in rounds) for name in (target.one, target.other)
-    )
-    limit = f"{'>=' if target.at_least else '<='} {target.limits[ranks]:g}"
-    limit += "" if target.holds(middle, ranks) else ", missed"
-    spread = f"{low:.2f} to {high:.2f}"
-    return (
-        f"| {ranks} | {target.one} | {one:.2f} | {target.other} | {other:.2f} | {middle:.2f} | {spread} | {limit} |",
-        middle,
-    )
+    sign = ">=" if target.at_least else "<="
+    limit = f"{sign} {target.limits[ranks]:g}"
+    if not target.holds(middle, ranks):
+        limit = f"{limit}, missed"
+    cells = [
+        str(ranks),
+        target.contestant,
+        f"{1e3 * median(times):.2f}",
+        target.reference,
+        f"{1e3 * median(reference_times):.2f}",
+        f"{middle:.2f}",
+        f"{low:.2f} to {high:.2f}",
+        limit,
+    ]
+    return f"| {' | '.join(cells)} |", middle
 
 
-def measured(fabric: Fabric, rounds: int) -> Rounds:
-    """On a rank: seconds for one call of each contestant, in every round but a first that is for warming up."""
+def measure(fabric: Fabric, rounds: int) -> Rounds:
+    """Return the seconds of one call of each contestant on this rank, by round.
+
+    A first round warms up and is not returned.
+    """
     actions = contestants(fabric)
-    groups = [
-        [name for name in actions if name not in LARGE],
-        list(LARGE),
-    ]  # so that none always follows a large one
-    found = []
+    small = [name for name in actions if name not in LARGE]
+    results: Rounds = []
     for turn in range(rounds + 1):
-        order = [
-            name
-            for group in groups
-            for name in group[turn % len(group) :] + group[: turn % len(group)]
-        ]
-        found.append(
+        # The groups rotate separately, so that no contestant always follows a large one.
+        order = [*rotate(small, turn), *rotate(list(LARGE), turn)]
+        results.append(
             {name: seconds(actions[name], REPETITIONS.get(name, NUMBER)) for name in order}
         )
-    return found[1:]
+    return results[1:]
+
+
+def rotate(names: list[str], turn: int) -> list[str]:
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 def seconds(action: Callable[[], Any], number: int) -> float:
-    """The mean of ``number`` calls that all ranks begin together."""
+    """Return the mean seconds of ``number`` calls that all ranks begin together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(number):
@@ -141,7 +157,7 @@ def seconds(action: Callable[[], Any], number: int) -> float:
 
 
 def contestants(fabric: Fabric) -> dict[str, Callable[[], Any]]:
-    """What is measured; sums, so that no side divides."""
+    """Return the contestants. All of them compute sums, so that no side divides."""
     floats = {
         size: {f"metric {index}": float(index) for index in range(size)} for size in (64, 1000)
     }

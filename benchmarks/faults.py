@@ -1,10 +1,11 @@
-"""What happens when something goes wrong in a job of two ranks: the table of ``docs/reliability.md``, ready to paste.
+"""Faults in a job of two ranks: prints the table of ``docs/reliability.md``.
 
-``python -m benchmarks.faults [--quick] [--launchers popen,run,...] [--faults raises,SIGINT-waits,...] [--runs N]`` runs
-the jobs of ``tests/faults`` with fabric and with plain torch. A cell holds the exit code, the seconds from the fault to
-the end of all processes, how many lines were written to standard error, how far above their end the cause is last
-named, and how many ranks were still there at the limit. It is the run of the median time, with the longest time in
-brackets; a run that does not end is not repeated.
+``python -m benchmarks.faults [--quick] [--launchers popen,...] [--faults raises,...] [--runs N]``
+runs the jobs of ``tests/faults`` with fabric and with plain torch. A cell has the exit code, the
+seconds from the fault to the end of all processes, the number of lines on standard error, how many
+lines above the end the cause is last named, and the number of ranks that were still alive at the
+limit. The cell shows the run of the median time, with the longest time in brackets. A run that does
+not end is not repeated.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tests.faults.jobs import Ended, Job, command
 from tests.faults.train import LAUNCHERS, ON_ALL, ON_ONE
 
 LIMIT = 10.0  # seconds; plain torch would wait for half an hour
-# The rows of the table; `--faults all` are those of the tests.
+# The rows of the table. `--faults all` runs the faults of the tests instead.
 FAULTS = {
     "raises": "rank 1 raises",
     "raises_and_tears_down": "rank 1 raises and tears down",
@@ -42,7 +43,7 @@ ALL = (
         for name in ("SIGKILL", "SIGTERM", "SIGINT")
     ),
 )
-# How a report may say it, where it is not the message of the error.
+# The cause in a report, as a regular expression, if the report does not have the error's message.
 CAUSES = {
     "raises_in_collective": r"not a number|must be|Invalid|invalid",
     "exits": r"exit ?code\W+3\b",
@@ -87,47 +88,61 @@ def main() -> None:
     print(
         f"\nTwo ranks, torch {torch.__version__.partition('+')[0]}, {cores} cores, each wanted by "
         f"{os.getloadavg()[0] / cores:.1f} processes in the last minute, these included; "
-        f"runs of each cell: {runs}; at most {LIMIT:.0f} s each; {time.monotonic() - began:.0f} s in all."
+        f"runs of each cell: {runs}; at most {LIMIT:.0f} s each; "
+        f"{time.monotonic() - began:.0f} s in all."
     )
 
 
 def measure(launcher: str, name: str, runs: int) -> list[Ended]:
-    """The ends of so many runs, the quickest first; of one only, if that did not end."""
-    number, _, fault = name.rpartition("-")
-    started = command(launcher, fault) if launcher in LAUNCHERS else [*COMMANDS[launcher], fault]
+    """Return the ends of so many runs, the quickest first. A run that does not end is the last."""
+    signal_name, _, fault = name.rpartition("-")
+    if launcher in LAUNCHERS:
+        job_command = command(launcher, fault)
+    else:
+        job_command = [*COMMANDS[launcher], fault]
     ends: list[Ended] = []
     while len(ends) < runs and not any(end.seconds >= LIMIT for end in ends):
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder, "tmp")
             directory.mkdir()
-            with Job(directory, started) as job:
-                since = (
-                    job.signal(signal.Signals[number])
-                    if number
-                    else float(job.line("fault").split()[1])
-                )
+            with Job(directory, job_command) as job:
+                if signal_name:
+                    since = job.signal(signal.Signals[signal_name])
+                else:
+                    since = float(job.line("fault").split()[1])
                 ends.append(job.watch(since, LIMIT))
     return sorted(ends, key=lambda end: end.seconds)
 
 
 def cell(ends: list[Ended], name: str) -> str:
-    worst = ends[-1]
-    ended = ends[len(ends) // 2] if ends[-1].seconds < LIMIT else ends[-1]
-    lines = ended.errors.rstrip().splitlines()
-    said = [f"code {ended.code}" if ended.code is not None else "hangs"]
-    seconds = f"{ended.seconds:.1f} s" if ended.seconds < LIMIT else f"over {LIMIT:.0f} s"
-    said.append(
-        f"{seconds} ({worst.seconds:.1f})" if len(ends) > 1 and worst is not ended else seconds
-    )
-    said.append(f"{len(lines)} lines")
+    """Return a cell of the table."""
+    longest = ends[-1]
+    ended = longest
+    if longest.seconds < LIMIT:
+        ended = ends[len(ends) // 2]
+    errors = ended.errors.rstrip()
+    facts = ["hangs" if ended.code is None else f"code {ended.code}"]
+    seconds = f"over {LIMIT:.0f} s"
+    if ended.seconds < LIMIT:
+        seconds = f"{ended.seconds:.1f} s"
+    if ended is not longest:
+        seconds = f"{seconds} ({longest.seconds:.1f})"
+    facts.append(seconds)
+    facts.append(f"{len(errors.splitlines())} lines")
     if "-" not in name:
-        pattern = re.compile(CAUSES.get(name, "the loss is not a number"))
-        named = [match.end() for match in pattern.finditer(ended.errors.rstrip())]
-        below = ended.errors.rstrip().count("\n", named[-1]) if named else None
-        said.append("no cause" if below is None else f"cause {below} up")
+        facts.append(cause(errors, CAUSES.get(name, "the loss is not a number")))
     if ended.alive and ended.code is not None:
-        said.append(f"**{ended.alive} orphans**")
-    return ", ".join(said)
+        facts.append(f"**{ended.alive} orphans**")
+    return ", ".join(facts)
+
+
+def cause(errors: str, pattern: str) -> str:
+    """Return how many lines above the end of standard error the cause is last named."""
+    matches = list(re.finditer(pattern, errors))
+    if not matches:
+        return "no cause"
+    lines_below = errors.count("\n", matches[-1].end())
+    return f"cause {lines_below} up"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The job of ``tests/faults/train.py`` in plain torch: ``faults_raw.py spawn FAULT``, or ``env FAULT`` by torchrun."""
+"""The job of ``tests/faults/train.py`` in plain torch.
+
+The command is ``faults_raw.py spawn FAULT``, or, under torchrun, ``faults_raw.py env FAULT``.
+"""
 
 import os
 import sys
@@ -29,7 +32,7 @@ COMMANDS = {
 
 
 class Rank:
-    """What the job needs of a fabric, in calls of torch."""
+    """The methods of Fabric that the job needs, implemented with torch."""
 
     def __init__(self, rank: int) -> None:
         self.global_rank = rank

@@ -1,9 +1,10 @@
-"""The framework of the benchmarks: cases, the processes they run in, and the statistics of the numbers.
+"""The framework of the benchmarks: cases, their processes, and the statistics of the numbers.
 
-[Note: Fair comparison] A contestant is one way of doing the same thing: raw torch, fabric, and the two peers. Each runs
-in processes of its own, which are kept from round to round; in a round every contestant measures once, one after the
-other while the rest sleep, and the order rotates from round to round. What is compared are numbers of one round, which
-saw the same machine: the median over the rounds of ours - theirs, or of ours / theirs, and the quartiles beside it.
+[Note: Fair comparison] A contestant is raw torch, fabric, or one of the two peers. Each contestant
+runs in its own processes, which live from round to round. In a round every contestant measures
+once, while the others sleep. The order rotates from round to round. Only numbers of the same round
+are compared, because the machine was equally busy: the report has the median over the rounds of
+ours - theirs, or of ours / theirs, and the quartiles.
 """
 
 import json
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 RAW = "raw"
 OURS = "fabric"
 CONTESTANTS = (RAW, OURS, "lightning-fabric", "accelerate")
-# Seconds in which a contestant has to prepare itself, or to measure once.
+# Seconds that a contestant has to prepare, and to measure once.
 DEADLINE = 240
 
 Measure = Callable[[], Mapping[str, float]]
@@ -49,10 +50,10 @@ class Row:
     """One number of a case.
 
     Attributes:
-        unit: of the number: ``"us"``, ``"ms"``, ``"s"``, ``"calls"``, ``"MB"``; rates end in ``"/s"``, and more is
-            better.
-        by: whether ours and theirs are compared by ``"ratio"`` or by ``"difference"``.
-        budget: how much ours may be over raw torch, as that ratio or difference; a rate's ratio is at least it.
+        unit: The unit: ``"us"``, ``"ms"``, ``"s"``, ``"calls"``, ``"MB"``. The units of rates end
+            in ``"/s"``. Higher rates are better.
+        by: Whether ours and theirs are compared by ``"ratio"`` or by ``"difference"``.
+        budget: The highest ratio or difference to raw torch; for rates, the lowest ratio.
     """
 
     unit: str
@@ -66,20 +67,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """Something that several contestants do.
+    """A task that several contestants do.
 
     Attributes:
-        name: what the command line calls it.
-        title: what it measures, in a line.
-        rows: the numbers, by name.
-        contestants: for each of them a function ``prepare(quick)`` that gets everything ready and returns the function
-            that measures once, ``measure() -> {row: number}``. It runs in each rank; the numbers of rank 0 count.
-        ranks: number of processes of each contestant, connected by torchrun's variables.
-        rounds: how often each measures, after a rehearsal; with ``--quick`` it is once, without one.
-        starts: how often all of that is done, each time in new processes: where each of them keeps things in memory can
-            make a few microseconds for as long as it lives.
-        cuda: whether it needs a GPU.
-        notes: why a contestant is missing, where that is known.
+        name: The name on the command line.
+        title: A line that says what the case measures.
+        rows: The numbers, by name.
+        contestants: A function ``prepare(quick)`` for each contestant, which returns the function
+            that measures once, ``measure() -> {row: number}``. Every rank calls the functions.
+            Only the numbers of rank 0 count.
+        ranks: The number of processes of each contestant, connected by torchrun's variables.
+        rounds: The number of rounds after a rehearsal. ``--quick`` has one round and no rehearsal.
+        starts: How often all rounds are repeated in new processes. The addresses of objects in
+            memory can cost a process a few microseconds for its lifetime.
+        cuda: Whether the case needs a GPU.
+        notes: Why contestants are missing, by contestant.
     """
 
     name: str
@@ -94,11 +96,11 @@ class Case:
 
 
 class Failed(Exception):
-    """A contestant could not prepare or measure; the text is the last line of what it said."""
+    """An error of a contestant. The text is the last line of the contestant's standard error."""
 
 
 class ContestantProcesses:
-    """The processes of one contestant in one case; they sleep between two rounds."""
+    """The processes of one contestant in one case. The processes sleep between two rounds."""
 
     def __init__(self, module: str, case: str, contestant: str, ranks: int, quick: bool) -> None:
         command = [
@@ -112,8 +114,10 @@ class ContestantProcesses:
             contestant,
             str(int(quick)),
         ]
-        self._processes = [
-            subprocess.Popen(
+        self._processes: list[subprocess.Popen[str]] = []
+        port = _free_port()
+        for rank in range(ranks):
+            process = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=_variables(rank, ranks, port),
@@ -123,25 +127,26 @@ class ContestantProcesses:
                 text=True,
                 bufsize=1,
             )
-            for port in [_free_port()]
-            for rank in range(ranks)
-        ]
+            self._processes.append(process)
 
     def result(self) -> dict[str, float]:
-        """What rank 0 measured, or ``{}`` once all ranks are prepared."""
-        first, *_ = [self._read(process) for process in self._processes]
-        return first
+        """Wait for all ranks, and return the numbers of rank 0.
+
+        The first result, after the preparation, is empty.
+        """
+        results = [self._read(process) for process in self._processes]
+        return results[0]
 
     def measure(self) -> None:
-        """Have every rank measure once."""
+        """Tell every rank to measure once."""
         for process in self._processes:
             assert process.stdin is not None
-            # A rank that is gone is noticed when its result is read.
+            # Reading the result reports a rank that has ended.
             with suppress(BrokenPipeError):
                 process.stdin.write("measure\n")
 
     def close(self) -> None:
-        """End the processes; those that do not exit by themselves are killed."""
+        """End the processes, and kill the processes that do not exit by themselves."""
         with ExitStack() as stack:
             for process in self._processes:
                 stack.enter_context(process)
@@ -160,38 +165,39 @@ class ContestantProcesses:
             selector.register(process.stdout, EVENT_READ)
             if not selector.select(timeout=DEADLINE):
                 raise Failed(f"no answer within {DEADLINE} s")
-        if line := process.stdout.readline():
+        line = process.stdout.readline()
+        if line:
             return json.loads(line)
-        words = process.stderr.read().strip().splitlines()
-        raise Failed(words[-1] if words else f"exit code {process.wait()}")
+        error_lines = process.stderr.read().strip().splitlines()
+        if error_lines:
+            raise Failed(error_lines[-1])
+        raise Failed(f"exit code {process.wait()}")
 
 
 def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    # Python has to keep its bytecode, or imports would measure the compiler.
+    # Without cached bytecode, imports would measure the compiler.
     unwanted = ("RANK", "WORLD_SIZE", "PYTHONDONTWRITEBYTECODE")
     clean = {name: value for name, value in os.environ.items() if name not in unwanted}
-    # The ranks write their results to stdout, and errors to stderr, which nobody reads before the end.
-    one = {
+    variables = {
         **clean,
         "OMP_NUM_THREADS": "1",
+        # Nobody reads stderr before the end, so the ranks log little.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if ranks == 1:
-        return one
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-    }
-    rendezvous = {
+        return variables
+    return {
+        **variables,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "benchmark",
     }
-    return one | {name: str(value) for name, value in (variables | rendezvous).items()}
 
 
 def _free_port() -> int:
@@ -209,38 +215,39 @@ def run_case(
     """Run all contestants of a case.
 
     Args:
-        case: the case.
-        module: where the ranks find it.
-        quick: raw torch and fabric alone, once, at smaller sizes.
-        say: called with a line of progress.
+        case: The case.
+        module: The module that defines the case.
+        quick: Whether only raw torch and fabric run, once, at smaller sizes.
+        say: A function that prints a line of progress.
 
     Returns:
-        For each round and contestant the numbers by row; and by contestant why it is missing.
+        The numbers by round, contestant and row; and by contestant the reason why it is missing.
 
     Raises:
-        Failed: raw torch or fabric did.
+        Failed: Raw torch or fabric failed.
     """
-    missing = {
-        name: case.notes.get(name, "does not have it")
-        for name in CONTESTANTS
-        if name not in case.contestants
-    }
+    missing: dict[str, str] = {}
+    for name in CONTESTANTS:
+        if name not in case.contestants:
+            missing[name] = case.notes.get(name, "does not have it")
     began = time.monotonic()
     rounds: Rounds = []
-    for start in range(1 if quick else case.starts):
+    starts = 1 if quick else case.starts
+    count = 1 if quick else case.starts * case.rounds
+    for start in range(starts):
 
-        def say_where(number: int, done: int = start * case.rounds) -> None:
-            count = 1 if quick else case.starts * case.rounds
-            say(f"{case.name}: round {done + number} of {count}, {time.monotonic() - began:.0f} s")
+        def say_progress(number: int, done: int = start * case.rounds) -> None:
+            seconds = time.monotonic() - began
+            say(f"{case.name}: round {done + number} of {count}, {seconds:.0f} s")
 
-        rounds += _run_once(case, module, quick, missing, say_where)
+        rounds += _run_once(case, module, quick, missing, say_progress)
     return rounds, missing
 
 
 def _run_once(
     case: Case, module: str, quick: bool, missing: dict[str, str], say: Callable[[int], None]
 ) -> Rounds:
-    """All rounds of a case, in processes of their own; notes in ``missing`` who is."""
+    """Run all rounds of a case in new processes, and add missing contestants to ``missing``."""
     running: dict[str, ContestantProcesses] = {}
     rounds: Rounds = []
     with ExitStack() as stack:
@@ -259,7 +266,8 @@ def _run_once(
             results = {}
             for name in _rotated(list(running), number):
                 running[name].measure()
-                if result := _result(running, name, missing):
+                result = _result(running, name, missing)
+                if result:
                     results[name] = result
             rounds.append(results)
     return rounds[1 - first :]
@@ -268,7 +276,7 @@ def _run_once(
 def _result(
     running: dict[str, ContestantProcesses], name: str, missing: dict[str, str]
 ) -> dict[str, float] | None:
-    """A contestant's numbers; a peer that has none is dropped, with its reason."""
+    """Return a contestant's numbers. Close a peer that fails, with the reason in ``missing``."""
     try:
         return running[name].result()
     except Failed as failure:
@@ -286,7 +294,7 @@ def _rotated(names: list[str], number: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The median over the rounds, and the quartiles."""
+    """The median and the quartiles over the rounds."""
 
     median: float
     low: float
@@ -294,19 +302,27 @@ class Comparison:
 
 
 def compare(rounds: Rounds, row: str, ours: str, theirs: str, by: str) -> Comparison | None:
-    """How ``ours`` stands to ``theirs``, by the ratio or the difference of numbers of one round; None without both."""
-    pairs = [
-        (numbers[ours][row], numbers[theirs][row])
-        for numbers in rounds
-        if row in numbers.get(ours, {}) and row in numbers.get(theirs, {})
-    ]
-    if not pairs:
+    """Return how ``ours`` compares with ``theirs`` within a round, by ratio or difference.
+
+    Returns None if no round has both numbers.
+    """
+    relations: list[float] = []
+    for numbers in rounds:
+        if row not in numbers.get(ours, {}) or row not in numbers.get(theirs, {}):
+            continue
+        our_number = numbers[ours][row]
+        their_number = numbers[theirs][row]
+        if by == "difference":
+            relations.append(our_number - their_number)
+        else:
+            relations.append(our_number / their_number)
+    if not relations:
         return None
-    return spread([mine - other if by == "difference" else mine / other for mine, other in pairs])
+    return spread(relations)
 
 
 def spread(values: Sequence[float]) -> Comparison:
-    """The median and the quartiles of at least one number."""
+    """Return the median and the quartiles of at least one number."""
     if len(values) == 1:
         return Comparison(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -314,10 +330,13 @@ def spread(values: Sequence[float]) -> Comparison:
 
 
 def find_case(module: str, name: str) -> Case:
-    """A case by the module that defines it and its name."""
-    return next(case for case in cases_of(import_module(module)) if case.name == name)
+    """Return the case of this name in a module."""
+    for case in cases_of(import_module(module)):
+        if case.name == name:
+            return case
+    raise KeyError(name)
 
 
 def cases_of(module: Any) -> list[Case]:
-    """The cases that a module defines, in its order."""
+    """Return the cases that a module defines, in the module's order."""
     return list(module.CASES)

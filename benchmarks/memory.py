@@ -1,15 +1,15 @@
-"""Peak memory per rank: DDP beside FSDP, and FSDP on more and more ranks.
+"""Peak memory per rank: FSDP vs. DDP, and FSDP on more and more ranks.
 
-`python -m benchmarks.memory` trains the GPT of the text example for a few steps with AdamW and prints how far the
-resident set of a rank rose above what it was before the model was built: until `setup` returned, and at its peak. Each
-number comes from a job of its own; of the ranks, the one that needed most counts. `--quick` takes a smaller model for
-the last table, and fewer ranks.
+`python -m benchmarks.memory` trains the GPT of the text example for a few steps with AdamW. It
+prints how far the resident set of a rank rose above its size before the model was built: until
+`setup` returned, and at its peak. Each number comes from a separate job, and from the rank that
+needed most. `--quick` takes a smaller model for the last table, and fewer ranks.
 
-A tiny model goes the same way first, so that the libraries that a strategy loads late are not counted as the model's.
-Linux only: the peak is the kernel's own (`VmHWM`), which is set back through `/proc/self/clear_refs`.
+A tiny model is trained first, so that libraries that a strategy loads late are not counted as the
+model's memory. Linux only: the peak is the kernel's `VmHWM`, reset through `/proc/self/clear_refs`.
 
-The exit code is 1 where FSDP is not at least 1.6 times below DDP at two ranks, where a model built in `init_module`
-ever takes as much as the whole model, or where FSDP's peak does not fall as ranks are added.
+The exit code is 1 if FSDP does not need at least 1.6 times less than DDP, if a model built in
+`init_module` needs as much as the whole model, or if FSDP's peak does not fall as ranks are added.
 """
 
 import argparse
@@ -42,7 +42,7 @@ STEPS = 3
 TARGET = 1.6
 DEADLINE = 240
 MB = 10**6
-# The strategy, and whether the model is built in init_module().
+# The strategy, and whether the model is built in init_module(), by the name in the table.
 KINDS: dict[str, tuple[Any, bool]] = {
     "ddp": ("ddp", False),
     "fsdp": ("fsdp", False),
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Any, bool]] = {
 
 
 class Size(NamedTuple):
-    """Layers and width of a GPT."""
+    """The layers and the width of a GPT."""
 
     layers: int
     width: int
@@ -64,7 +64,7 @@ QUICK_LARGER = Size(12, 512)
 
 
 class Job(NamedTuple):
-    """What is measured: a name of ``KINDS``, the layers and width of the model, the number of ranks."""
+    """A measurement: a name of ``KINDS``, the size of the model, and the number of ranks."""
 
     kind: str
     layers: int
@@ -73,10 +73,12 @@ class Job(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What the rank that needed most held above its baseline, in bytes.
+    """The memory of the rank that needed most, above its baseline, in bytes.
 
-    ``set_up`` is the peak until ``setup`` returned, ``trained`` that of the whole run; ``parameters`` is the size of
-    the model.
+    Attributes:
+        parameters: The size of the model.
+        set_up: The peak until ``setup`` returned.
+        trained: The peak of the whole run.
     """
 
     parameters: int
@@ -85,9 +87,14 @@ class Peak(NamedTuple):
 
 
 def measure(job: Job) -> Peak:
-    """Run a job in new processes; raises ``CalledProcessError`` or ``TimeoutExpired``."""
+    """Run a job in new processes.
+
+    Raises:
+        CalledProcessError: The job failed.
+        TimeoutExpired: The job took longer than ``DEADLINE`` seconds.
+    """
     command = [sys.executable, "-m", "benchmarks.memory", "--job", json.dumps(job)]
-    # One thread per rank: the buffers of further threads are not the strategy's.
+    # One thread per rank, because the buffers of more threads do not belong to the strategy.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment = {**clean, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -103,7 +110,7 @@ def measure(job: Job) -> Peak:
 
 
 def run_job(job: Job) -> Peak:
-    """Train in ``job.ranks`` processes; a single rank is this one."""
+    """Train in ``job.ranks`` processes. A single rank is this process."""
     strategy, in_init_module = KINDS[job.kind]
     with Fabric(
         accelerator="cpu", devices=job.ranks, strategy=strategy, launcher="forkserver"
@@ -117,7 +124,7 @@ def run_job(job: Job) -> Peak:
 def train_and_weigh(
     fabric: Fabric, in_init_module: bool, size: tuple[int, int]
 ) -> tuple[int, int, int]:
-    """Runs in every rank; returns the three numbers of a :class:`Peak`."""
+    """Train on this rank, and return the three numbers of a :class:`Peak`."""
     for _ in train(fabric, in_init_module, *WARM_UP):
         pass
     gc.collect()
@@ -130,9 +137,10 @@ def train_and_weigh(
 
 
 def train(fabric: Fabric, in_init_module: bool, layers: int, width: int) -> Iterator[int]:
-    """Yield the bytes of the parameters twice: once the model is set up, and once it is trained."""
+    """Yield the bytes of the parameters after setup, and again after training."""
     torch.manual_seed(0)
-    with fabric.init_module() if in_init_module else nullcontext():
+    context = fabric.init_module() if in_init_module else nullcontext()
+    with context:
         model: nn.Module = gpt()(VOCABULARY, BLOCK_SIZE, layers=layers, width=width)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -149,12 +157,12 @@ def train(fabric: Fabric, in_init_module: bool, layers: int, width: int) -> Iter
 
 
 def gpt() -> Any:
-    """The class ``GPT`` of the text example."""
+    """Return the class ``GPT`` of the text example."""
     return example("text/model.py").GPT
 
 
 def example(path: str) -> Any:
-    """A file of the examples, whose folders are not on the path, as a module."""
+    """Import a file of the examples, whose folders are not on the path."""
     spec = importlib.util.spec_from_file_location("benchmarks_gpt", ROOT / "examples" / path)
     assert spec is not None
     assert spec.loader is not None
@@ -164,50 +172,55 @@ def example(path: str) -> Any:
 
 
 def reset_peak() -> int:
-    """Set this process's peak back to what is resident now, and return that, in bytes."""
-    # 5 is the kernel's code for the peak of the resident set.
+    """Reset this process's peak to the current resident set, and return its bytes."""
+    # The kernel resets the peak of the resident set when 5 is written.
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
 
 def peak() -> int:
-    """The most that this process has had resident, in bytes."""
+    """Return the peak of this process's resident set, in bytes."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None, status
-    return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None, status
+    return int(match[1]) * 1024
 
 
 def compare(size: Size, all_ranks: Sequence[int]) -> list[str]:
-    """Print the strategies side by side; which promises FSDP does not keep."""
+    """Print the strategies side by side, and return the promises that FSDP breaks."""
     print("| ranks | strategy | parameters, MB | until set up, MB | peak, MB | ddp's peak / peak |")
     print("|--:|---|--:|--:|--:|--:|")
     broken = []
     for ranks in all_ranks:
         results = {}
         for kind in KINDS:
-            results[kind] = result = measure(Job(kind, *size, ranks))
+            result = measure(Job(kind, *size, ranks))
+            results[kind] = result
             ratio = results["ddp"].trained / result.trained
             print(f"| {ranks} | {kind} | {cells(result)} | {ratio:.2f} |", flush=True)
             if kind != "ddp" and ratio < TARGET:
                 broken.append(f"{kind} on {ranks} ranks is not {TARGET} times below ddp")
         if results["fsdp, init_module"].set_up >= results["ddp"].parameters:
             broken.append(
-                f"on {ranks} ranks a model built in init_module() took the memory of the whole model"
+                f"on {ranks} ranks a model built in init_module() took the memory of the whole "
+                "model"
             )
     return broken
 
 
 def scale(size: Size, all_ranks: Sequence[int]) -> list[str]:
-    """Print FSDP's peaks for one model on more and more ranks; which of them do not fall."""
+    """Print FSDP's peaks for one model on more and more ranks, and return broken promises."""
     print("| ranks | strategy | parameters, MB | until set up, MB | peak, MB |")
     print("|--:|---|--:|--:|--:|")
     results = []
     for ranks in all_ranks:
-        results.append(measure(Job("fsdp, init_module", *size, ranks)))
-        print(f"| {ranks} | fsdp, init_module | {cells(results[-1])} |", flush=True)
-    falls = all(more.trained < fewer.trained for fewer, more in pairwise(results))
-    return [] if falls else ["the peak per rank does not fall as ranks are added"]
+        result = measure(Job("fsdp, init_module", *size, ranks))
+        results.append(result)
+        print(f"| {ranks} | fsdp, init_module | {cells(result)} |", flush=True)
+    for fewer_ranks, more_ranks in pairwise(results):
+        if more_ranks.trained >= fewer_ranks.trained:
+            return ["the peak per rank does not fall as ranks are added"]
+    return []
 
 
 def cells(result: Peak) -> str:
@@ -215,7 +228,7 @@ def cells(result: Peak) -> str:
 
 
 def main() -> int:
-    """Print both tables; 0 where every statement of the module's text holds, else 1."""
+    """Print both tables, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,7 +239,8 @@ def main() -> int:
     args = parser.parse_args()
     if not os.access("/proc/self/clear_refs", os.W_OK):
         parser.error(
-            "the peak of a process can only be set back on Linux, where /proc/self/clear_refs is writable"
+            "the peak of a process can only be reset on Linux, where /proc/self/clear_refs is "
+            "writable"
         )
     if args.job is not None:
         print(json.dumps(run_job(Job(*args.job))))
@@ -234,7 +248,8 @@ def main() -> int:
     all_ranks = [1, 2] if args.quick else [1, 2, 4]
     broken = compare(SIZE, all_ranks[1:])
     print()
-    broken += scale(QUICK_LARGER if args.quick else LARGER, all_ranks)
+    larger = QUICK_LARGER if args.quick else LARGER
+    broken += scale(larger, all_ranks)
     for line in broken:
         print(line, file=sys.stderr)
     return 1 if broken else 0

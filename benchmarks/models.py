@@ -1,4 +1,4 @@
-"""What the cases train, and on what."""
+"""The model, the data and the training step of the cases."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,13 @@ __all__ = ["step_of", "tiny"]
 def tiny(
     device: str = "cpu", width: int = 16
 ) -> tuple[nn.Sequential, torch.optim.Optimizer, Tensor, Tensor]:
-    """A model so small that a step is nothing but overhead, its optimizer, and a batch."""
+    """Return a model so small that a step is only overhead, its optimizer, and a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return (
-        model,
-        optimizer,
-        torch.randn(8, width, device=device),
-        torch.randn(8, width, device=device),
-    )
+    inputs = torch.randn(8, width, device=device)
+    targets = torch.randn(8, width, device=device)
+    return model, optimizer, inputs, targets
 
 
 def step_of(
@@ -32,7 +29,7 @@ def step_of(
     inputs: Tensor,
     targets: Tensor,
 ) -> Callable[[], None]:
-    """The hand-written step, in which only what a library hands back differs."""
+    """Return the hand-written step. Only the objects from the library differ."""
 
     def step() -> None:
         loss = mse_loss(model(inputs), targets)

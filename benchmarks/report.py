@@ -1,4 +1,4 @@
-"""The report of the numbers: a table for each case, and the table and the picture of the README and the home page."""
+"""The report: a table for each case, and the table and the picture of the README."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -22,9 +22,9 @@ from benchmarks.framework import (
 __all__ = ["PAGES", "chart", "headline", "in_page", "missed", "tables", "to_record"]
 
 MARKERS = ("<!-- benchmarks: begin -->", "<!-- benchmarks: end -->")
-# What has the table.
+# The pages with the headline table.
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
-# Case and row, with what the table calls them.
+# The label in the headline table, by case and row.
 HEADLINE = {
     ("import", "time"): "import, beyond torch's",
     ("step-ddp", "calls"): "a step in Python calls, DDP on 2 ranks",
@@ -36,7 +36,8 @@ HEADLINE = {
     ("disk-full", "save"): "save 1 GB",
     ("disk-full", "load"): "load 1 GB",
 }
-# And the picture, whose first panel has the import: of nearly nothing a multiple says nothing.
+# The label in the picture, by case and row. The import has its own panel, in milliseconds, because
+# raw torch takes next to no time beyond its own import.
 PICTURE = {
     ("step-32-true", "time"): "step, one device",
     ("step-bf16-mixed", "time"): "the same in bf16-mixed",
@@ -54,27 +55,40 @@ PICTURE = {
     ("disk-full", "load"): "load 1 GB",
 }
 
+# The colors of the contestants in the picture.
+COLORS = {OURS: "#2a6fdb", "lightning-fabric": "#b8a2d8", "accelerate": "#e0b060"}
+
 Record = dict[str, Any]
+# Lengths of bars, by label and contestant.
+Bars = dict[str, dict[str, float]]
 
 
 def to_record(case: Case, rounds: Rounds, missing: Mapping[str, str]) -> Record:
-    """What is kept of a case, as JSON holds it."""
-    rows = {name: _row_record(rounds, name, row) for name, row in case.rows.items()}
-    measured = {name: row for name, row in rows.items() if OURS in row["values"]}
-    return {"title": case.title, "rounds": len(rounds), "rows": measured, "missing": dict(missing)}
+    """Return the record of a case that is stored as JSON."""
+    rows: dict[str, Record] = {}
+    for name, row in case.rows.items():
+        record = _row_record(rounds, name, row)
+        if OURS in record["values"]:
+            rows[name] = record
+    return {"title": case.title, "rounds": len(rounds), "rows": rows, "missing": dict(missing)}
 
 
 def _row_record(rounds: Rounds, name: str, row: Row) -> Record:
-    values = {
-        contestant: asdict(spread(numbers))
-        for contestant in CONTESTANTS
-        if (numbers := [one[contestant][name] for one in rounds if name in one.get(contestant, {})])
-    }
-    against = {
-        other: asdict(found)
-        for other in CONTESTANTS
-        if other != OURS and (found := compare(rounds, name, OURS, other, row.by)) is not None
-    }
+    values: dict[str, Record] = {}
+    for contestant in CONTESTANTS:
+        numbers: list[float] = []
+        for measured in rounds:
+            if name in measured.get(contestant, {}):
+                numbers.append(measured[contestant][name])
+        if numbers:
+            values[contestant] = asdict(spread(numbers))
+    against: dict[str, Record] = {}
+    for peer in CONTESTANTS:
+        if peer == OURS:
+            continue
+        comparison = compare(rounds, name, OURS, peer, row.by)
+        if comparison is not None:
+            against[peer] = asdict(comparison)
     return {
         "unit": row.unit,
         "by": row.by,
@@ -85,77 +99,88 @@ def _row_record(rounds: Rounds, name: str, row: Row) -> Record:
 
 
 def missed(record: Record) -> list[str]:
-    """A line for each budget that a case misses, with by how much and whether that is beyond the spread."""
+    """Return a line for each budget that a case misses.
+
+    The line says by how much, and whether the miss is beyond the spread of the rounds.
+    """
     lines = []
     for name, row in record["rows"].items():
         against = row["against"].get(RAW)
         budget = row["budget"]
         if against is None or budget is None:
             continue
-        higher_is_better = row["unit"].endswith("/s")
-        over = budget - against["median"] if higher_is_better else against["median"] - budget
-        if over > 0:
-            sure = against["high"] < budget if higher_is_better else against["low"] > budget
-            how = "beyond the spread" if sure else "within the spread"
-            lines.append(
-                f"{record['title']}: {name}: {_relation(row, RAW)}, budget {_limit(row)}, {how}"
-            )
+        if row["unit"].endswith("/s"):
+            is_missed = against["median"] < budget
+            is_beyond_spread = against["high"] < budget
+        else:
+            is_missed = against["median"] > budget
+            is_beyond_spread = against["low"] > budget
+        if not is_missed:
+            continue
+        certainty = "beyond the spread" if is_beyond_spread else "within the spread"
+        relation = _relation(row, RAW)
+        lines.append(f"{record['title']}: {name}: {relation}, budget {_limit(row)}, {certainty}")
     return lines
 
 
 def tables(results: Mapping[str, Any]) -> str:
-    """The whole report, as Markdown."""
-    parts = [
+    """Return the report as Markdown."""
+    paragraphs = [
         "# Results",
         f"Made by `make bench` on {results['machine']}.",
-        "Medians over the rounds. The last columns are the median, over the rounds, of ours beside another's number of "
-        "the same round, with the quartiles: a factor, or a difference in the row's unit.",
+        "Medians over the rounds. The last columns compare fabric's number with another's number "
+        "of the same round: the median over the rounds, with the quartiles, of a factor, or of a "
+        "difference in the row's unit.",
     ]
+    missed_budgets: list[str] = []
     for name, record in results["cases"].items():
-        parts.append(
-            f"## {record['title']}\n\n`python -m benchmarks {name}`, {record['rounds']} rounds"
-        )
-        parts.append(_table(record))
-        parts += [f"- {other}: {reason}" for other, reason in record["missing"].items()]
-    late = [line for record in results["cases"].values() for line in missed(record)]
-    parts.append("## Budgets missed\n\n" + ("\n".join(f"- {line}" for line in late) or "None."))
-    return "\n\n".join(parts) + "\n"
+        paragraphs.append(f"## {record['title']}")
+        paragraphs.append(f"`python -m benchmarks {name}`, {record['rounds']} rounds")
+        paragraphs.append(_table(record))
+        for peer, reason in record["missing"].items():
+            paragraphs.append(f"- {peer}: {reason}")
+        for line in missed(record):
+            missed_budgets.append(f"- {line}")
+    paragraphs.append("## Budgets missed")
+    paragraphs.append("\n".join(missed_budgets) or "None.")
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _table(record: Record) -> str:
-    others = [name for name in CONTESTANTS if name != OURS]
-    header = ["", "unit", *CONTESTANTS, *(f"ours beside {name}" for name in others), "budget"]
-    rows = [
-        [
-            name,
-            row["unit"],
-            *(_median(row, contestant) for contestant in CONTESTANTS),
-            *(_relation(row, other) for other in others),
-            _limit(row),
-        ]
-        for name, row in record["rows"].items()
-    ]
-    return _markdown([header, *rows])
+    peers = [name for name in CONTESTANTS if name != OURS]
+    comparisons = [f"vs. {peer}" for peer in peers]
+    lines = [["", "unit", *CONTESTANTS, *comparisons, "budget"]]
+    for name, row in record["rows"].items():
+        medians = [_median(row, contestant) for contestant in CONTESTANTS]
+        relations = [_relation(row, peer) for peer in peers]
+        lines.append([name, row["unit"], *medians, *relations, _limit(row)])
+    return _markdown(lines)
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """The table of these pages, as Markdown, between its markers."""
-    rows = [["", *CONTESTANTS, "ours beside raw"]]
+    """Return the headline table as Markdown, between its markers."""
+    rows = [["", *CONTESTANTS, "vs. raw"]]
     for (case, name), label in HEADLINE.items():
-        row = results["cases"].get(case, {}).get("rows", {}).get(name)
-        if row is not None:
-            unit = row["unit"]
-            cells = [
-                f"{cell} {unit}" if cell != "-" else cell
-                for cell in (_median(row, one) for one in CONTESTANTS)
-            ]
-            rows.append([label, *cells, _relation(row, RAW)])
+        row = _find_row(results, case, name)
+        if row is None:
+            continue
+        cells: list[str] = []
+        for contestant in CONTESTANTS:
+            cell = _median(row, contestant)
+            if cell != "-":
+                cell = f"{cell} {row['unit']}"
+            cells.append(cell)
+        rows.append([label, *cells, _relation(row, RAW)])
     made = f"Made by `make bench` on {results['machine']}: medians, and in brackets the quartiles."
     return "\n\n".join([MARKERS[0], _markdown(rows), made, MARKERS[1]])
 
 
+def _find_row(results: Mapping[str, Any], case: str, name: str) -> Record | None:
+    return results["cases"].get(case, {}).get("rows", {}).get(name)
+
+
 def in_page(page: str, results: Mapping[str, Any]) -> str:
-    """The text of a page with the headline table of these results in the place of the one it has."""
+    """Return the text of a page with the headline table of these results."""
     begin, end = map(re.escape, MARKERS)
     text, count = re.subn(f"{begin}.*?{end}", lambda _: headline(results), page, flags=re.DOTALL)
     assert count == 1, f"the page needs {MARKERS[0]} and {MARKERS[1]} once"
@@ -163,36 +188,31 @@ def in_page(page: str, results: Mapping[str, Any]) -> str:
 
 
 def chart(results: Mapping[str, Any], path: Path) -> None:
-    """Draw each contestant's import in milliseconds, and the rows of PICTURE as multiples of raw torch's time."""
-    # An extra of its own, and slow to import.
+    """Draw imports in milliseconds, and the rows of PICTURE as multiples of raw torch's time."""
+    # matplotlib is an extra, and slow to import.
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-    rows = {
-        label: row
-        for (case, name), label in PICTURE.items()
-        if (row := results["cases"].get(case, {}).get("rows", {}).get(name))
-        and RAW in row["values"]
-    }
-    times = {label: {who: _time(row, who) for who in row["values"]} for label, row in rows.items()}
-    ratios = {
-        label: {who: time / of[RAW] for who, time in of.items() if who != RAW}
-        for label, of in times.items()
-    }
+    ratios: Bars = {}
+    for (case, name), label in PICTURE.items():
+        row = _find_row(results, case, name)
+        if row is not None and RAW in row["values"]:
+            raw_time = _time(row, RAW)
+            ratios[label] = {who: time / raw_time for who, time in _times_of_libraries(row).items()}
     panels = [
         (ratios, "times raw torch (the line); 2 ranks but for the first three, load and save")
     ]
-    if imported := results["cases"].get("import", {}).get("rows", {}).get("time"):
-        others = {who: _time(imported, who) for who in imported["values"] if who != RAW}
-        panels.insert(0, ({"import": others}, "ms beyond torch's own import"))
-    figure = Figure(
-        figsize=(9, 1.4 + 0.32 * sum(len(found) for found, _ in panels)), layout="constrained"
-    )
-    heights = [len(found) + 0.6 for found, _ in panels]
-    drawn = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (found, title) in zip(drawn, panels, strict=True):
-        _bars(axes, found)
+    import_row = _find_row(results, "import", "time")
+    if import_row is not None:
+        imports = {"import": _times_of_libraries(import_row)}
+        panels.insert(0, (imports, "ms beyond torch's own import"))
+    groups = sum(len(bars) for bars, _ in panels)
+    figure = Figure(figsize=(9, 1.4 + 0.32 * groups), layout="constrained")
+    heights = [len(bars) + 0.6 for bars, _ in panels]
+    all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (bars, title) in zip(all_axes, panels, strict=True):
+        _draw_bars(axes, bars)
         axes.set_xlabel(title)
-    axes = drawn[-1]
+    axes = all_axes[-1]
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=1)
     axes.legend(loc="lower right")
@@ -200,56 +220,61 @@ def chart(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _time(row: Record, contestant: str) -> float:
-    """What one of them takes, of a throughput its inverse."""
+    """Return the time that a contestant takes: the inverse of a throughput."""
     median = row["values"][contestant]["median"]
-    return 1 / median if row["unit"].endswith("/s") else median
+    if row["unit"].endswith("/s"):
+        return 1 / median
+    return median
 
 
-def _bars(axes: Any, found: Mapping[str, Mapping[str, float]]) -> None:
-    """A group of bars for each label, with the numbers at their ends; what is missing is no bar."""
-    drawn = [name for name in CONTESTANTS if name != RAW]
-    height = 0.8 / len(drawn)
-    for place, (name, color) in enumerate(
-        zip(drawn, ("#2a6fdb", "#b8a2d8", "#e0b060"), strict=True)
-    ):
-        bars = [
-            (at + place * height, of[name]) for at, of in enumerate(found.values()) if name in of
-        ]
-        drawn_bars = axes.barh(
-            [at for at, _ in bars], [length for _, length in bars], height, label=name, color=color
-        )
-        axes.bar_label(drawn_bars, [_number(length) for _, length in bars], padding=2, fontsize=6)
-    axes.set_yticks([at + height for at in range(len(found))], list(found))
+def _times_of_libraries(row: Record) -> dict[str, float]:
+    return {name: _time(row, name) for name in row["values"] if name != RAW}
+
+
+def _draw_bars(axes: Any, bars: Bars) -> None:
+    """Draw a group of bars for each label, with the numbers at their ends."""
+    height = 0.8 / len(COLORS)
+    for index, (name, color) in enumerate(COLORS.items()):
+        positions: list[float] = []
+        lengths: list[float] = []
+        for group, length_of in enumerate(bars.values()):
+            if name in length_of:
+                positions.append(group + index * height)
+                lengths.append(length_of[name])
+        drawn_bars = axes.barh(positions, lengths, height, label=name, color=color)
+        numbers = [_number(length) for length in lengths]
+        axes.bar_label(drawn_bars, numbers, padding=2, fontsize=6)
+    axes.set_yticks([group + height for group in range(len(bars))], list(bars))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _median(row: Record, contestant: str) -> str:
-    found = row["values"].get(contestant)
-    return "-" if found is None else _number(found["median"])
+    measured = row["values"].get(contestant)
+    return "-" if measured is None else _number(measured["median"])
 
 
 def _relation(row: Record, other: str) -> str:
-    found = row["against"].get(other)
-    if found is None:
+    record = row["against"].get(other)
+    if record is None:
         return "-"
-    one = Comparison(**found)
-    if row["by"] == "difference":
-        unit = row["unit"]
-        if one.low == one.high:
-            return f"{_signed(one.median)} {unit}"
-        return f"{_signed(one.median)} {unit} ({_signed(one.low)} to {_signed(one.high)})"
-    return f"{_factor(one.median)}x ({_factor(one.low)} to {_factor(one.high)})"
+    comparison = Comparison(**record)
+    low = comparison.low
+    high = comparison.high
+    if row["by"] == "ratio":
+        return f"{_factor(comparison.median)}x ({_factor(low)} to {_factor(high)})"
+    difference = f"{_signed(comparison.median)} {row['unit']}"
+    if low == high:
+        return difference
+    return f"{difference} ({_signed(low)} to {_signed(high)})"
 
 
 def _limit(row: Record) -> str:
     if row["budget"] is None:
         return ""
-    return (
-        f"+{row['budget']:g} {row['unit']}"
-        if row["by"] == "difference"
-        else f"{row['budget']:.2f}x"
-    )
+    if row["by"] == "difference":
+        return f"+{row['budget']:g} {row['unit']}"
+    return f"{row['budget']:.2f}x"
 
 
 def _number(value: float) -> str:
@@ -263,13 +288,13 @@ def _factor(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    # Adding zero makes 0.0 of -0.0.
+    # Adding zero turns -0.0 into 0.0.
     return f"{round(value, 1) + 0.0:+g}"
 
 
 def _markdown(rows: Iterable[Iterable[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     columns = lines[0].count("|") - 1
-    return "\n".join(
-        [lines[0], "|" + "|".join(["---"] + ["--:"] * (columns - 1)) + "|", *lines[1:]]
-    )
+    alignments = ["---", *["--:"] * (columns - 1)]
+    lines.insert(1, "|" + "|".join(alignments) + "|")
+    return "\n".join(lines)

@@ -1,14 +1,15 @@
 """How cost grows with the number of processes, up to 4,096 of them on one machine.
 
-`python -m benchmarks.scaling` sets up a stack of blocks under ddp, fsdp, HYBRID_SHARD and model_parallel, by hand with
-raw torch and with fabric, in one process that poses as rank 0 of ever larger worlds: torch's `fake` backend answers
-every collective at once, with values that mean nothing. What is counted does not depend on them: the processor's time
-until all is set up, the collectives of a step and the bytes handed to them, the memory that Python holds after setup,
-and the keys that stay in the job's store. A second table has the bytes that ranks exchange while they save in shards.
-`--quick` takes two worlds and a smaller model; `--plot FILE` draws the figure of docs/scaling.md, with matplotlib.
+`python -m benchmarks.scaling` sets up a stack of blocks under ddp, fsdp, HYBRID_SHARD and
+model_parallel, by hand with raw torch and with fabric. One process poses as rank 0 of ever larger
+worlds: torch's `fake` backend answers every collective at once, with meaningless values. The
+numbers do not depend on the values: the processor's time of setup, the collectives of a step and
+their bytes, Python's memory after setup, and the keys that stay in the job's store. A second table
+has the bytes that ranks exchange during a save in shards. `--quick` takes two worlds and a smaller
+model. `--plot FILE` draws the figure of docs/scaling.md, with matplotlib.
 
-The exit code is 1 where a step of ours has other collectives or bytes than raw torch's, or where what we hold beyond
-raw torch, or leave in the store, grows with the world.
+The exit code is 1 if a step of fabric has other collectives or bytes than a step of raw torch, or
+if the memory or the keys beyond raw torch's grow with the world.
 """
 
 import argparse
@@ -51,23 +52,23 @@ NODE = 8  # processes of a node
 LAYERS = 12
 QUICK_LAYERS = 2
 WIDTH = 64
-# Beyond the second, an optimizer is no longer watched by Fabric(check_training=True).
+# After two steps, Fabric(check_training=True) no longer watches an optimizer.
 STEPS = 4
 ROUNDS = 3
-# Bytes. Of an exchange over ranks Python keeps up to 20 KiB of small objects for reuse, however many ranks there were.
+# Bytes. After an exchange, Python keeps up to 20 KiB of small objects for reuse, in any world.
 SLACK = 24 * 1024
 DEADLINE = 300
 
 
 class Cost(NamedTuple):
-    """What one rank pays.
+    """The cost of one rank.
 
     Attributes:
-        seconds: of the processor until module and optimizer are set up, the process group being there.
-        collectives: names and numbers of the collectives of each step.
-        bytes: what each step hands to them: of each, the larger of input and output.
-        held: bytes of Python objects after setup, without tensors' values.
-        keys: left in the job's store by setup and all steps.
+        seconds: The processor's time of setup, without the process group.
+        collectives: The number of collectives of each step, by name.
+        bytes: The bytes of the collectives of each step: the larger of input and output.
+        held: The bytes of Python objects after setup, without the values of tensors.
+        keys: The number of keys that setup and all steps left in the job's store.
     """
 
     seconds: float
@@ -81,7 +82,10 @@ Results = dict[int, dict[str, dict[str, Cost]]]  # by world, kind, and "raw" or 
 
 
 class Block(nn.Module):
-    """One residual layer of two matrices; no part is called twice, which CommDebugMode does not follow."""
+    """A residual layer of two matrices.
+
+    No submodule is called twice, because CommDebugMode does not support that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks and a head; returns a loss."""
+    """A model of blocks and a head, which returns a loss."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -107,17 +111,17 @@ class Stack(nn.Module):
 
 
 class BytesMode(TorchDispatchMode):
-    """Adds up the bytes of the collectives that are called within."""
+    """A context that adds up the bytes of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.distributed.tensor import DTensor  # with all else that takes a second to import
+        from torch.distributed.tensor import DTensor  # takes a second to import
 
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it is called again as operations on its shard
+            return NotImplemented  # torch calls this method again with the local shards
         if func.namespace in ("c10d", "_c10d_functional"):
             self.total += max(_size(argument) for argument in args)
         return func(*args, **(kwargs or {}))
@@ -130,7 +134,9 @@ def _size(argument: Any) -> int:
 def measure(worlds: Sequence[int], layers: int, rounds: int, deadline: float = DEADLINE) -> Results:
     """Measure in a new process, which poses as rank 0 of one world after the other.
 
-    Raises ``CalledProcessError`` or ``TimeoutExpired``.
+    Raises:
+        CalledProcessError: The process failed.
+        TimeoutExpired: The process took longer than ``deadline`` seconds.
     """
     command = [
         sys.executable,
@@ -149,64 +155,66 @@ def measure(worlds: Sequence[int], layers: int, rounds: int, deadline: float = D
         timeout=deadline,
         text=True,
     )
-    return {
-        world: {
-            kind: {who: Cost(*cost) for who, cost in costs.items()} for kind, costs in kinds.items()
-        }
-        for world, kinds in zip(worlds, json.loads(done.stdout), strict=True)
-    }
+    results: Results = {}
+    for world, costs_by_kind in zip(worlds, json.loads(done.stdout), strict=True):
+        results[world] = {}
+        for kind, costs in costs_by_kind.items():
+            results[world][kind] = {who: Cost(*cost) for who, cost in costs.items()}
+    return results
 
 
 def run_job(worlds: Sequence[int], layers: int, rounds: int) -> list[dict[str, dict[str, Cost]]]:
-    """Pose as rank 0 of each world."""
+    """Measure as rank 0 of each world."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-    # CommDebugMode watches the modules' inputs, and a batch has no gradients.
+    # CommDebugMode adds hooks to the modules, whose inputs have no gradients.
     warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
     return [measure_world(world, layers, rounds) for world in worlds]
 
 
 def measure_world(world: int, layers: int, rounds: int) -> dict[str, dict[str, Cost]]:
-    """Costs by kind, of "raw" and "ours", measured alternately."""
+    """Return the costs by kind, of "raw" and "ours", measured alternately."""
     makers: dict[str, Callable[..., Any]] = {"raw": set_up_raw, "ours": set_up_ours}
     result: dict[str, dict[str, Cost]] = {}
     for kind in KINDS:
         steps = {}
         keys = {}
-        for who, make in makers.items():  # before the rest is timed: this imports, and fills caches
+        # Before the timing, because the first setup and steps import modules and fill caches.
+        for who, make in makers.items():
             with posing(world) as store, set_up(make, kind, layers) as (step, _):
-                steps[who], keys[who] = [count_step(step) for _ in range(STEPS)], store.num_keys()
+                steps[who] = [count_step(step) for _ in range(STEPS)]
+                keys[who] = store.num_keys()
         seconds: dict[str, list[float]] = {who: [] for who in makers}
         for _ in range(rounds):
             for who, make in makers.items():
                 with posing(world), set_up(make, kind, layers) as (_, took):
                     seconds[who].append(took)
-        result[kind] = {
-            who: Cost(
+        result[kind] = {}
+        for who, make in makers.items():
+            result[kind][who] = Cost(
                 seconds=statistics.median(seconds[who]),
                 collectives=[counts for counts, _ in steps[who]],
                 bytes=[total for _, total in steps[who]],
                 held=weigh(world, make, kind, layers),
                 keys=keys[who],
             )
-            for who, make in makers.items()
-        }
     return result
 
 
 @contextmanager
 def posing(world: int) -> Any:
-    """Within, this process is rank 0 of a process group of that size that talks to nobody; yields its store."""
-    place = {
+    """Make this process rank 0 of a fake process group, and yield the group's store."""
+    variables = {
         "RANK": 0,
         "LOCAL_RANK": 0,
         "GROUP_RANK": 0,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": NODE,
+        # Nothing listens on this port, because fabric uses the process group that exists already.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
     }
-    # Nothing listens there: the process group is made before fabric looks for one.
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=world)
     try:
@@ -217,7 +225,7 @@ def posing(world: int) -> Any:
 
 @contextmanager
 def set_up(make: Callable[..., Any], kind: str, layers: int) -> Any:
-    """Yields a function that trains for a step, and the seconds that it took to set up."""
+    """Yield a function that trains for a step, and the seconds of the setup."""
     model: nn.Module = Stack(layers)
     start = time.process_time()
     model, optimizer, backward, close = make(kind, model)
@@ -237,7 +245,7 @@ def set_up(make: Callable[..., Any], kind: str, layers: int) -> Any:
 def set_up_raw(
     kind: str, model: Any
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
-    """As one writes it by hand."""
+    """Set up a model by hand with raw torch."""
     if kind == "ddp":
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, average)
@@ -275,7 +283,7 @@ def set_up_raw(
 def set_up_ours(
     kind: str, model: Any
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
-    """With fabric, every default on."""
+    """Set up a model with fabric and its defaults."""
     strategies = {
         "ddp": lambda: DDPStrategy(ddp_comm_hook=average),
         "fsdp": lambda: "fsdp",
@@ -294,7 +302,10 @@ def set_up_ours(
 
 
 def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP does of itself, which asks for a result that collectives of the fake backend do not have."""
+    """Average gradients as DDP does by default.
+
+    DDP's own hook needs the result of a collective, which the fake backend does not have.
+    """
     buffer = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(buffer)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -303,7 +314,7 @@ def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
 
 
 def count_step(step: Callable[[], None]) -> tuple[dict[str, int], int]:
-    """The collectives of a step and their bytes."""
+    """Return the collectives of a step and their bytes."""
     from torch.distributed.tensor.debug import CommDebugMode  # takes a second to import
 
     with BytesMode() as sizes, CommDebugMode() as counts:
@@ -312,29 +323,34 @@ def count_step(step: Callable[[], None]) -> tuple[dict[str, int], int]:
 
 
 def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
-    """Bytes of Python objects that remain after setup; the least of several times, since caches fill now and then."""
-    found = []
+    """Return the bytes of Python objects that remain after setup.
+
+    The result is the lowest of several measurements, because caches grow now and then.
+    """
+    measured = []
     gc.collect()
-    gc.freeze()  # what torch has loaded need not be gone through again each time
+    gc.freeze()  # later collections skip the objects that torch has loaded
     for _ in range(3):
         with posing(world):
             tracemalloc.start()
             try:
                 with set_up(make, kind, layers):
                     gc.collect()
-                    found.append(tracemalloc.get_traced_memory()[0])
+                    measured.append(tracemalloc.get_traced_memory()[0])
             finally:
                 tracemalloc.stop()
         gc.collect()
     gc.unfreeze()
-    return min(found)
+    return min(measured)
 
 
 class Enlarged(Communicator):
-    """Two ranks that take themselves for the first and the last of many; those between are copies of the last.
+    """A communicator of two ranks that simulates many ranks.
+
+    The two ranks are the first and the last. The ranks in between are copies of the last.
 
     Attributes:
-        bytes: that this rank has passed to collectives and got back.
+        bytes: The bytes that this rank has passed to collectives and received from them.
     """
 
     def __init__(self, inner: Communicator, size: int) -> None:
@@ -366,7 +382,10 @@ def _bytes(value: Any) -> int:
 
 
 def exchanged_by_a_save(world: int) -> list[int]:
-    """Bytes that the first and the last rank of a world pass to collectives and get back while they save in shards."""
+    """Return the bytes that the first and the last rank exchange during a save in shards.
+
+    The bytes are passed to collectives or received from them.
+    """
 
     def save(fabric: Fabric, path: Path) -> int:
         communicator = Enlarged(fabric.strategy.communicator(), world)
@@ -379,43 +398,49 @@ def exchanged_by_a_save(world: int) -> list[int]:
 
 
 def broken(results: Results) -> Iterable[str]:
-    """What is not as it should be."""
+    """Yield a line for each cost that grows with the world, or differs from raw torch's."""
     smallest = results[min(results)]
     for world, costs in results.items():
         for kind, cost in costs.items():
             raw = cost["raw"]
             ours = cost["ours"]
+            where = f"{kind} in a world of {world}"
             if (raw.collectives, raw.bytes) != (ours.collectives, ours.bytes):
-                yield f"{kind} in a world of {world}: a step of ours has other collectives or bytes than raw torch's"
+                yield f"{where}: a step of ours has other collectives or bytes than raw torch's"
             if beyond(cost) > beyond(smallest[kind]) + SLACK:
-                yield f"{kind} in a world of {world}: we hold more than in a world of {min(results)}"
-            if ours.keys - raw.keys > smallest[kind]["ours"].keys - smallest[kind]["raw"].keys:
-                yield f"{kind} in a world of {world}: we leave more in the store than in a world of {min(results)}"
+                yield f"{where}: we hold more than in a world of {min(results)}"
+            if our_keys(cost) > our_keys(smallest[kind]):
+                yield f"{where}: we leave more in the store than in a world of {min(results)}"
 
 
 def beyond(cost: dict[str, Cost]) -> int:
-    """What we hold beyond raw torch, in bytes."""
+    """Return the memory that fabric holds beyond raw torch, in bytes."""
     return cost["ours"].held - cost["raw"].held
 
 
+def our_keys(cost: dict[str, Cost]) -> int:
+    """Return the number of keys that fabric leaves in the store beyond raw torch's keys."""
+    return cost["ours"].keys - cost["raw"].keys
+
+
 def row(world: int, kind: str, cost: dict[str, Cost]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     raw = cost["raw"]
     ours = cost["ours"]
     return (
         f"| {kind} | {world:,} | {1e3 * raw.seconds:.1f} | {1e3 * ours.seconds:.1f} "
         f"| {per_step(raw)} | {per_step(ours)} | {raw.bytes[-1]:,} | {ours.bytes[-1]:,} "
-        f"| {raw.held / 1024:,.0f} | {beyond(cost) / 1024:+.1f} | {ours.keys - raw.keys} |"
+        f"| {raw.held / 1024:,.0f} | {beyond(cost) / 1024:+.1f} | {our_keys(cost)} |"
     )
 
 
 def per_step(cost: Cost) -> int:
-    """The number of collectives of the last step."""
+    """Return the number of collectives of the last step."""
     return sum(cost.collectives[-1].values())
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draw how setup, collectives and our memory grow."""
+    """Draw how setup, collectives and memory beyond raw torch grow."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -470,24 +495,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(run_job(*args.job)))
         return 0
     print(
-        "| strategy | processes | setup, ms of the processor: raw | ours | collectives a step: raw | ours ",
-        end="",
-    )
-    print(
-        "| bytes a step: raw | ours | Python memory, KiB: raw | ours beyond | our keys in the store |"
+        "| strategy | processes | setup, ms of the processor: raw | ours "
+        "| collectives a step: raw | ours "
+        "| bytes a step: raw | ours "
+        "| Python memory, KiB: raw | ours beyond | our keys in the store |"
     )
     print("|---|" + "--:|" * 10)
-    results = (
-        measure(QUICK_WORLDS, QUICK_LAYERS, 1) if args.quick else measure(WORLDS, LAYERS, ROUNDS)
-    )
+    if args.quick:
+        results = measure(QUICK_WORLDS, QUICK_LAYERS, rounds=1)
+    else:
+        results = measure(WORLDS, LAYERS, ROUNDS)
     for world, costs in results.items():
         for kind, cost in costs.items():
             print(row(world, kind, cost))
     print("\n| processes | bytes exchanged by a save: first rank | any other |\n|--:|--:|--:|")
     for world in results:
-        print(
-            f"| {world:,} |", " | ".join(f"{count:,}" for count in exchanged_by_a_save(world)), "|"
-        )
+        first_rank, any_other_rank = exchanged_by_a_save(world)
+        print(f"| {world:,} | {first_rank:,} | {any_other_rank:,} |")
     if args.plot is not None:
         plot(results, args.plot)
     failures = list(broken(results))

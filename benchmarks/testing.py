@@ -1,9 +1,10 @@
 """Examples per second of the test kit.
 
-`python -m benchmarks.testing` runs a property test of a 2-rank `all_reduce` on real processes, values drawn by
-hypothesis, and prints how long the first call takes (it starts the warm process, which imports torch, and forks the
-ranks from it), how long the examples, and what a failing example costs, after which the ranks are new. The exit code is
-1 when 1,000 examples with the start of the pool take 10 s or more. `--quick` takes 200 examples.
+`python -m benchmarks.testing` runs a property test of a 2-rank `all_reduce` on real processes, with
+values drawn by hypothesis. The command prints the time of the first call, of the examples, and of a
+failing example. The first call starts the warm process, which imports torch and forks the ranks. A
+failing example replaces the ranks. The exit code is 1 if 1,000 examples and the start of the pool
+take 10 s or more. `--quick` takes 200 examples.
 """
 
 import argparse
@@ -37,23 +38,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn = seconds(lambda: examples(pool, count))
         failing = seconds(lambda: [fail(pool) for _ in range(10)]) / 10
     threads = seconds(lambda: examples(ThreadedWorld(2), count))
-    whole = start + drawn * 1000 / count
+    extrapolated = start + drawn * 1000 / count
     print("| what | seconds | a second |\n|---|--:|--:|")
     print(f"| the first call, cold | {start:.2f} | |")
     print(f"| {count} calls of `all_reduce` | {plain:.2f} | {count / plain:.0f} |")
     print(
-        f"| {count} examples, drawn by hypothesis and compared with the oracle | {drawn:.2f} | {count / drawn:.0f} |"
+        f"| {count} examples, drawn by hypothesis and compared with the oracle "
+        f"| {drawn:.2f} | {count / drawn:.0f} |"
     )
     print(f"| the same in a world of threads | {threads:.2f} | {count / threads:.0f} |")
     print(
-        f"| an example in which a rank raises, and a call of the ranks that replace it | {failing:.2f} | |"
+        "| an example in which a rank raises, and a call of the ranks that replace it "
+        f"| {failing:.2f} | |"
     )
-    print(f"\n1,000 examples and the start: {whole:.1f} s, target {TARGET:.0f} s")
-    return int(whole >= TARGET)
+    print(f"\n1,000 examples and the start: {extrapolated:.1f} s, target {TARGET:.0f} s")
+    return int(extrapolated >= TARGET)
 
 
 def examples(world: World, count: int) -> None:
-    """A property test of all_reduce in so many examples."""
+    """Run a property test of all_reduce with so many examples."""
 
     @settings(
         max_examples=count,
@@ -70,19 +73,19 @@ def examples(world: World, count: int) -> None:
 
 
 def fail(pool: RankPool) -> None:
-    """A call that fails on one rank while the other waits, and one that works again."""
+    """Make a call that fails on one rank while the other waits, and then a call that works."""
     with suppress(RankFailedError):
         pool.run(lambda fabric: fabric.barrier() if fabric.global_rank else 1 / 0)
     pool.run(total, 1)
 
 
 def total(fabric: Fabric, value: Any) -> Any:
-    """The collective that is measured."""
+    """Run the collective that is measured."""
     return fabric.all_reduce(value, reduce_op="sum")
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long an action takes."""
+    """Return the seconds that an action takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -1,6 +1,9 @@
-"""A picture of a trace that ``fabric.profile`` wrote: `python -m benchmarks.timeline trace.json picture.png`.
+"""A picture of a trace of ``fabric.profile``.
 
-Without a trace it makes one, on two CPU processes of which rank 1 has slow data, and draws docs/timeline.png.
+The command is `python -m benchmarks.timeline trace.json picture.png`.
+
+Without a trace, the command records one on two CPU processes, of which rank 1 has slow data, and
+draws docs/timeline.png.
 """
 
 import argparse
@@ -21,13 +24,17 @@ __all__ = ["draw", "main"]
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLORS = {
-    "data": "tab:orange", "forward": "tab:blue", "backward": "tab:green", "optimizer": "tab:red", "save": "tab:purple",
+    "data": "tab:orange",
+    "forward": "tab:blue",
+    "backward": "tab:green",
+    "optimizer": "tab:red",
+    "save": "tab:purple",
     "gradients": "0.85",
-}  # fmt: skip
+}
 
 
 class SlowData(Dataset[Tensor]):
-    """Batches, of which each takes rank 1 ten milliseconds."""
+    """Batches that each take rank 1 ten milliseconds."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -36,14 +43,14 @@ class SlowData(Dataset[Tensor]):
         return 16 * 32
 
     def __getitems__(self, batch: list[int]) -> list[Tensor]:
-        """A batch."""
+        """Return a batch."""
         if self.rank == 1:
             time.sleep(0.01)
         return [torch.ones(512) for _ in batch]
 
 
 def train(fabric: Fabric, path: str) -> str:
-    """The loop that is drawn, and its table."""
+    """Train and record the trace, and return the table of timings."""
     torch.set_num_threads(1)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)])
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -59,7 +66,7 @@ def train(fabric: Fabric, path: str) -> str:
 
 
 def draw(trace: Path, picture: Path) -> None:
-    """Draw the phases of each rank, with the collectives of torch below them."""
+    """Draw the phases of each rank, with torch's collectives below."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
@@ -96,7 +103,7 @@ def draw(trace: Path, picture: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw."""
+    """Draw a trace."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""How a contestant measures: seconds by torch's own timer, and Python calls by the interpreter's hook."""
+"""Measurements: seconds by torch's timer, and Python calls by the interpreter's profiling hook."""
 
 import sys
 from collections.abc import Callable
@@ -11,25 +11,29 @@ __all__ = ["count_calls", "seconds", "times"]
 
 
 def seconds(action: Callable[[], Any], number: int) -> float:
-    """Seconds that one call takes, as the mean of ``number``, after a few to warm up: the same count on every rank."""
+    """Return the mean seconds of ``number`` calls, after a few calls to warm up.
+
+    The number of calls is the same on every rank.
+    """
     return Timer("action()", globals={"action": action}).timeit(number).mean
 
 
 def times(
     row: str, action: Callable[[], Any], number: int, scale: float = 1e6
 ) -> Callable[[], dict[str, float]]:
-    """A function that measures one row, by default in microseconds."""
+    """Return a function that measures one row, by default in microseconds."""
     return lambda: {row: scale * seconds(action, number)}
 
 
-# torch compares layouts of sharded tensors where their hashes fall together, which depends on addresses.
+# torch compares layouts of sharded tensors whose hashes collide, and hashes depend on addresses.
 _BY_CHANCE = ("__eq__", "_check_equals")
 
 
 def count_calls(action: Callable[[], Any], number: int = 1) -> int:
-    """Calls of Python functions in one call of ``action``, which is not counted itself; this thread's only.
+    """Count the calls of Python functions in this thread during one call of ``action``.
 
-    Comparisons are left out. The least of ``number`` runs: the collector of garbage may call into Python at any time.
+    The call of ``action`` and comparisons are not counted. The result is the lowest count of
+    ``number`` runs, because garbage collection may call Python functions at any time.
     """
     return min(_calls(action) for _ in range(number))
 

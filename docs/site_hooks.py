@@ -1,4 +1,4 @@
-"""What MkDocs has to know of this repository: links out of this folder, and roles in docstrings."""
+"""Hooks of MkDocs for links to files outside this folder, and for roles in docstrings."""
 
 import os.path
 import re
@@ -15,53 +15,55 @@ ROLE = re.compile(
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside of this folder that a page links to, which the site has under their own paths."""
+    """Add the files outside this folder that a page links to.
+
+    The path of such a file in the site is its path in the repository.
+    """
     pages = list(files.documentation_pages())
-    for page in pages:  # it grows
-        for name in filter(
-            None, (in_site(page, link) for link in LINK.findall(page.content_string))
-        ):
-            if files.get_file_from_path(name) is None:
-                found = File.generated(config, name, abs_src_path=str(DOCS.parent / name))
-                files.append(found)
-                pages += [found] if found.is_documentation_page() else []
+    for page in pages:  # the list grows by the added pages
+        for link in LINK.findall(page.content_string):
+            name = in_site(page, link)
+            if not name or files.get_file_from_path(name) is not None:
+                continue
+            file = File.generated(config, name, abs_src_path=str(DOCS.parent / name))
+            files.append(file)
+            if file.is_documentation_page():
+                pages.append(file)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to where the files are in the site, and have searches find pages for readers first."""
-    if page.file.generated_by or page.file.src_uri in (
-        "reference/parts.md",
-        "reference/strategies.md",
-    ):
+    """Change links to the paths in the site, and rank reference pages last in searches."""
+    reference_pages = ("reference/parts.md", "reference/strategies.md")
+    if page.file.generated_by or page.file.src_uri in reference_pages:
         page.meta["search"] = {"boost": 0.3}
     folder = os.path.dirname(page.file.src_uri) or "."
 
-    def moved(link: re.Match[str]) -> str:
+    def site_link(link: re.Match[str]) -> str:
         name = in_site(page.file, link[0])
         return os.path.relpath(name, folder) if name else link[0]
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(site_link, markdown)
 
 
 def in_site(page: File, link: str) -> str:
-    """The path in the site of a file that a page links to; of what is no file of this repository nothing."""
+    """Return the path in the site of a linked file.
+
+    The path is empty if the link does not lead to a file of this repository.
+    """
     target = Path(page.abs_src_path or "").parent.joinpath(link).resolve()
     root = DOCS if target.is_relative_to(DOCS) else DOCS.parent
-    return (
-        target.relative_to(root).as_posix()
-        if target.is_file() and target.is_relative_to(root)
-        else ""
-    )
+    if not target.is_file() or not target.is_relative_to(root):
+        return ""
+    return target.relative_to(root).as_posix()
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Make links of the roles in docstrings; what has no entry in the reference is code."""
+    """Turn roles in docstrings into links, or into code if the reference has no entry."""
 
     def link(role: re.Match[str]) -> str:
         target = role[2] if "." in role[2] else f"fabric.Fabric.{role[2]}"
-        return (
-            f'<autoref optional identifier="{target}"><code>{role[1] or role[2]}</code></autoref>'
-        )
+        text = role[1] or role[2]
+        return f'<autoref optional identifier="{target}"><code>{text}</code></autoref>'
 
     return ROLE.sub(link, html).replace("::</p>", ":</p>")

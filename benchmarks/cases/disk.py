@@ -24,7 +24,14 @@ QUICK_WIDTH = 500
 
 @dataclass(frozen=True)
 class Actions:
-    """What is done with a path: save to it, load it into the model, load all of it; begin a save, and wait for it."""
+    """The actions with a path that are measured.
+
+    Attributes:
+        save: Saves to the path.
+        restore: Loads the path into the model.
+        load: Loads the path without a model.
+        begin: Begins a save in the background, and returns the function that waits for it.
+    """
 
     save: Callable[[Path], Any]
     restore: Callable[[Path], Any]
@@ -48,7 +55,7 @@ def raw(model: nn.Module) -> Actions:
         return torch.load(path, weights_only=True)
 
     def begin(path: Path) -> Callable[[], None]:
-        save(path)  # the whole of it is in the loop's way
+        save(path)  # the loop waits for the whole save
         return lambda: None
 
     return Actions(save, lambda path: model.load_state_dict(load(path)["model"]), load, begin)
@@ -153,12 +160,19 @@ def preparing(build_actions: Callable[[nn.Module], Actions]) -> Callable[[bool],
             if dist.is_initialized():
                 dist.barrier()
             if is_first():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
             return results
 
         return measure
 
     return prepare
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -172,7 +186,7 @@ def is_first() -> bool:
 
 
 def shared_folder() -> Path:
-    """A folder of this measurement, the same on all ranks, which is gone once its processes are."""
+    """Create a folder for all ranks, which the command deletes at its end."""
     parent = Path(os.environ["BENCHMARK_FOLDER"])
     names = [tempfile.mkdtemp(dir=parent) if is_first() else ""]
     if dist.is_initialized():

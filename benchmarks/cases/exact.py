@@ -1,6 +1,7 @@
-"""What exact updates cost on the GPT of the text example: weights, and an agreement of the ranks on each batch.
+"""The cost of exact updates of the GPT of the text example.
 
-Both contestants are fabric; "raw" is the step without them.
+The updates have weights, or the ranks agree on each batch. Both contestants are fabric. "raw" is
+the step without weights and agreement.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from benchmarks.timing import seconds
 
 
 class Tokens(IterableDataset[Tensor]):
-    """The same batch without end; nobody knows that of an iterable dataset."""
+    """An endless dataset of one batch. Its length is unknown, as that of any iterable dataset."""
 
     def __iter__(self) -> Iterator[Tensor]:
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
@@ -36,8 +37,12 @@ def preparing(weighted: bool, **options: Any) -> Callable[[bool], Measure]:
         loader = fabric.setup_dataloaders(
             DataLoader(Tokens(), None), use_distributed_sampler=False, **options
         )
-        backward = partial(fabric.backward, weight=BATCH * LENGTH) if weighted else fabric.backward
-        step = stepping(model, optimizer, backward, iter(loader), "sum" if weighted else "mean")
+        backward: Callable[[Tensor], Any] = fabric.backward
+        reduction = "mean"
+        if weighted:
+            backward = partial(fabric.backward, weight=BATCH * LENGTH)
+            reduction = "sum"
+        step = stepping(model, optimizer, backward, iter(loader), reduction)
         trained = RANKS * BATCH * LENGTH
         return lambda: {"throughput": trained / seconds(step, 1 if quick else 3)}
 

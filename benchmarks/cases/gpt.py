@@ -90,7 +90,7 @@ def stepping(
     batches: Iterator[Tensor],
     reduction: str = "mean",
 ) -> Callable[[], None]:
-    """A function that trains on the next batch of tokens, after the first three."""
+    """Train for three steps, and return a function that trains on the next batch of tokens."""
 
     def step() -> None:
         tokens = next(batches)
@@ -113,7 +113,15 @@ def preparing(
     shape: tuple[int, int] = (BATCH, LENGTH),
     number: int = 5,
 ) -> Callable[[bool], Measure]:
-    """A contestant that trains what ``build`` gives on so many batches at once, over all ranks, of this shape."""
+    """Return a contestant that trains a model.
+
+    Args:
+        set_up: Sets up the model.
+        build: Builds the model.
+        batches: The number of batches of a step, over all ranks.
+        shape: The shape of a batch.
+        number: The number of steps of a measurement.
+    """
 
     def prepare(quick: bool) -> Measure:
         baseline = reset_peak()

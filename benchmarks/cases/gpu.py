@@ -1,4 +1,4 @@
-"""What only a GPU can show; left out where there is none."""
+"""Cases that need a GPU, and are left out without a GPU."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ LENGTH = 512
 BATCH = 32
 LAYERS = 8
 WIDTH = 1024
-# Dense bf16 operations per second, by what the device is called, for MFU.
+# Dense bf16 operations per second, for MFU, by a substring of the device's name.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}
 
 Prepared = tuple[nn.Module, Any, Callable[[Tensor], Any], Callable[[Any], Iterable[Any]]]
@@ -77,7 +77,7 @@ def accelerate(model: nn.Module) -> Prepared:
 
 
 def training(set_up: Callable[[nn.Module], Prepared]) -> Callable[[bool], Measure]:
-    """Tokens per second and MFU of the GPT, fed from pinned memory."""
+    """Return a contestant that measures tokens per second and MFU, fed from pinned memory."""
 
     def prepare(quick: bool) -> Measure:
         torch.manual_seed(0)
@@ -97,15 +97,21 @@ def training(set_up: Callable[[nn.Module], Prepared]) -> Callable[[bool], Measur
                 optimizer.step()
             torch.cuda.synchronize()
 
-        # Six operations a parameter and token, and twelve a layer, position and width for attention.
+        # Six operations for each parameter. For attention, twelve for each layer, position and
+        # width.
         per_token = 6 * parameters + 12 * layers * LENGTH * WIDTH
         name = torch.cuda.get_device_name()
-        most = next((value for part, value in PEAKS.items() if part in name), None)
+        peak = None
+        for model_name, operations in PEAKS.items():
+            if peak is None and model_name in name:
+                peak = operations
 
         def measure() -> dict[str, float]:
             throughput = steps * BATCH * LENGTH / seconds(epoch, 1)
-            mfu = {} if most is None else {"MFU": 100 * throughput * per_token / most}
-            return {"throughput": throughput, **mfu}
+            results = {"throughput": throughput}
+            if peak is not None:
+                results["MFU"] = 100 * throughput * per_token / peak
+            return results
 
         return measure
 
@@ -113,7 +119,7 @@ def training(set_up: Callable[[nn.Module], Prepared]) -> Callable[[bool], Measur
 
 
 def copying(set_up: Callable[[nn.Module], Prepared]) -> Callable[[bool], Measure]:
-    """Milliseconds of a step whose batch takes about as long to copy as its computation."""
+    """Return a contestant whose step takes about as long to copy a batch as to compute."""
 
     def prepare(quick: bool) -> Measure:
         model = nn.Linear(4096, 4096)
@@ -145,7 +151,10 @@ CASES = [
     ),
     Case(
         name="gpu-batch",
-        title="A step whose batch takes as long to copy as to compute; raw copies from pinned memory as it goes",
+        title=(
+            "A step whose batch takes as long to copy as to compute; raw copies from pinned memory "
+            "as it goes"
+        ),
         rows={"step": Row("ms")},
         contestants={name: copying(build) for name, build in BUILDERS.items()},
         cuda=True,

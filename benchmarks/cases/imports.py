@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from benchmarks.framework import CONTESTANTS, OURS, Case, Measure, Row
 
-# What a script that uses the library writes.
+# The imports of a script that uses the library.
 STATEMENTS = {
     "raw": "pass",
     OURS: "from fabric import Fabric",
     "lightning-fabric": "from lightning_fabric import Fabric",
     "accelerate": "from accelerate import Accelerator",
 }
-# The collector of garbage starts level: one pass over all that torch has loaded takes 0.1 s, and into whose time it
-# falls is chance.
+# Garbage collection over all that torch has loaded takes 0.1 s. A collection before the measurement
+# makes another during the measurement unlikely.
 SCRIPT = """
 import gc, sys, time
 import torch
@@ -35,7 +35,7 @@ def prepare(contestant: str) -> Callable[[bool], Measure]:
 
 def measure(statement: str) -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(statement)]
-    # Else a source tree would be compiled each time, which packages are when they are installed.
+    # With bytecode, as after an installation. Otherwise each import would compile the sources.
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }

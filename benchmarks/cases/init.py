@@ -1,4 +1,4 @@
-"""Building a model of 200 MB and sharding it over two ranks: how long it takes, and how much memory."""
+"""The time and the memory of building a model of 200 MB and sharding it over two ranks."""
 
 import gc
 import time
@@ -71,7 +71,10 @@ def preparing(contestant: Callable[[], SetUp]) -> Callable[[bool], Measure]:
 CASES = [
     Case(
         name="init-fsdp",
-        title="A model of 227 MB, built and sharded over two ranks; raw builds the whole on every rank",
+        title=(
+            "A model of 227 MB, built and sharded over two ranks; raw builds the whole on every "
+            "rank"
+        ),
         rows={"time": Row("s", "ratio"), "memory": Row("MB", "ratio", 0.75)},
         contestants={"raw": preparing(raw), "fabric": preparing(ours)},
         ranks=RANKS,

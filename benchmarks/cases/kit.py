@@ -1,4 +1,4 @@
-"""Examples per second of the test kit; raw is a property test that forks two ranks for each example."""
+"""Examples per second of the test kit. raw is a property test that forks ranks for each example."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ RANKS = 2
 
 
 def rate(check: Callable[[int], None], examples: int) -> Callable[[], dict[str, float]]:
-    """Examples per second of a property test whose body is ``check``."""
+    """Return a function that measures the examples per second of a property test of ``check``."""
 
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(st.integers(0, 2**40))

@@ -1,7 +1,8 @@
-"""From the call that launches two ranks to the end of their first collective, cold and again in the same process.
+"""The time from launching two ranks to the end of their first collective, for two launches.
 
-The module is also the script that is run: ``launch.py CONTESTANT METHOD``. It prints the seconds of a first and
-of a second launch from one process; torch and the library are imported before. ``script`` is what is run again.
+The module is also a script: ``launch.py CONTESTANT METHOD`` prints the seconds of a first and of a
+second launch from one process, which has imported torch and the library before. ``METHOD`` is
+``script`` in ranks that a launcher starts with a command.
 """
 
 import json
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 2
-# Each start method with what our launch may cost over torch's own.
+# The highest ratio of fabric's time to torch's, by start method.
 METHODS = {"spawn": 1.10, "fork": None, "forkserver": None, "popen": 1.10}
 
 
 def arrived() -> float:
-    """The time, on the clock that all processes of the machine share, once all ranks are connected."""
+    """Return the time after a first collective, on a clock that all processes share."""
     import torch
     import torch.distributed as dist
 
@@ -29,7 +30,7 @@ def arrived() -> float:
     return time.monotonic()
 
 
-# -- one launch of each kind, which returns when its ranks had their first collective ---------------------------------
+# -- Launches, which return the time after the first collective of the ranks. --
 
 
 def raw(method: str) -> Callable[[], float]:
@@ -92,7 +93,10 @@ def lightning_rank(fabric: Any) -> float:
 
 
 def accelerate(method: str) -> Callable[[], float]:
-    from accelerate import Accelerator, debug_launcher  # noqa: F401  # pyright: ignore[reportMissingImports]  # an extra
+    from accelerate import (  # pyright: ignore[reportMissingImports]  # an extra
+        Accelerator,  # noqa: F401
+        debug_launcher,
+    )
 
     def launch() -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +117,7 @@ def accelerate_rank(folder: str) -> None:
 
 
 def script(contestant: str) -> None:
-    """What each rank runs when scripts are run again: prints when it arrived."""
+    """Run as a rank that a launcher started, and print the time of arrival on rank 0."""
     if contestant == "raw":
         import torch.distributed as dist
 
@@ -154,13 +158,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-# -- measuring ------------------------------------------------------------------------------------------------------
+# -- Measurements. --
 
 LAUNCHES = {"raw": raw, "fabric": ours, "lightning-fabric": lightning, "accelerate": accelerate}
 
 
 def run_script(contestant: str) -> float:
-    """Seconds from the command line that starts the ranks to their first collective, imports included."""
+    """Return the seconds from the command to the first collective of the ranks, with imports."""
     file = [__file__, contestant, "script"]
     torchrun = ["torch.distributed.run", f"--nproc_per_node={RANKS}", "--master_addr=127.0.0.1"]
     accelerate_launch = ["--cpu", f"--num_processes={RANKS}", f"--main_process_port={free_port()}"]
@@ -174,11 +178,14 @@ def run_script(contestant: str) -> float:
 
 
 def measure(contestant: str, method: str) -> dict[str, float]:
-    """The rows of one start method."""
+    """Return the numbers of one start method."""
     if method == "popen":
         return {"first": run_script(contestant)}
-    first, *again = last_line([sys.executable, "-W", "ignore", __file__, contestant, method])
-    return {"first": first, **({"again": again[0]} if again else {})}
+    first, *second = last_line([sys.executable, "-W", "ignore", __file__, contestant, method])
+    results = {"first": first}
+    if second:
+        results["again"] = second[0]
+    return results
 
 
 def last_line(command: list[str]) -> list[float]:
@@ -187,18 +194,17 @@ def last_line(command: list[str]) -> list[float]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
-    # Else a source tree would be compiled by each process, which packages are when they are installed.
+    # With bytecode, as after an installation. Otherwise each process would compile the sources.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    # torchrun leaves a folder for logs where temporary files go.
+    # torchrun leaves a folder for logs in the folder for temporary files.
     with tempfile.TemporaryDirectory() as folder:
         environment["TMPDIR"] = folder
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=200
         )
-    # Libraries greet on stdout.
-    return json.loads(
-        next(line for line in reversed(done.stdout.splitlines()) if line.startswith("["))
-    )
+    # Libraries print to stdout, too.
+    results = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    return json.loads(results[-1])
 
 
 def main() -> None:

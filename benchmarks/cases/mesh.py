@@ -1,4 +1,4 @@
-"""Throughput and peak memory of the GPT of the mesh example, sharded over 2 ranks and split over 2."""
+"""Throughput and peak memory of the GPT of the mesh example, on a mesh of 2 x 2 ranks."""
 
 from functools import partial
 from typing import Any
@@ -82,7 +82,7 @@ preparing = partial(gpt.preparing, build=build, batches=RANKS // PARTS, shape=(1
 CASES = [
     Case(
         name="gpt-mesh",
-        title="A small GPT on 2 x 2 ranks, FSDP beside tensor parallelism",
+        title="A small GPT on 2 x 2 ranks, FSDP and tensor parallelism",
         rows={
             "throughput": Row("tokens/s", "ratio", 0.98),
             "peak memory": Row("MB", "ratio", 1.05),
@@ -95,7 +95,9 @@ CASES = [
         ranks=RANKS,
         rounds=12,
         notes={
-            "accelerate": "its tensor parallelism is for models that transformers has loaded on a mesh"
+            "accelerate": (
+                "its tensor parallelism is for models that transformers has loaded on a mesh"
+            )
         },
     ),
 ]

@@ -17,7 +17,7 @@ Step = Callable[[], None]
 
 
 def raw(precision: str, device: str = "cpu") -> Step:
-    """A loop as one would write it: autocast around the forward pass, a GradScaler where float16 needs one."""
+    """Return a hand-written step, with autocast, and for float16 with a GradScaler."""
     model, optimizer, inputs, targets = tiny(device)
     dtype = PRECISIONS[precision]
     scaler = torch.amp.GradScaler(device)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.framework import Case, Measure, Row
 
-# Repetitions of one measurement, by the number of leaves. The peers send a message for each leaf, so that a thousand
-# take as long as all the rest together.
+# Repetitions of one measurement, by the number of leaves. The peers send a message for each leaf,
+# so a thousand leaves take long.
 REPETITIONS = {1: 30, 64: 20, 1000: 10}
 PEER_REPETITIONS = {1: 10, 64: 3, 1000: 1}
 BUDGETS = {
@@ -34,7 +34,7 @@ def tensors(leaves: int) -> dict[str, Tensor]:
 
 
 def raw(ranks: int) -> Actions:
-    """One flat collective; for 1,000 tensors what one writes by hand around it."""
+    """Return flat collectives; for 1,000 tensors, with hand-written stacking and unbinding."""
     dist.init_process_group("gloo")
 
     def reduce(leaves: int) -> Callable[[], Any]:
@@ -56,26 +56,33 @@ def raw(ranks: int) -> Actions:
         parts = [torch.empty(leaves) for _ in range(ranks)]
         return lambda: dist.all_gather(parts, flat)
 
-    return {
-        f"{operation}, {leaves} {kind}": (
-            gather(leaves)
-            if operation == "all_gather"
-            else (reduce_stacked if (leaves, kind) == (1000, "tensors") else reduce)(leaves)
-        )
-        for operation in ("all_reduce", "all_gather")
-        for leaves in REPETITIONS
-        for kind in ("floats", "tensors")
-    }
+    actions: Actions = {}
+    for leaves in REPETITIONS:
+        for kind in ("floats", "tensors"):
+            actions[f"all_reduce, {leaves} {kind}"] = reduce(leaves)
+            actions[f"all_gather, {leaves} {kind}"] = gather(leaves)
+    actions["all_reduce, 1000 tensors"] = reduce_stacked(1000)
+    # In the order of the rows, in which the ranks call the collectives.
+    return {name: actions[name] for name in row_names()}
+
+
+def row_names() -> list[str]:
+    names = []
+    for operation in ("all_reduce", "all_gather"):
+        for leaves in REPETITIONS:
+            for kind in ("floats", "tensors"):
+                names.append(f"{operation}, {leaves} {kind}")
+    return names
 
 
 def of_library(reduce: Callable[[Any], Any], gather: Callable[[Any], Any]) -> Actions:
-    """The library's calls on collections; a peer that cannot gather floats is handed them as it wants them."""
-    return {
-        f"{operation}, {leaves} {kind}": partial(collective, make(leaves))
-        for operation, collective in (("all_reduce", reduce), ("all_gather", gather))
-        for leaves in REPETITIONS
-        for kind, make in (("floats", floats), ("tensors", tensors))
-    }
+    """Return the library's calls on collections."""
+    actions: Actions = {}
+    for operation, collective in (("all_reduce", reduce), ("all_gather", gather)):
+        for leaves in REPETITIONS:
+            actions[f"{operation}, {leaves} floats"] = partial(collective, floats(leaves))
+            actions[f"{operation}, {leaves} tensors"] = partial(collective, tensors(leaves))
+    return actions
 
 
 def ours(ranks: int) -> Actions:
@@ -101,7 +108,7 @@ def accelerate(ranks: int) -> Actions:
 
     def on(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(tree: dict[str, Any]) -> dict[str, Any]:
-            # It takes tensors alone: floats are converted by hand.
+            # accelerate takes only tensors, so floats are converted by hand.
             if isinstance(next(iter(tree.values())), Tensor):
                 return operation(tree)
             results = operation({name: torch.tensor(value) for name, value in tree.items()})
@@ -132,7 +139,10 @@ def preparing(
 
 
 def mean_seconds(action: Callable[[], Any], number: int) -> float:
-    """Without the warm-up of torch's timer, whose place the rehearsal takes."""
+    """Return the mean seconds of a call, without the warm-up of torch's timer.
+
+    The rehearsal has warmed up.
+    """
     return timeit(action, number=number) / number
 
 
@@ -140,14 +150,7 @@ CASES = [
     Case(
         name=f"trees-{ranks}",
         title=f"Collectives over collections on {ranks} ranks; raw is one flat collective",
-        rows={
-            f"{operation}, {leaves} {kind}": Row(
-                "ms", "ratio", BUDGETS.get(f"{operation}, {leaves} {kind}")
-            )
-            for operation in ("all_reduce", "all_gather")
-            for leaves in REPETITIONS
-            for kind in ("floats", "tensors")
-        },
+        rows={name: Row("ms", "ratio", BUDGETS.get(name)) for name in row_names()},
         contestants={
             "raw": preparing(raw, ranks),
             "fabric": preparing(ours, ranks),
