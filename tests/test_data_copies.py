@@ -1,4 +1,4 @@
-"""What is issued on which stream; the values and the overlap on a device are in test_gpu.py."""
+"""The work that each stream gets; the values and the overlap on a device are in test_gpu.py."""
 
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 class Streams:
-    """The part of ``torch.cuda`` that deals with streams, which writes down what it is asked for."""
+    """A stand-in for the streams of ``torch.cuda`` that logs the calls."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -46,8 +46,8 @@ class Stream:
     streams: Streams
     name: str
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.streams.log.append(f"{self.name} waits for {other.name}")
+    def wait_stream(self, stream: "Stream") -> None:
+        self.streams.log.append(f"{self.name} waits for {stream.name}")
 
     def record_event(self) -> "Event":
         return Event(self.streams, self.streams.log.count("batch"))
@@ -63,7 +63,7 @@ class Event:
 
 
 class Watched(Tensor):
-    """A tensor that writes down where it is copied and which stream it is told of."""
+    """A tensor that logs where it is copied and on which streams it is used."""
 
     streams: Streams
     label: str
@@ -81,14 +81,16 @@ class Watched(Tensor):
 
 
 def watched(streams: Streams, label: str, data: Tensor | None = None) -> Watched:
-    tensor = (torch.ones(2) if data is None else data).as_subclass(Watched)
+    if data is None:
+        data = torch.ones(2)
+    tensor = data.as_subclass(Watched)
     tensor.streams = streams
     tensor.label = label
     return tensor
 
 
 class Encoding(UserDict[str, Any]):
-    """A batch of another library that moves itself in place, such as those of transformers."""
+    """A batch of another library that moves itself in place, like those of transformers."""
 
     def to(self, device: torch.device) -> Self:
         self.data = to_device(self.data, device)
@@ -96,7 +98,7 @@ class Encoding(UserDict[str, Any]):
 
 
 class Opaque:
-    """One whose tensors nobody else finds."""
+    """A batch whose tensors only the batch itself can find."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -106,7 +108,7 @@ class Opaque:
 
 
 class Graph(Opaque):
-    """One that can be told of streams, as those of torch_geometric can."""
+    """An opaque batch that records streams, like those of torch_geometric."""
 
     def record_stream(self, s: Any) -> None:
         self._tensor.record_stream(s)
@@ -156,7 +158,7 @@ def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    "hinders",
+    "make_value",
     [
         lambda: Opaque(torch.ones(1)),
         lambda: Encoding(x=Opaque(torch.ones(1))),
@@ -166,10 +168,10 @@ def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
     ],
     ids=["opaque", "inside", "moved", "gradients", "sparse"],
 )
-def test_a_batch_with_a_part_that_cannot_be_followed_is_copied_on_the_compute_stream(
-    hinders: Any,
+def test_a_batch_with_a_value_that_cannot_be_followed_is_copied_on_the_compute_stream(
+    make_value: Any,
 ) -> None:
-    _, log = copied(lambda streams: (watched(streams, "x"), hinders()), pins=True)
+    _, log = copied(lambda streams: (watched(streams, "x"), make_value()), pins=True)
     assert log == ["x is copied on compute"]
 
 
@@ -179,8 +181,8 @@ def test_the_cpu_waits_for_the_copy_of_a_buffer_that_a_dataset_has_pinned_itself
             return True
 
         def to(self, *args: Any, **kwargs: Any) -> Any:
-            waits = "without waiting" if kwargs.get("non_blocking") else "waiting"
-            self.streams.log.append(f"copied {waits} on {self.streams.current}")
+            is_blocking = not kwargs.get("non_blocking")
+            self.streams.log.append(f"copied on {self.streams.current}, {is_blocking=}")
             return torch.ones(1, device=META)
 
     def make(streams: Streams) -> Any:
@@ -188,7 +190,7 @@ def test_the_cpu_waits_for_the_copy_of_a_buffer_that_a_dataset_has_pinned_itself
         buffer.streams = streams
         return buffer
 
-    assert copied(make, pins=True)[1] == ["copied waiting on compute"]
+    assert copied(make, pins=True)[1] == ["copied on compute, is_blocking=True"]
 
 
 def test_a_device_without_an_index_is_told_of_the_stream_too() -> None:
@@ -197,7 +199,7 @@ def test_a_device_without_an_index_is_told_of_the_stream_too() -> None:
     assert streams.log[-1] == "x is used on compute"
 
 
-def test_what_moves_itself_into_something_opaque_is_copied_again_on_the_compute_stream() -> None:
+def test_a_batch_that_becomes_opaque_when_it_moves_is_copied_again_on_the_compute_stream() -> None:
     class Becomes(Encoding):
         def to(self, device: torch.device) -> Any:
             return Opaque(self["x"].to(device))
@@ -212,7 +214,8 @@ def test_the_cpu_runs_at_most_two_steps_ahead() -> None:
     for _ in range(4):
         streams.log.append("batch")
         move([])
-    assert [line for line in streams.log if line.startswith("the CPU")] == [
+    waits = [line for line in streams.log if line.startswith("the CPU")]
+    assert waits == [
         "the CPU waits until batch 1 is needed",
         "the CPU waits until batch 2 is needed",
     ]
@@ -225,12 +228,15 @@ def test_on_a_cpu_nothing_is_pinned_or_moved() -> None:
                 DataLoader(TensorDataset(torch.ones(1))), overlap_copies=overlap
             )
             assert not loader.pin_memory
-            assert [batch.tolist() for [batch] in loader] == [[1.0]]
+            [[batch]] = loader
+            assert batch.tolist() == [1.0]
 
 
-def test_other_devices_get_their_batches_in_turn() -> None:
+def test_other_devices_get_their_batches_one_after_the_other() -> None:
     loader = FabricDataLoader(
         DataLoader(TensorDataset(torch.ones(2))), DataParallelJob(), device=META
     )
     assert not loader.pin_memory
-    assert [batch.device for [batch] in loader] == [META, META]
+    [first], [second] = loader
+    assert first.device == META
+    assert second.device == META

@@ -1,4 +1,4 @@
-"""The object that the user gets back: theirs to look at, moved batches, refusals."""
+"""The prepared loader: its attributes, the batches that it moves, and what it refuses."""
 
 import copy
 import time
@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from tests.datasets import batches_of
 
 
 def prepare(loader: Any, rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
@@ -25,7 +26,7 @@ def prepare(loader: Any, rank: int = 0, num_replicas: int = 1, **options: Any) -
 
 
 class Doubling(DataLoader[Any]):
-    """A subclass with arguments and an iteration of its own."""
+    """A subclass that takes another argument and iterates in its own way."""
 
     def __init__(self, factor: int, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -36,7 +37,7 @@ class Doubling(DataLoader[Any]):
             yield batch * self.factor
 
 
-def test_users_loader_is_not_changed() -> None:
+def test_the_users_loader_is_not_changed() -> None:
     loader = DataLoader(range(8), 2, shuffle=True)
     before = dict(vars(loader))
     prepared = prepare(loader, 1, 2)
@@ -49,12 +50,15 @@ def test_users_loader_is_not_changed() -> None:
 def test_attributes_are_those_of_the_prepared_copy() -> None:
     loader = DataLoader(range(8), 2)
     prepared = prepare(loader, 0, 2)
-    assert (prepared.batch_size, prepared.dataset, prepared.num_workers) == (2, range(8), 0)
+    assert prepared.batch_size == 2
+    assert prepared.dataset == range(8)
+    assert prepared.num_workers == 0
     assert prepared.batch_sampler.drop_last is False
     prepared.timeout = 5
-    assert (prepared.loader.timeout, loader.timeout) == (5, 0)
+    assert prepared.loader.timeout == 5
+    assert loader.timeout == 0
     with pytest.raises(AttributeError):
-        prepared.no_such_thing  # noqa: B018
+        prepared.no_such_attribute  # noqa: B018
 
 
 def test_one_replica_shows_the_users_own_sampler() -> None:
@@ -85,41 +89,40 @@ def test_subclasses_keep_their_class_and_iteration() -> None:
     assert next(iterator).tolist() == [10]
     resumed = prepare(Doubling(10, range(6), batch_size=1), 1, 2)
     resumed.load_state_dict(prepared.state_dict())
-    assert (
-        [batch.tolist() for batch in resumed]
-        == [batch.tolist() for batch in iterator]
-        == [[30], [50]]
-    )
+    assert batches_of(resumed) == [[30], [50]]
+    assert batches_of(iterator) == [[30], [50]]
 
 
 def test_workers_of_the_users_own_iteration_are_not_touched() -> None:
     loader = DataLoader(range(4), 2, num_workers=1, persistent_workers=True)
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert batches_of(loader) == [[0, 1], [2, 3]]
     prepared = prepare(loader)
-    assert [batch.tolist() for batch in prepared] == [[0, 1], [2, 3]]
+    assert batches_of(prepared) == [[0, 1], [2, 3]]
     assert prepared.loader._iterator is not loader._iterator
     del prepared
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert batches_of(loader) == [[0, 1], [2, 3]]
 
 
 def test_batches_are_moved_to_a_device_other_than_the_cpu() -> None:
     data = TensorDataset(torch.arange(4.0), torch.arange(4))
     moved = list(prepare(DataLoader(data, 2), device=torch.device("meta")))
-    assert [[part.device.type for part in batch] for batch in moved] == [["meta"] * 2] * 2
+    assert len(moved) == 2
+    for inputs, targets in moved:
+        assert inputs.device.type == "meta"
+        assert targets.device.type == "meta"
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_batches_are_handed_out_untouched_on_the_cpu(device: torch.device | None) -> None:
     batches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}]
     loader = DataLoader(batches, None, collate_fn=lambda batch: batch)
-    assert all(
-        ours is theirs for ours, theirs in zip(prepare(loader, device=device), batches, strict=True)
-    )
+    for actual, expected in zip(prepare(loader, device=device), batches, strict=True):
+        assert actual is expected
 
 
 def test_prepared_loader_can_be_copied() -> None:
     prepared = prepare(DataLoader(range(4), 2), 0, 2)
-    assert [batch.tolist() for batch in copy.copy(prepared)] == [[0, 2]]
+    assert batches_of(copy.copy(prepared)) == [[0, 2]]
 
 
 def test_errors_of_the_dataset_come_through() -> None:
@@ -132,14 +135,17 @@ def test_errors_of_the_dataset_come_through() -> None:
 
 
 class Ready(DataLoader[Any]):
-    """Hands out batches that are there already, so that the time is that of the wrapper."""
+    """A loader whose batches exist already, so that the time is that of the wrapper."""
 
     def __iter__(self) -> Any:
         return iter(range(50_000))
 
 
 def _microseconds_an_item(items: Any) -> float:
-    """Of this thread's own processor time, which other processes do not add to; the best of five."""
+    """Return the best of five measurements of this thread's processor time for an item.
+
+    Other processes do not add to the processor time of this thread.
+    """
     times = []
     for _ in range(5):
         start = time.thread_time()
@@ -152,9 +158,8 @@ def _microseconds_an_item(items: Any) -> float:
 def test_handing_out_and_indexing_cost_less_than_two_microseconds_a_batch() -> None:
     handing_out = _microseconds_an_item(prepare(Ready(range(2)), device=torch.device("cpu")))
     plain = DataLoader(range(50_000), 1)
-    indexing = _microseconds_an_item(prepare(plain).batch_sampler) - _microseconds_an_item(
-        plain.batch_sampler
-    )
+    plain_indexing = _microseconds_an_item(plain.batch_sampler)
+    indexing = _microseconds_an_item(prepare(plain).batch_sampler) - plain_indexing
     assert handing_out + indexing < 2, (handing_out, indexing)
 
 
@@ -180,5 +185,5 @@ def test_what_cannot_be_sharded_is_refused(case: str) -> None:
         call()
 
 
-def test_sampler_for_another_place_is_no_concern_without_sharding() -> None:
+def test_a_sampler_of_another_rank_is_accepted_without_sharding() -> None:
     assert len(prepare(_distributed(4, 1), 1, 2, shard=False)) == 2

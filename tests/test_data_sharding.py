@@ -1,8 +1,9 @@
-"""What each rank gets out of a loader: ranks are simulated by preparing the same loader once for each."""
+"""The samples that each rank gets; the same loader is prepared once for each simulated rank."""
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,20 +23,20 @@ from torch.utils.data import (
 )
 
 from fabric.data import DataParallelJob, FabricDataLoader
-from tests.datasets import Eager
+from tests.datasets import Eager, batches_of, samples_of
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 class Delegating(Eager):
-    """Looks eager and is lazy."""
+    """A sampler that looks eager and is lazy."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(RandomSampler(range(self.n)))
 
 
 class Pythonic(Eager):
-    """Draws from python's stream, one by one."""
+    """A sampler that draws from python's stream, one sample after the other."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.n):
@@ -49,10 +50,14 @@ class Endless(Sampler[int]):
 
 
 class Batches(Eager):
-    """A batch sampler that draws eagerly; batches of one to three samples."""
+    """A batch sampler that draws eagerly; its batches have one to three samples."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([list(range(i, i + 1 + i % 3)) for i in torch.randperm(self.n).tolist()])
+        batches = []
+        for first in torch.randperm(self.n).tolist():
+            length = 1 + first % 3
+            batches.append(list(range(first, first + length)))
+        return iter(batches)
 
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {
@@ -61,7 +66,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "own generator": lambda n: RandomSampler(range(n), generator=torch.Generator().manual_seed(5)),
     "replacement": lambda n: RandomSampler(range(n), replacement=True, num_samples=n + 3),
     "subset": lambda n: SubsetRandomSampler(range(n)),
-    "weighted": lambda n: WeightedRandomSampler([1.0 + i for i in range(n)], n + 1),
+    "weighted": lambda n: WeightedRandomSampler(torch.arange(1.0, n + 1.0).tolist(), n + 1),
     "eager": Eager,
     "delegating": Delegating,
     "pythonic": Pythonic,
@@ -70,7 +75,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
 
 
 class Rank0:
-    """``agree`` for ranks that run one after the other: what was passed first is rank 0's."""
+    """The broadcast of rank 0's values, for ranks that run one after the other."""
 
     def __init__(self) -> None:
         self.published: dict[str, bytes] = {}
@@ -90,13 +95,14 @@ def prepare(
     return FabricDataLoader(loader, job, device=None, **options)
 
 
+def plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader as it is, for a comparison with a prepared loader."""
+    return loader
+
+
 def seed(value: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
-
-
-def lists(loader: Any) -> list[list[int]]:
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
 
 
 def streams() -> tuple[Any, ...]:
@@ -107,23 +113,35 @@ def make_loader(kind: str, n: int, batch_size: int | None, **options: Any) -> Da
     return DataLoader(range(n + 10), batch_size=batch_size, sampler=SAMPLERS[kind](n), **options)
 
 
-def ranks_of(
+def batches_of_ranks(
     make: Callable[[], DataLoader[Any]], num_replicas: int, diverged: bool, **options: Any
 ) -> list[Any]:
-    """All epochs' batches of every rank: ``[rank][epoch][batch]``; with streams that moved apart if ``diverged``."""
+    """Return the batches of two epochs as ``[epoch][rank][batch]``.
+
+    Args:
+        make: Makes the loader of a rank.
+        num_replicas: The number of ranks.
+        diverged: Whether the random streams of the ranks differ.
+        options: Options of the prepared loader.
+    """
     agree = Rank0()
-    all_ranks = []
+    epochs: list[Any] = [[], []]
     for rank in range(num_replicas):
         seed(100 + rank if diverged else 100)
         loader = prepare(make(), rank, num_replicas, from_rank0=agree, **options)
-        all_ranks.append([lists(loader) for _ in range(2)])
-    return all_ranks
+        for batches_of_epoch in epochs:
+            batches_of_epoch.append(batches_of(loader))
+    return epochs
 
 
-def interleaved(batches: list[list[int]]) -> list[int]:
-    """The samples of the i-th batches of all ranks in the order of the plain loop."""
-    rows = itertools.zip_longest(*batches)
-    return [sample for row in rows for sample in row if sample is not None]
+def interleaved(batches: Iterable[list[int]]) -> list[int]:
+    """Return the samples of the i-th batches of all ranks in the order of the plain loop."""
+    samples = []
+    for row in itertools.zip_longest(*batches):
+        for sample in row:
+            if sample is not None:
+                samples.append(sample)
+    return samples
 
 
 @laws
@@ -145,26 +163,27 @@ def test_union_of_the_ith_batches_is_the_ith_batch_of_the_plain_loop(
     uneven: str,
     diverged: bool,
 ) -> None:
-    make = lambda: make_loader(kind, n, batch_size, drop_last=drop_last)  # noqa: E731
-    ranks = ranks_of(make, num_replicas, diverged, uneven=uneven)
+    make = partial(make_loader, kind, n, batch_size, drop_last=drop_last)
+    epochs = batches_of_ranks(make, num_replicas, diverged, uneven=uneven)
     seed(100)
-    plain = make_loader(kind, n, batch_size * num_replicas, drop_last=drop_last)
-    for epoch in range(2):
-        expected = lists(plain)
-        entries = [sample for batch in expected for sample in batch]
+    plain_loader = make_loader(kind, n, batch_size * num_replicas, drop_last=drop_last)
+    for batches_by_rank in epochs:
+        expected_batches = batches_of(plain_loader)
+        expected = list(itertools.chain.from_iterable(expected_batches))
         if uneven == "drop" and not drop_last:
-            entries = entries[: len(entries) // num_replicas * num_replicas]
-        shards = [
-            interleaved(list(batches))
-            for batches in zip(*(rank[epoch] for rank in ranks), strict=True)
-        ]
-        together = [sample for batch in shards for sample in batch]
-        assert together[: len(entries)] == entries
-        repeated = together[len(entries) :]
-        assert len(repeated) == (-len(entries) % num_replicas if uneven == "pad" else 0)
-        assert repeated == (entries * num_replicas)[: len(repeated)]
-        full = len(entries) // (batch_size * num_replicas)
-        assert shards[:full] == expected[:full]
+            rounds = len(expected) // num_replicas
+            expected = expected[: rounds * num_replicas]
+        global_batches = list(map(interleaved, zip(*batches_by_rank, strict=True)))
+        samples = list(itertools.chain.from_iterable(global_batches))
+        assert samples[: len(expected)] == expected
+        repeated = samples[len(expected) :]
+        repeated_count = 0
+        if uneven == "pad":
+            repeated_count = -len(expected) % num_replicas
+        assert len(repeated) == repeated_count
+        assert repeated == (expected * num_replicas)[:repeated_count]
+        full = len(expected) // (batch_size * num_replicas)
+        assert global_batches[:full] == expected_batches[:full]
 
 
 @laws
@@ -176,12 +195,15 @@ def test_union_of_the_ith_batches_is_the_ith_batch_of_the_plain_loop(
     uneven=st.sampled_from(["pad", "drop"]),
     drop_last=st.booleans(),
 )
-def test_every_rank_gets_len_of_the_loader_many_batches(
+def test_every_rank_gets_as_many_batches_as_len_says(
     kind: str, n: int, batch_size: int | None, num_replicas: int, uneven: str, drop_last: bool
 ) -> None:
     lengths = set()
     for rank in range(num_replicas):
-        plain = make_loader(kind, n, batch_size, drop_last=drop_last and batch_size is not None)
+        if batch_size is None:
+            plain = make_loader(kind, n, None)
+        else:
+            plain = make_loader(kind, n, batch_size, drop_last=drop_last)
         loader = prepare(plain, rank, num_replicas, uneven=uneven)
         assert len(loader) == len(list(loader))
         lengths.add(len(loader))
@@ -194,122 +216,136 @@ def test_every_rank_gets_len_of_the_loader_many_batches(
 def test_random_streams_end_where_the_plain_loop_leaves_them(
     kind: str, batch_size: int | None, num_replicas: int
 ) -> None:
-    agree = Rank0()
-    ends = []
-    for rank in [*range(num_replicas), None]:
+    def streams_after(prepare_loader: Callable[[Any], Any]) -> Any:
         seed(7)
         loader = make_loader(kind, 12, batch_size, generator=torch.Generator().manual_seed(1))
-        iterated = loader if rank is None else prepare(loader, rank, num_replicas, from_rank0=agree)
+        iterated = prepare_loader(loader)
         for _ in range(2):
             list(iterated)
-        ends.append((streams(), loader.generator.get_state().tolist()))
-    assert all(end == ends[-1] for end in ends)
+        return streams(), loader.generator.get_state().tolist()
+
+    expected = streams_after(plain)
+    agree = Rank0()
+    for rank in range(num_replicas):
+        prepare_for_rank = partial(prepare, rank=rank, num_replicas=num_replicas, from_rank0=agree)
+        assert streams_after(prepare_for_rank) == expected
 
 
 @pytest.mark.parametrize("kind", sorted(SAMPLERS))
 def test_one_replica_interleaves_its_drawing_with_the_loop_as_the_plain_loop_does(
     kind: str,
 ) -> None:
-    seen = []
-    for wrap in (prepare, lambda loader: loader):
+    def run(prepare_loader: Callable[[Any], Any]) -> list[Any]:
         seed(3)
-        iterator = iter(wrap(make_loader(kind, 9, 2)))
-        drawn = [torch.rand(()).item()]
-        seen.append(
-            [(batch.tolist(), torch.rand(()).item(), random.random()) for batch in iterator] + drawn
-        )
-    assert seen[0] == seen[1]
+        iterator = iter(prepare_loader(make_loader(kind, 9, 2)))
+        steps: list[Any] = [torch.rand(()).item()]
+        for batch in iterator:
+            steps.append((batch.tolist(), torch.rand(()).item(), random.random()))
+        return steps
+
+    assert run(prepare) == run(plain)
 
 
 @pytest.mark.parametrize(
     "make", [Batches, lambda n: BatchSampler(RandomSampler(range(n * 2)), 2, False)]
 )
-@pytest.mark.parametrize("uneven", ["pad", "drop"])
-def test_batches_of_a_batch_sampler_are_sharded_whole(
-    make: Callable[[int], Any], uneven: str
+@pytest.mark.parametrize(("uneven", "count"), [("pad", 3), ("drop", 2)])
+def test_batches_of_a_batch_sampler_are_not_split(
+    make: Callable[[int], Any], uneven: str, count: int
 ) -> None:
     agree = Rank0()
-    ranks = []
+    batches_by_rank = []
     for rank in range(3):
         seed(rank)
         loader = prepare(
             DataLoader(range(30), batch_sampler=make(7)), rank, 3, from_rank0=agree, uneven=uneven
         )
-        ranks.append(lists(loader))
-        assert len(ranks[-1]) == len(loader) == (3 if uneven == "pad" else 2)
+        batches = batches_of(loader)
+        assert len(batches) == count
+        assert len(loader) == count
+        batches_by_rank.append(batches)
     seed(0)
-    expected = lists(DataLoader(range(30), batch_sampler=make(7)))
-    together = [batch for round_ in zip(*ranks, strict=True) for batch in round_]
-    assert together == (expected + expected[:2] if uneven == "pad" else expected[:6])
+    # The sampler has seven batches. Under "pad", the first two are repeated.
+    expected = batches_of(DataLoader(range(30), batch_sampler=make(7)))
+    actual = list(itertools.chain.from_iterable(zip(*batches_by_rank, strict=True)))
+    assert actual == (expected + expected[:2])[: 3 * count]
 
 
-def test_diverged_rank_keeps_its_own_stream() -> None:
+def test_a_diverged_rank_keeps_its_own_stream() -> None:
     agree = Rank0()
     seed(1)
     list(prepare(DataLoader(range(10), shuffle=True), 0, 2, from_rank0=agree))
     seed(2)
     list(prepare(DataLoader(range(10), shuffle=True), 1, 2, from_rank0=agree))
-    own = streams()
+    actual = streams()
     seed(2)
     list(DataLoader(range(10)))
-    assert streams() == own
+    assert actual == streams()
 
 
 def test_ranks_adopt_the_generator_of_rank_0() -> None:
     agree = Rank0()
-    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
-    for rank, generator in enumerate(generators):
-        list(
-            prepare(
-                DataLoader(range(10), shuffle=True, generator=generator), rank, 2, from_rank0=agree
-            )
-        )
-    assert generators[0].get_state().equal(generators[1].get_state())
+    states = []
+    for rank in range(2):
+        generator = torch.Generator().manual_seed(rank)
+        loader = DataLoader(range(10), shuffle=True, generator=generator)
+        list(prepare(loader, rank, 2, from_rank0=agree))
+        states.append(generator.get_state())
+    assert torch.equal(states[0], states[1])
 
 
-@pytest.mark.parametrize("agreeing", [True, False])
-def test_endless_samplers_are_sharded_lazily(agreeing: bool) -> None:
-    agree = Rank0()
-    ranks = []
+def endless_order(batches_by_rank: list[list[list[int]]]) -> list[int]:
+    return list(itertools.chain.from_iterable(map(interleaved, zip(*batches_by_rank, strict=True))))
+
+
+def expected_endless_order() -> list[int]:
+    seed(0)
+    # A DataLoader first draws the base seed of its workers.
+    torch.empty((), dtype=torch.int64).random_()
+    return list(itertools.islice(Endless(), 24))
+
+
+def test_endless_samplers_are_sharded_lazily() -> None:
+    batches_by_rank = []
     for rank in range(3):
-        seed(rank if agreeing else 0)
-        loader = prepare(
-            DataLoader(range(1000), 2, sampler=Endless()),
-            rank,
-            3,
-            from_rank0=agree if agreeing else None,
-        )
+        seed(0)
+        loader = prepare(DataLoader(range(1000), 2, sampler=Endless()), rank, 3)
+        with pytest.raises(TypeError):
+            len(loader)
+        batches_by_rank.append(batches_of(itertools.islice(loader, 4)))
+    assert endless_order(batches_by_rank) == expected_endless_order()
+
+
+def test_ranks_that_agree_draw_the_same_endless_order_whatever_a_rank_draws_between() -> None:
+    agree = Rank0()
+    batches_by_rank = []
+    for rank in range(3):
+        seed(rank)
+        loader = prepare(DataLoader(range(1000), 2, sampler=Endless()), rank, 3, from_rank0=agree)
         with pytest.raises(TypeError):
             len(loader)
         batches = []
         for batch in itertools.islice(loader, 4):
             batches.append(batch.tolist())
-            if agreeing:
-                torch.rand(rank)  # each rank's own random numbers in between
-        ranks.append(batches)
-    seed(0)
-    torch.empty((), dtype=torch.int64).random_()  # the base seed
-    expected = list(itertools.islice(Endless(), 24))
-    assert [
-        s for batches in zip(*ranks, strict=True) for s in interleaved(list(batches))
-    ] == expected
+            torch.rand(rank)
+        batches_by_rank.append(batches)
+    assert endless_order(batches_by_rank) == expected_endless_order()
 
 
-@pytest.mark.parametrize(("uneven", "lengths"), [("pad", [3, 3]), ("drop", [2, 2])])
-def test_order_without_a_length_that_ends_is_evened_out(uneven: str, lengths: list[int]) -> None:
-    order = (10 + i for i in range(5))
-
+@pytest.mark.parametrize(
+    ("uneven", "samples"),
+    [("pad", [[10, 12, 14], [11, 13, 10]]), ("drop", [[10, 12], [11, 13]])],
+)
+def test_an_order_without_a_length_that_ends_is_evened_out(
+    uneven: str, samples: list[list[int]]
+) -> None:
     class Short(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
-            return (10 + i for i in range(5))
+            return iter(range(10, 15))
 
-    ranks = [
-        lists(prepare(DataLoader(range(20), None, sampler=Short()), r, 2, uneven=uneven))
-        for r in range(2)
-    ]
-    assert [len(rank) for rank in ranks] == lengths
-    assert interleaved(ranks)[:4] == list(itertools.islice(order, 4))
-    assert uneven == "drop" or ranks[1][-1] == 10
+    for rank in range(2):
+        loader = prepare(DataLoader(range(20), None, sampler=Short()), rank, 2, uneven=uneven)
+        assert list(loader) == samples[rank]
 
 
 def test_sequential_and_distributed_orders_need_no_agreement() -> None:
@@ -323,16 +359,16 @@ def test_sequential_and_distributed_orders_need_no_agreement() -> None:
 def test_distributed_sampler_is_left_alone_and_told_the_epoch() -> None:
     sampler = DistributedSampler(range(10), num_replicas=2, rank=1)
     loader = prepare(DataLoader(range(10), 2, sampler=sampler), 1, 2)
-    epochs = [lists(loader) for _ in range(2)]
+    epochs = [batches_of(loader) for _ in range(2)]
     assert len(loader) == 3
-    for epoch in range(2):
+    for epoch, batches in enumerate(epochs):
         sampler.set_epoch(epoch)
-        assert epochs[epoch] == lists(DataLoader(range(10), 2, sampler=sampler))
+        assert batches == batches_of(DataLoader(range(10), 2, sampler=sampler))
 
 
 def test_unsharded_loader_gives_every_rank_everything() -> None:
     loader = prepare(DataLoader(range(5), 2), 1, 2, shard=False)
-    assert lists(loader) == [[0, 1], [2, 3], [4]]
+    assert batches_of(loader) == [[0, 1], [2, 3], [4]]
     assert len(loader) == 3
 
 
@@ -351,12 +387,13 @@ class SizedNumbers(Numbers):
 
 
 def split_between_workers(worker_id: int) -> None:
-    """As in torch's documentation: it configures the worker's copy of the dataset."""
-    info = torch.utils.data.get_worker_info()
-    half = info.dataset.stop // 2
-    info.dataset.start, info.dataset.stop = (
-        (0, half) if worker_id == 0 else (half, info.dataset.stop)
-    )
+    """Configure the worker's copy of the dataset, as torch's documentation does."""
+    dataset = torch.utils.data.get_worker_info().dataset
+    half = dataset.stop // 2
+    if worker_id == 0:
+        dataset.stop = half
+    else:
+        dataset.start = half
 
 
 @laws
@@ -366,16 +403,15 @@ def split_between_workers(worker_id: int) -> None:
 def test_iterable_dataset_is_sharded_in_complete_rounds(
     n: int, num_replicas: int, batch_size: int | None
 ) -> None:
-    ranks = []
+    samples_by_rank = []
     for rank in range(num_replicas):
         loader = prepare(DataLoader(SizedNumbers(n), batch_size=batch_size), rank, num_replicas)
-        ranks.append(lists(loader))
-        assert len(loader) == len(ranks[-1])
-    flat = [
-        [s for batch in rank for s in (batch if isinstance(batch, list) else [batch])]
-        for rank in ranks
-    ]
-    assert interleaved(flat) == list(range(n // num_replicas * num_replicas))
+        samples = batches_of(loader)
+        assert len(loader) == len(samples)
+        if batch_size is not None:
+            samples = list(itertools.chain.from_iterable(samples))
+        samples_by_rank.append(samples)
+    assert interleaved(samples_by_rank) == list(range(n // num_replicas * num_replicas))
 
 
 def test_iterable_dataset_without_a_length_has_none_when_sharded() -> None:
@@ -386,17 +422,13 @@ def test_iterable_dataset_without_a_length_has_none_when_sharded() -> None:
 def test_iterable_dataset_that_shards_itself_is_left_alone() -> None:
     dataset = Numbers(4)
     dataset.shards_itself = True
-    assert lists(prepare(DataLoader(dataset), 1, 2)) == [[0], [1], [2], [3]]
+    assert batches_of(prepare(DataLoader(dataset), 1, 2)) == [[0], [1], [2], [3]]
 
 
 def test_worker_init_fn_configures_the_dataset_inside_the_rounds() -> None:
-    ranks = []
-    for rank in range(2):
+    for rank, expected in enumerate([[0, 2, 4, 6], [1, 3, 5, 7]]):
         loader = DataLoader(Numbers(8), 2, num_workers=2, worker_init_fn=split_between_workers)
-        ranks.append(
-            sorted(sample for batch in lists(prepare(loader, rank, 2)) for sample in batch)
-        )
-    assert ranks == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert sorted(samples_of(prepare(loader, rank, 2))) == expected
 
 
 class Shuffled(IterableDataset[int]):
@@ -404,35 +436,28 @@ class Shuffled(IterableDataset[int]):
         return iter(torch.randperm(10).tolist())
 
 
-def test_ranks_agree_on_what_an_iterable_dataset_draws_when_asked_for_its_iterator() -> None:
+def test_ranks_agree_on_the_draws_of_an_iterable_dataset_that_makes_its_iterator() -> None:
     agree = Rank0()
-    ranks = []
+    first_epoch = []
+    second_epoch = []
     for rank in range(2):
         seed(rank)
         loader = prepare(DataLoader(Shuffled(), None), rank, 2, from_rank0=agree)
-        ranks.append([sample for _ in range(2) for sample in loader])
-    assert (
-        sorted(ranks[0][:5] + ranks[1][:5])
-        == sorted(ranks[0][5:] + ranks[1][5:])
-        == list(range(10))
-    )
+        first_epoch += loader
+        second_epoch += loader
+    assert sorted(first_epoch) == list(range(10))
+    assert sorted(second_epoch) == list(range(10))
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_all_ranks_shuffle_an_iterable_dataset_alike(context: str) -> None:
     agree = Rank0()
-    ranks = []
+    samples = []
     for rank in range(2):
         seed(rank)
         loader = DataLoader(Shuffled(), 5, num_workers=1, multiprocessing_context=context)
-        ranks.append(
-            [
-                sample
-                for batch in lists(prepare(loader, rank, 2, from_rank0=agree))
-                for sample in batch
-            ]
-        )
-    assert sorted(ranks[0] + ranks[1]) == list(range(10))
+        samples += samples_of(prepare(loader, rank, 2, from_rank0=agree))
+    assert sorted(samples) == list(range(10))
 
 
 class Noise(torch.utils.data.Dataset[Any]):
@@ -444,13 +469,14 @@ class Noise(torch.utils.data.Dataset[Any]):
 
 
 def test_workers_draw_as_torch_does_on_rank_0_and_differently_on_others() -> None:
-    drawn = []
-    for rank in (None, 0, 1):
+    def draw(prepare_loader: Callable[[Any], Any]) -> list[float]:
         seed(4)
-        loader = DataLoader(Noise(), num_workers=1, sampler=[0, 1, 2, 3])
-        wrapped = loader if rank is None else prepare(loader, rank, 2, shard=False)
-        drawn.append([tuple(map(float, batch)) for batch in wrapped])
-    assert drawn[0] == drawn[1]
-    assert not {value for pair in drawn[0] for value in pair} & {
-        value for pair in drawn[2] for value in pair
-    }
+        values = []
+        for batch in prepare_loader(DataLoader(Noise(), num_workers=1, sampler=[0, 1, 2, 3])):
+            values += map(float, batch)
+        return values
+
+    expected = draw(plain)
+    assert draw(partial(prepare, rank=0, num_replicas=2, shard=False)) == expected
+    values_of_rank_1 = draw(partial(prepare, rank=1, num_replicas=2, shard=False))
+    assert set(values_of_rank_1).isdisjoint(expected)
