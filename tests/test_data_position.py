@@ -1,9 +1,10 @@
-"""A loader knows where it is, and goes on from there."""
+"""A loader saves its position, and a resumed loader goes on from there."""
 
 import io
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,24 +12,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
 )
 
+from fabric import Fabric
 from fabric.data import DataParallelJob, FabricDataLoader
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state, sample_generator, set_rng_state
-from tests.datasets import ResumableStream
+from tests.datasets import Eager, ResumableStream, batches_of, samples_of
+from tests.ranks import outcome, run_in_ranks
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 class Counted(Dataset[int]):
-    """Counts what is loaded from it."""
+    """A dataset that counts the samples that are loaded from it."""
 
     def __init__(self, n: int = 23) -> None:
         self.n = n
@@ -43,22 +48,14 @@ class Counted(Dataset[int]):
 
 
 class Noisy(Counted):
-    """Augments with the global stream, as transforms do."""
+    """A dataset that augments with the global stream, as transforms do."""
 
     def __getitem__(self, index: int) -> Any:
         return index, torch.rand(()).item(), random.random()
 
 
-class Eager(Sampler[int]):
-    def __len__(self) -> int:
-        return 23
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(23).tolist())
-
-
 class Lazy(Eager):
-    """Draws each index when it is asked for, from both streams."""
+    """A sampler that draws an index only when it is needed, from two streams."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(23):
@@ -71,12 +68,15 @@ class Endless(Sampler[int]):
             yield int(torch.randint(23, ()))
 
 
-class Batches(Eager):
+class Batches(Sampler[list[int]]):
+    """A batch sampler that draws six batches of two samples eagerly."""
+
     def __len__(self) -> int:
         return 6
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter([[i, i + 1] for i in torch.randperm(6).tolist()])
+    def __iter__(self) -> Iterator[list[int]]:
+        starts = torch.randperm(6)
+        return iter(torch.stack([starts, starts + 1], dim=1).tolist())
 
 
 LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
@@ -95,10 +95,10 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
         sampler=RandomSampler(data, True, 40, generator=torch.Generator().manual_seed(9)),
         **o,
     ),
-    "eager": lambda data, **o: DataLoader(data, 4, sampler=Eager(), **o),
+    "eager": lambda data, **o: DataLoader(data, 4, sampler=Eager(23), **o),
     "eager batches": lambda data, **o: DataLoader(data, batch_sampler=Batches(), **o),
-    "no batches": lambda data, **o: DataLoader(data, None, sampler=Eager(), **o),
-    "lazy": lambda data, **o: DataLoader(data, 4, sampler=Lazy(), **o),
+    "no batches": lambda data, **o: DataLoader(data, None, sampler=Eager(23), **o),
+    "lazy": lambda data, **o: DataLoader(data, 4, sampler=Lazy(23), **o),
 }
 WITHOUT_LAZY = sorted(LOADERS.keys() - {"lazy"})
 
@@ -114,28 +114,40 @@ def prepare(
     return FabricDataLoader(loader, job, device=None, **options)
 
 
+def position(loader: FabricDataLoader) -> tuple[int, int]:
+    """Return the epoch and the cursor of a loader."""
+    state = loader.state_dict()
+    return state["epoch"], state["cursor"]
+
+
+def interleaved(samples_by_rank: list[list[Any]]) -> list[Any]:
+    """Return the samples of all ranks, which take turns, as one list."""
+    return list(itertools.chain.from_iterable(zip(*samples_by_rank, strict=True)))
+
+
 def seed(value: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
 
 
 def stored(state: Any) -> Any:
-    """Through a file, as a checkpoint would."""
+    """Write the state to a file and read it, as a checkpoint does."""
     file = io.BytesIO()
     torch.save(state, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def plain(batch: Any) -> Any:
-    return (
-        [plain(part) for part in batch]
-        if isinstance(batch, list)
-        else getattr(batch, "tolist", lambda: batch)()
-    )
+    """Return the numbers of a batch, which may consist of several tensors."""
+    if isinstance(batch, list):
+        return batches_of(batch)
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return batch
 
 
 def train(loader: Any, epochs: int, stop: int | None = None) -> tuple[list[Any], Any]:
-    """A loop that draws between batches, as dropout does; saved in its body, and left, after ``stop`` batches."""
+    """Loop with draws between batches, as dropout has; save and leave after ``stop`` batches."""
     steps: list[Any] = []
     for _ in range(epochs):
         for batch in loader:
@@ -157,12 +169,15 @@ def resume(loader: FabricDataLoader, saved: Any, epochs: int) -> list[Any]:
 def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(
     kind: str, stop: int, noisy: bool
 ) -> None:
-    make = lambda: prepare(LOADERS[kind](Noisy() if noisy else Counted()))  # noqa: E731
+    def make() -> FabricDataLoader:
+        data = Noisy() if noisy else Counted()
+        return prepare(LOADERS[kind](data))
+
     seed(1)
-    whole, _ = train(make(), 5)
+    uninterrupted, _ = train(make(), 5)
     seed(1)
-    before, saved = train(make(), 5, min(stop, len(whole)))
-    assert before + resume(make(), saved, 5) == whole
+    before, saved = train(make(), 5, min(stop, len(uninterrupted)))
+    assert before + resume(make(), saved, 5) == uninterrupted
 
 
 @laws
@@ -176,16 +191,20 @@ def test_resumed_rank_continues_its_own_share(
     kind: str, num_replicas: int, stop: int, uneven: str
 ) -> None:
     published: dict[str, bytes] = {}
-    resumed: dict[str, bytes] = {}
+    published_by_resumed: dict[str, bytes] = {}
+
+    def make(rank: int, values_of_rank0: dict[str, bytes]) -> FabricDataLoader:
+        loader = LOADERS[kind](Counted())
+        agree = values_of_rank0.setdefault
+        return prepare(loader, rank, num_replicas, uneven=uneven, from_rank0=agree)
+
     for rank in range(num_replicas):
-        make = lambda agree, rank=rank: prepare(  # noqa: E731
-            LOADERS[kind](Counted()), rank, num_replicas, uneven=uneven, from_rank0=agree.setdefault
-        )
         seed(rank)
-        whole, _ = train(make(published), 4)
+        uninterrupted, _ = train(make(rank, published), 4)
         seed(rank)
-        before, saved = train(make(published), 4, min(stop, len(whole)))
-        assert before + resume(make(resumed), saved, 4) == whole
+        before, saved = train(make(rank, published), 4, min(stop, len(uninterrupted)))
+        after = resume(make(rank, published_by_resumed), saved, 4)
+        assert before + after == uninterrupted
 
 
 @pytest.mark.parametrize("kind", WITHOUT_LAZY)
@@ -198,7 +217,7 @@ def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone
     list(itertools.islice(iterator, received))
     saved = stored(loader.state_dict())
     streams = torch.get_rng_state()
-    expected = [plain(batch) for batch in iterator]
+    expected = batches_of(iterator)
     after = torch.get_rng_state()
     data = Counted()
     resumed = prepare(LOADERS[kind](data))
@@ -206,33 +225,37 @@ def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone
     torch.set_rng_state(streams)
     iterator = iter(resumed)
     assert torch.equal(torch.get_rng_state(), streams)
-    assert [plain(batch) for batch in iterator] == expected
-    assert data.loaded == sum(len(batch) if isinstance(batch, list) else 1 for batch in expected)
+    assert batches_of(iterator) == expected
+    if kind == "no batches":
+        assert data.loaded == len(expected)
+    else:
+        assert data.loaded == sum(map(len, expected))
     assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_batches_that_workers_prefetched_do_not_count() -> None:
-    make = lambda: prepare(LOADERS["shuffled"](Counted(), num_workers=2))  # noqa: E731
-    loader = make()
+    loader = prepare(LOADERS["shuffled"](Counted(), num_workers=2))
     iterator = iter(loader)
-    first = [next(iterator).tolist() for _ in range(2)]
+    before = samples_of(itertools.islice(iterator, 2))
     saved = stored(loader.state_dict())
-    rest = [batch.tolist() for batch in iterator]
     assert saved["cursor"] == 8
-    resumed = make()
+    after = batches_of(iterator)
+    resumed = prepare(LOADERS["shuffled"](Counted(), num_workers=2))
     resumed.load_state_dict(saved)
-    assert [batch.tolist() for batch in resumed] == rest
-    assert sorted(itertools.chain.from_iterable(first + rest)) == list(range(23))
+    assert batches_of(resumed) == after
+    assert sorted(before + list(itertools.chain.from_iterable(after))) == list(range(23))
 
 
 def test_persistent_workers_iterate_as_plain_ones_and_resume() -> None:
-    make = lambda: LOADERS["shuffled"](Counted(), num_workers=1, persistent_workers=True)  # noqa: E731
+    def make() -> DataLoader[Any]:
+        return LOADERS["shuffled"](Counted(), num_workers=1, persistent_workers=True)
+
     seed(0)
     user_loader = make()
-    plain_epochs = [[batch.tolist() for batch in user_loader] for _ in range(2)]
+    plain_epochs = [batches_of(user_loader) for _ in range(2)]
     seed(0)
     loader = prepare(user_loader)
-    assert [batch.tolist() for batch in loader] == plain_epochs[0]
+    assert batches_of(loader) == plain_epochs[0]
     epoch = []
     for batch in loader:
         epoch.append(batch.tolist())
@@ -241,14 +264,14 @@ def test_persistent_workers_iterate_as_plain_ones_and_resume() -> None:
     assert epoch == plain_epochs[1]
     resumed = prepare(make())
     resumed.load_state_dict(saved)
-    assert [batch.tolist() for batch in resumed] == epoch[2:]
+    assert batches_of(resumed) == epoch[2:]
 
 
 def test_position_at_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
     loader = prepare(LOADERS["shuffled"](Counted()))
     list(loader)
     state = loader.state_dict()
-    assert (state["epoch"], state["cursor"]) == (1, 0)
+    assert position(loader) == (1, 0)
     resumed = prepare(LOADERS["shuffled"](Counted()))
     resumed.load_state_dict(stored(state))
     assert len(list(resumed)) == 6
@@ -257,84 +280,82 @@ def test_position_at_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
 
 def test_breaking_out_keeps_the_position_until_the_next_epoch_begins() -> None:
     loader = prepare(LOADERS["sequential"](Counted()))
-    for _ in zip(range(2), loader, strict=False):
+    for _ in loader:
         break
-    assert (loader.state_dict()["epoch"], loader.state_dict()["cursor"]) == (0, 4)
+    assert position(loader) == (0, 4)
     assert next(iter(loader)).tolist() == [0, 1, 2, 3]
-    assert (loader.state_dict()["epoch"], loader.state_dict()["cursor"]) == (1, 4)
+    assert position(loader) == (1, 4)
 
 
 def test_nested_iterations_draw_orders_of_their_own_and_the_last_batch_counts() -> None:
     loader = prepare(LOADERS["shuffled"](Counted()))
     outer = iter(loader)
     inner = iter(loader)
-    orders = [
-        list(itertools.chain.from_iterable(batch.tolist() for batch in each))
-        for each in (inner, outer)
-    ]
-    assert orders[0] != orders[1]
-    assert all(sorted(order) == list(range(23)) for order in orders)
+    order_of_inner = samples_of(inner)
+    order_of_outer = samples_of(outer)
+    assert order_of_inner != order_of_outer
+    assert sorted(order_of_inner) == list(range(23))
+    assert sorted(order_of_outer) == list(range(23))
     outer = iter(loader)
     inner = iter(loader)
-    next(outer), next(inner), next(inner), next(outer)
-    assert (loader.state_dict()["epoch"], loader.state_dict()["cursor"]) == (2, 8)
+    next(outer)
+    next(inner)
+    next(inner)
+    next(outer)
+    assert position(loader) == (2, 8)
 
 
-def test_state_loaded_and_saved_again_is_the_same_position() -> None:
+def test_a_position_is_not_changed_by_loading_and_saving() -> None:
     loader = prepare(LOADERS["shuffled"](Counted()))
     next(iter(loader))
     state = loader.state_dict()
     resumed = prepare(LOADERS["shuffled"](Counted()))
     resumed.load_state_dict(state)
-    again = resumed.state_dict()
-    assert {name: again[name] for name in ("epoch", "cursor", "unit")} == {
-        "epoch": 0,
-        "cursor": 4,
-        "unit": "samples",
-    }
-    assert torch.equal(again["drawn"]["draw"]["torch"], state["drawn"]["draw"]["torch"])
+    assert position(resumed) == (0, 4)
+    resumed_state = resumed.state_dict()
+    assert resumed_state["unit"] == "samples"
+    draw = state["drawn"]["draw"]["torch"]
+    assert torch.equal(resumed_state["drawn"]["draw"]["torch"], draw)
 
 
 def test_batch_samplers_count_batches_over_all_ranks() -> None:
     loader = prepare(LOADERS["eager batches"](Counted()), 1, 3)
     next(iter(loader))
-    assert (loader.state_dict()["unit"], loader.state_dict()["cursor"]) == ("batches", 3)
+    assert loader.state_dict()["unit"] == "batches"
+    assert loader.state_dict()["cursor"] == 3
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_position_can_be_taken_over_by_another_number_of_ranks(num_replicas: int) -> None:
     seed(0)
-    saved = []
-    for rank in range(3):
-        seed(0)
-        loader = prepare(DataLoader(Counted(24), 2, shuffle=True), rank, 3)
-        next(iter(loader))
-        saved.append(loader.state_dict())
-    rest = []
+    loader = prepare(DataLoader(Counted(24), 2, shuffle=True), 0, 3)
+    next(iter(loader))
+    saved = loader.state_dict()
+    samples_by_rank = []
     for rank in range(num_replicas):
         loader = prepare(DataLoader(Counted(24), 2, shuffle=True), rank, num_replicas)
-        loader.load_state_dict(saved[0])
-        rest.append([sample for batch in loader for sample in batch.tolist()])
+        loader.load_state_dict(saved)
+        samples_by_rank.append(samples_of(loader))
     seed(0)
-    order = [
-        sample for batch in DataLoader(Counted(24), 2, shuffle=True) for sample in batch.tolist()
-    ]
-    assert [sample for round_ in zip(*rest, strict=True) for sample in round_] == order[6:]
+    order = samples_of(DataLoader(Counted(24), 2, shuffle=True))
+    assert interleaved(samples_by_rank) == order[6:]
 
 
 def test_endless_sampler_resumes_in_its_order() -> None:
     published: dict[str, bytes] = {}
-    make = lambda: prepare(  # noqa: E731
-        DataLoader(Counted(), 2, sampler=Endless()), 1, 2, from_rank0=published.setdefault
-    )
+
+    def make() -> FabricDataLoader:
+        loader = DataLoader(Counted(), 2, sampler=Endless())
+        return prepare(loader, 1, 2, from_rank0=published.setdefault)
+
     loader = make()
     iterator = iter(loader)
     list(itertools.islice(iterator, 3))
     saved = stored(loader.state_dict())
-    rest = [batch.tolist() for batch in itertools.islice(iterator, 4)]
+    expected = batches_of(itertools.islice(iterator, 4))
     resumed = make()
     resumed.load_state_dict(saved)
-    assert [batch.tolist() for batch in itertools.islice(resumed, 4)] == rest
+    assert batches_of(itertools.islice(resumed, 4)) == expected
 
 
 def test_distributed_sampler_resumes_in_the_middle_of_its_epoch() -> None:
@@ -346,36 +367,38 @@ def test_distributed_sampler_resumes_in_the_middle_of_its_epoch() -> None:
     iterator = iter(loader)
     next(iterator)
     saved = stored(loader.state_dict())
-    assert (saved["epoch"], saved["cursor"]) == (1, 4)
+    assert position(loader) == (1, 4)
     resumed = make()
     resumed.load_state_dict(saved)
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in iterator]
+    assert batches_of(resumed) == batches_of(iterator)
 
 
 class Epochs(Counted):
-    """Remembers what it was told; its number is also an attribute, as in torch's DistributedSampler."""
+    """A dataset that logs epochs, with an attribute ``epoch`` as in torch's DistributedSampler."""
 
     def __init__(self) -> None:
         super().__init__()
         self.epoch = 0
-        self.told = []
+        self.epochs: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
 
-def test_dataset_is_told_each_epoch_counting_from_where_the_user_says() -> None:
+def test_a_dataset_is_told_every_epoch_counted_from_the_epoch_that_the_user_sets() -> None:
     data = Epochs()
     loader = prepare(DataLoader(data, 4))
-    list(loader), list(loader)
+    for _ in range(2):
+        list(loader)
     loader.set_epoch(7)
-    list(loader), list(loader)
-    assert data.told == [0, 1, 7, 7, 8]
+    for _ in range(2):
+        list(loader)
+    assert data.epochs == [0, 1, 7, 7, 8]
 
 
 class Augmented(Epochs):
-    """Has noise that belongs to the sample, and an epoch that workers see which stay."""
+    """A dataset whose noise belongs to the sample and its epoch, also in persistent workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,12 +410,13 @@ class Augmented(Epochs):
         self.shared.fill_(epoch)
 
     def __getitem__(self, index: int) -> Any:
-        return index, torch.rand((), generator=sample_generator(7, int(self.shared), index)).item()
+        generator = sample_generator(7, int(self.shared), index)
+        return index, torch.rand((), generator=generator).item()
 
 
 def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tuple[list[Any], Any]:
-    """The samples of all ranks in two epochs, in their order; and the position after ``stop`` batches."""
-    steps = []
+    """Return the samples of all ranks in two epochs, and the position after ``stop`` batches."""
+    samples_by_rank = []
     state = None
     for rank in range(ranks):
         data = Augmented()
@@ -403,19 +427,20 @@ def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tup
         loader = prepare(plain_loader, rank, ranks)
         if saved is not None:
             loader.load_state_dict(saved["loader"])
-        received, state = train(loader, 2 - loader.state_dict()["epoch"], stop or None)
-        steps.append([list(zip(*batch, strict=True)) for batch, *_ in received])
-    rounds = (zip(*batches, strict=True) for batches in zip(*steps, strict=True))
-    return [sample for batches in rounds for entries in batches for sample in entries], state
+        steps, state = train(loader, 2 - loader.state_dict()["epoch"], stop or None)
+        samples: list[tuple[int, float]] = []
+        for (indices, noise), *_ in steps:
+            samples += zip(indices, noise, strict=True)
+        samples_by_rank.append(samples)
+    return interleaved(samples_by_rank), state
 
 
-def test_augmentations_of_a_sample_generator_are_the_same_on_any_number_of_processes_and_workers() -> (
-    None
-):
-    whole, _ = augmented(1, 0)
-    assert len({*whole}) == 48  # of the second epoch others than of the first
+def test_a_sample_generator_augments_alike_on_any_number_of_processes_and_workers() -> None:
+    expected, _ = augmented(1, 0)
+    # The noise of the second epoch differs from the noise of the first.
+    assert len(set(expected)) == 48
     for ranks, workers in ((1, 2), (2, 0), (2, 1), (3, 0), (4, 1)):
-        assert augmented(ranks, workers)[0] == whole
+        assert augmented(ranks, workers)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -472,48 +497,55 @@ def test_iterable_dataset_with_a_state_of_its_own_resumes_in_the_middle() -> Non
     saved = stored(loader.state_dict())
     resumed = prepare(DataLoader(ResumableStream(10), 2), 1, 2)
     resumed.load_state_dict(saved)
-    rest = iter(resumed)
-    assert next(rest).tolist() == next(iterator).tolist() == [5, 7]
-    assert resumed.state_dict()["cursor"] == loader.state_dict()["cursor"] == 8
+    assert next(iterator).tolist() == [5, 7]
+    assert next(iter(resumed)).tolist() == [5, 7]
+    assert loader.state_dict()["cursor"] == 8
+    assert resumed.state_dict()["cursor"] == 8
 
 
-class Stateful(DataLoader[Any]):
-    """A loader with a state of its own, as torchdata's StatefulDataLoader."""
+class LoaderWithState(DataLoader[Any]):
+    """A loader with a state of its own, which it does not use."""
 
-    place: Any = None
+    number: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return {"number": self.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+        self.number = state["number"]
 
 
-class Remembering(Counted):
-    """Has a state of its own beside the order."""
+class DatasetWithState(Counted):
+    """A dataset with a state, beside the order in which it is read."""
 
     def state_dict(self) -> dict[str, int]:
         return {"loaded": self.loaded}
 
 
-@pytest.mark.parametrize("data", [Remembering(), Stream()])
-def test_loader_with_its_own_state_keeps_it_where_it_knows_more_than_the_order(data: Any) -> None:
-    loader = prepare(Stateful(data, 4))
-    loader.load_state_dict({"place": 3})
-    assert loader.place == 3
-    assert loader.state_dict() == {"place": 3}
-    assert len(list(loader)) == (3 if isinstance(data, Stream) else len(loader))
+@pytest.mark.parametrize(
+    ("data", "batches"), [(DatasetWithState(), 6), (Stream(), 3)], ids=["dataset", "stream"]
+)
+def test_a_loader_keeps_its_own_state_where_its_data_has_more_state_than_an_order(
+    data: Any, batches: int
+) -> None:
+    loader = prepare(LoaderWithState(data, 4))
+    loader.load_state_dict({"number": 3})
+    assert loader.number == 3
+    assert loader.state_dict() == {"number": 3}
+    assert len(list(loader)) == batches
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (2, 3)])
-def test_the_state_of_a_loader_is_one_of_as_many_processes(saving: int, resuming: int) -> None:
-    state = prepare(Stateful(Stream(), 4), 0, saving).state_dict()
-    prepare(Stateful(Stream(), 4), saving - 1, saving).load_state_dict(state)
+def test_a_loader_with_its_own_state_resumes_on_as_many_processes(
+    saving: int, resuming: int
+) -> None:
+    state = prepare(LoaderWithState(Stream(), 4), 0, saving).state_dict()
+    prepare(LoaderWithState(Stream(), 4), saving - 1, saving).load_state_dict(state)
     with pytest.raises(CheckpointError, match=f"one of {saving} processes"):
-        prepare(Stateful(Stream(), 4), 0, resuming).load_state_dict(state)
+        prepare(LoaderWithState(Stream(), 4), 0, resuming).load_state_dict(state)
 
 
-class OwnShard(ResumableStream):
+class ShardedStream(ResumableStream):
     shards_itself = True
 
 
@@ -521,47 +553,50 @@ class OwnShard(ResumableStream):
 def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(
     saving: int, resuming: int
 ) -> None:
-    loader = prepare(DataLoader(OwnShard(10), 2), 0, saving)
+    loader = prepare(DataLoader(ShardedStream(10), 2), 0, saving)
     iterator = iter(loader)
     next(iterator)
-    again, others = (prepare(DataLoader(OwnShard(10), 2), 0, size) for size in (saving, resuming))
-    again.load_state_dict(loader.state_dict())
-    with pytest.raises(CheckpointError, match="OwnShard, which shards itself"):
-        others.load_state_dict(loader.state_dict())
-    assert next(iter(again)).tolist() == next(iterator).tolist() == [2, 3]
+    resumed = prepare(DataLoader(ShardedStream(10), 2), 0, saving)
+    resumed.load_state_dict(loader.state_dict())
+    resharded = prepare(DataLoader(ShardedStream(10), 2), 0, resuming)
+    with pytest.raises(CheckpointError, match="ShardedStream, which shards itself"):
+        resharded.load_state_dict(loader.state_dict())
+    assert next(iterator).tolist() == [2, 3]
+    assert next(iter(resumed)).tolist() == [2, 3]
+    # Between epochs, another number of processes may resume.
     list(iterator)
-    others.load_state_dict(loader.state_dict())
+    resharded.load_state_dict(loader.state_dict())
 
 
 def test_data_that_ranks_shard_themselves_resumes_on_as_many_processes() -> None:
-    def own(rank: int, size: int) -> FabricDataLoader:
-        data = list(range(rank, 11, size))  # not equally many on all ranks
-        return prepare(DataLoader(data, 2), rank, size, shard=False, uneven="shortest")  # pyright: ignore[reportArgumentType]
+    def make(rank: int, size: int) -> FabricDataLoader:
+        # The ranks have different numbers of samples.
+        data: Any = range(rank, 11, size)
+        return prepare(DataLoader(data, 2), rank, size, shard=False, uneven="shortest")
 
-    loader = own(0, 2)
+    loader = make(0, 2)
     next(iter(loader))
-    resumed = own(1, 2)
+    resumed = make(1, 2)
     resumed.load_state_dict(stored(loader.state_dict()))
-    assert [batch.tolist() for batch in resumed] == [[5, 7], [9]]
+    assert batches_of(resumed) == [[5, 7], [9]]
     for size in (1, 3):
         with pytest.raises(CheckpointError, match="saved with 2"):
-            own(0, size).load_state_dict(loader.state_dict())
+            make(0, size).load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (3, 2), (1, 4)])
-def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(
+def test_a_stream_that_all_ranks_read_resumes_on_another_number_of_processes(
     saving: int, resuming: int
 ) -> None:
     loader = prepare(DataLoader(ResumableStream(10), 1), 0, saving)
     next(iter(loader))
-    parts = []
+    samples_by_rank = []
     for rank in range(resuming):
         resumed = prepare(DataLoader(ResumableStream(10), 1), rank, resuming)
         resumed.load_state_dict(stored(loader.state_dict()))
-        parts.append([batch.item() for batch in resumed])
-    actual = [sample for round_ in zip(*parts, strict=True) for sample in round_]
-    left = 10 - saving
-    assert actual == list(range(saving, 10 - left % resuming))
+        samples_by_rank.append(samples_of(resumed))
+    remaining = 10 - saving
+    assert interleaved(samples_by_rank) == list(range(saving, 10 - remaining % resuming))
 
 
 REFUSED: dict[str, tuple[Callable[[], FabricDataLoader], str]] = {
@@ -619,3 +654,297 @@ def test_state_of_another_format_is_refused() -> None:
 def test_set_epoch_takes_whole_numbers_from_0(epoch: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         prepare(DataLoader(Counted())).set_epoch(epoch)
+
+
+# -- another number of processes -----------------------------------------------------------------
+
+N = 53
+
+
+class Unsized(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(N).tolist()
+
+
+class CountingLoader(DataLoader[Any]):
+    """A loader that counts batches and skips them when it resumes, as StatefulDataLoader does."""
+
+    yielded = 0
+    skipped = 0
+
+    def __iter__(self) -> Any:
+        self.yielded = self.skipped
+        self.skipped = 0
+        for batch in itertools.islice(super().__iter__(), self.yielded, None):
+            self.yielded += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["yielded"]
+
+
+RESHARDED: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "in order": lambda batch_size: DataLoader(range(N), batch_size),
+    "shuffled": lambda batch_size: DataLoader(range(N), batch_size, shuffle=True),
+    "own generator": lambda batch_size: DataLoader(
+        range(N), batch_size, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "without a length": lambda batch_size: DataLoader(range(N), batch_size, sampler=Unsized()),
+    "single samples": lambda _: DataLoader(range(N), None, sampler=Unsized()),
+    "a loader with a state": lambda batch_size: CountingLoader(range(N), batch_size, shuffle=True),
+}
+
+
+def prepare_seeded(
+    loader: DataLoader[Any], rank: int, size: int, state: Any = None
+) -> FabricDataLoader:
+    """Prepare a loader, with the seed that a new process would set, and load its state."""
+    torch.manual_seed(0)
+    prepared = prepare(loader, rank, size)
+    if state is not None:
+        prepared.load_state_dict(state)
+    return prepared
+
+
+def take(loader: FabricDataLoader, steps: int) -> list[int]:
+    """Return the samples of the next batches."""
+    samples: list[int] = []
+    for batch in itertools.islice(loader, steps):
+        samples += torch.as_tensor(batch).flatten().tolist()
+    return samples
+
+
+@pytest.mark.parametrize("kind", RESHARDED)
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 1, 4), (2, 5, 2), (5, 3, 1)])
+def test_another_number_of_processes_goes_on_in_the_same_order(
+    kind: str, sizes: tuple[int, ...]
+) -> None:
+    make = RESHARDED[kind]
+    expected = take(prepare_seeded(make(12), 0, 1), N)
+    actual: list[int] = []
+    state = None
+    for size, steps in zip(sizes, (2, 1, N), strict=True):
+        loaders = [prepare_seeded(make(12 // size), rank, size, state) for rank in range(size)]
+        samples_by_rank = []
+        for loader in loaders:
+            torch.manual_seed(0)
+            samples_by_rank.append(take(loader, steps))
+        actual += interleaved(samples_by_rank)
+        state = loaders[0].state_dict()
+        for loader in loaders:
+            assert loader.state_dict()["cursor"] == state["cursor"]
+    assert actual[:N] == expected
+    # All ranks get equally many samples: the last round repeats the first samples.
+    assert actual[N:] == expected[: len(actual) - N]
+
+
+def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
+    loader = fabric.setup_dataloaders(
+        DataLoader(torch.arange(N), 12 // fabric.world_size, shuffle=True)
+    )
+    if path.exists():
+        fabric.load(path, {"loader": loader})
+    else:
+        fabric.seed_everything(5)
+    batches = []
+    for step, batch in enumerate(loader, 1):
+        batches.append(fabric.gather_for_metrics(batch).tolist())
+        if step == steps:
+            fabric.save(path, {"loader": loader})
+            break
+    return batches
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1)])
+def test_the_documented_recipe_resumes_on_another_number_of_processes(
+    saving: int, resuming: int, tmp_path: Path
+) -> None:
+    uninterrupted = run_in_ranks(recipe, tmp_path / "none", N, ranks=1)[0]
+    assert sorted(itertools.chain.from_iterable(uninterrupted)) == list(range(N))
+    before = run_in_ranks(recipe, tmp_path / "checkpoint.pt", 3, ranks=saving)[0]
+    after = run_in_ranks(recipe, tmp_path / "checkpoint.pt", 3, ranks=resuming)[0]
+    assert before + after == uninterrupted[:6]
+
+
+def test_batches_of_another_size_are_refused_where_batches_are_counted() -> None:
+    def make(batch_size: int) -> FabricDataLoader:
+        batches = BatchSampler(SequentialSampler(range(N)), batch_size, drop_last=False)
+        return prepare(DataLoader(range(N), batch_sampler=batches), 0, 2)
+
+    loader = make(6)
+    next(iter(loader))
+    with pytest.raises(CheckpointError, match="batch_size 6, this one has 12"):
+        make(12).load_state_dict(loader.state_dict())
+
+
+def test_a_sampler_that_shards_by_itself_resumes_where_its_ranks_had_equally_many() -> None:
+    def make(rank: int, size: int, state: Any = None) -> FabricDataLoader:
+        sampler = DistributedSampler(range(N), size, rank)
+        loader = DataLoader(range(N), 12 // size, sampler=sampler)
+        return prepare_seeded(loader, rank, size, state)
+
+    loader = make(0, 2)
+    expected = take(make(0, 1), N)
+    take(loader, 2)
+    state = loader.state_dict()
+    samples_by_rank = [take(make(rank, 4, state), 1) for rank in range(4)]
+    assert interleaved(samples_by_rank) == expected[24:36]
+    with pytest.raises(CheckpointError, match=r"(?s)DistributedSampler, which shards.*divides 24"):
+        make(0, 5, state)
+
+
+# -- data and loaders with positions of their own ------------------------------------------------
+
+
+class EpochStream(IterableDataset[int]):
+    """A stream whose samples depend on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.epoch * 100
+        return iter(range(first, first + 12))
+
+
+def shuffled_loader(fabric: Fabric) -> CountingLoader:
+    return CountingLoader(range(20), 2, shuffle=True)
+
+
+def loader_with_sampler(fabric: Fabric) -> CountingLoader:
+    sampler = DistributedSampler(range(20), fabric.world_size, fabric.global_rank)
+    return CountingLoader(range(20), 2, sampler=sampler)
+
+
+def loader_of_epochs(fabric: Fabric) -> CountingLoader:
+    return CountingLoader(EpochStream(), 2)
+
+
+def resume_in_the_second_epoch(
+    fabric: Fabric, make: Callable[[Fabric], CountingLoader], in_place: bool
+) -> tuple[list[Any], list[Any]]:
+    """Return the batches after a position, and the batches of a loader that resumes there."""
+    loader = fabric.setup_dataloaders(make(fabric))
+    take(loader, N)
+    batches = []
+    state = None
+    for batch in loader:
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            state = loader.state_dict()
+    resumed = loader
+    if not in_place:
+        resumed = fabric.setup_dataloaders(make(fabric))
+    resumed.load_state_dict(state)
+    return batches[2:], batches_of(resumed)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("make", [shuffled_loader, loader_with_sampler, loader_of_epochs])
+def test_a_loader_with_a_state_of_its_own_resumes_in_its_order(make: Any, in_place: bool) -> None:
+    for expected, actual in run_in_ranks(resume_in_the_second_epoch, make, in_place):
+        assert expected
+        assert actual == expected
+
+
+def test_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
+    saved = prepare_seeded(DataLoader(EpochStream(), 2), 0, 1).state_dict()
+    text = "the CountingLoader keeps its own position; this is fabric's"
+    with pytest.raises(CheckpointError, match=text):
+        prepare_seeded(CountingLoader(EpochStream(), 2), 0, 1, saved)
+    with pytest.raises(CheckpointError, match="not what state_dict"):
+        prepare_seeded(CountingLoader(range(20), 2), 0, 2, {"yielded": 3})
+
+
+class Files(IterableDataset[str]):
+    """The files of one rank, of different lengths; its position names the file."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.file = 0
+        self.line = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while self.file < 4:
+            while self.line < 2 + self.rank:
+                self.line += 1
+                yield f"{self.rank}/{self.file}/{self.line}"
+            self.file += 1
+            self.line = 0
+        self.file = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": f"{self.rank}/{self.file}", "line": self.line}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rank, self.file = map(int, state["name"].split("/"))
+        assert rank == self.rank, "the file of another rank"
+        self.line = state["line"]
+
+
+class ShardedFiles(Files):
+    """The files of one rank, declared as data that shards itself."""
+
+    shards_itself = True
+
+
+def sharded_files(fabric: Fabric) -> FabricDataLoader:
+    return fabric.setup_dataloaders(DataLoader(ShardedFiles(fabric.global_rank), 1))
+
+
+def files_sharded_by_the_user(fabric: Fabric) -> FabricDataLoader:
+    loader = DataLoader(Files(fabric.global_rank), 1)
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+
+
+def ranges_of_different_lengths(fabric: Fabric) -> FabricDataLoader:
+    loader = DataLoader(range(9 + fabric.global_rank))
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+
+
+def resume_rank_data(
+    fabric: Fabric, path: Path, make: Callable[[Fabric], FabricDataLoader]
+) -> tuple[list[str], list[str]]:
+    """Return the batches after a checkpoint, and the batches of a loader that resumes there."""
+    loader = make(fabric)
+    resumed = make(fabric)
+    batches = iter(loader)
+    # The ranks are at different batches.
+    for _ in range(3 + fabric.global_rank):
+        next(batches)
+    fabric.save(path, {"loader": loader})
+    fabric.load(path, {"loader": resumed})
+    return list(map(str, batches)), list(map(str, resumed))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "make", [sharded_files, files_sharded_by_the_user, ranges_of_different_lengths]
+)
+def test_every_rank_resumes_in_its_own_data(make: Any, strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    for expected, actual in run_in_ranks(resume_rank_data, path, make, strategy=strategy):
+        assert expected
+        assert actual == expected
+
+
+def load_sharded_files(fabric: Fabric, path: Path) -> str:
+    loader = sharded_files(fabric)
+    return outcome(lambda: fabric.load(path, {"loader": loader}))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_data_that_shards_itself_is_refused_on_another_number_of_ranks(
+    strategy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    run_in_ranks(resume_rank_data, path, sharded_files, strategy=strategy)
+    [text] = run_in_ranks(load_sharded_files, path, ranks=1)
+    assert "ShardedFiles, which shards itself" in text

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -688,3 +690,59 @@ def get_state_dict(fabric: Fabric) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_get_state_dict_returns_a_full_copy_on_rank_0(strategy: str) -> None:
     run_in_ranks(get_state_dict, strategy=STRATEGIES[strategy])
+
+
+# -- state dicts without a container, and checkpoints of other toolkits -----------------------------
+
+
+class NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.norm(inputs))
+
+
+def save_bare_state_dict(fabric: Fabric, folder: Path) -> list[str]:
+    model = fabric.setup(NormNet())
+    fabric.save(folder / "bare.pt", model.state_dict())
+    fabric.save(folder / "async.pt", model.state_dict(), async_=True).wait()
+    loaded_model = fabric.setup(NormNet())
+    with torch.no_grad():
+        loaded_model.out.weight.zero_()
+    fabric.load_raw(folder / "bare.pt", loaded_model)
+    assert torch.equal(loaded_model.out.weight, model.out.weight)
+    return list(fabric.load(folder / "bare.pt"))
+
+
+def test_a_bare_state_dict_is_saved_as_a_state_dict(tmp_path: Path) -> None:
+    state = NormNet().state_dict()
+    assert run_in_ranks(save_bare_state_dict, tmp_path) == [list(state)] * 2
+    for name in ("bare.pt", "async.pt"):
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        assert list(loaded) == list(state)
+        assert loaded._metadata == state._metadata
+        NormNet().load_state_dict(loaded)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Path) -> None:
+    """Load a folder as Lightning writes it: shards in torch's format, and a file of plain values."""
+    net = NormNet()
+    folder = tmp_path / "checkpoint"
+    dcp.save({"model": net.state_dict(), "epoch": 3}, checkpoint_id=folder)
+    torch.save({"step": 7}, folder / "meta.pt")
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        with pytest.raises(CheckpointError) as caught:
+            fabric.load(folder)
+        command, _, remark = str(caught.value.suggestion).partition("; ")
+        module = "torch.distributed.checkpoint.format_utils"
+        assert command == f"python -m {module} dcp_to_torch {folder} {folder}.pt"
+        assert remark.startswith(f"the state outside of the shards is in {folder}/meta.pt;")
+        dcp_to_torch_save(folder, f"{folder}.pt")
+        model = fabric.setup(NormNet())
+        assert fabric.load(f"{folder}.pt", {"model": model}) == {"epoch": 3}
+        assert fabric.load(folder / "meta.pt") == {"step": 7}
+        assert torch.equal(model.out.weight, net.out.weight)
