@@ -1,8 +1,8 @@
-"""Metrics of torchmetrics count the samples of all processes, and go on after a checkpoint as if there were none."""
+"""Metrics of torchmetrics count the samples of all processes, and go on after a checkpoint."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SHARDED = {"strategy": "fsdp"}
 
 
 def collection() -> MetricCollection:
-    """Sums, a count for each class, lists of different lengths, and metrics that share their states."""
+    """Return metrics with sums, counts for each class, lists, and states that metrics share."""
     return MetricCollection(
         {
             "accuracy": MulticlassAccuracy(CLASSES),
@@ -32,7 +32,7 @@ def collection() -> MetricCollection:
 
 
 class Averaged(Metric):
-    """A mean over ranks, which weighs by the number of updates, and a tensor that is no state."""
+    """A mean over ranks, weighted by the number of updates, and a tensor that is not a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,21 +48,18 @@ class Averaged(Metric):
 
 
 def batches(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    """The batches of a rank: of different lengths, and not as many on each."""
+    """Return the batches of a rank: their lengths and their number differ by rank."""
     generator = torch.Generator().manual_seed(3)
-    lengths = [2 + at % 3 for at in range(7)]
-    every = [
-        (
-            torch.rand(n, CLASSES, generator=generator).softmax(1),
-            torch.randint(CLASSES, (n,), generator=generator),
-        )
-        for n in lengths
-    ]
-    return every[rank::size]
+    batches_of_all_ranks = []
+    for length in (2, 3, 4, 2, 3, 4, 2):
+        scores = torch.rand(length, CLASSES, generator=generator).softmax(1)
+        target = torch.randint(CLASSES, (length,), generator=generator)
+        batches_of_all_ranks.append((scores, target))
+    return batches_of_all_ranks[rank::size]
 
 
-def expected() -> dict[str, Tensor]:
-    """What one process computes from all batches."""
+def computed_in_one_process() -> dict[str, Tensor]:
+    """Compute the metrics of all batches in this process."""
     metrics = collection()
     for batch in batches(0, 1):
         metrics.update(*batch)
@@ -88,13 +85,14 @@ def values_of_all_samples(fabric: Fabric) -> Any:
 
 @pytest.mark.parametrize("options", [{}, SHARDED, {"ranks": 3}, {"launcher": "forkserver"}])
 def test_metrics_count_the_samples_of_all_processes(options: dict[str, Any]) -> None:
-    for own, together, one in run_in_ranks(values_of_all_samples, **options):
-        torch.testing.assert_close(own, expected())
-        assert all(torch.equal(together[name], own[name]) for name in own)
-        assert torch.equal(one, own["accuracy"])
+    expected = computed_in_one_process()
+    for by_torchmetrics, by_fabric, accuracy in run_in_ranks(values_of_all_samples, **options):
+        torch.testing.assert_close(by_torchmetrics, expected)
+        torch.testing.assert_close(by_fabric, by_torchmetrics, rtol=0, atol=0)
+        assert torch.equal(accuracy, by_torchmetrics["accuracy"])
 
 
-def test_on_one_process_they_are_torchmetrics_own() -> None:
+def test_one_process_computes_the_metrics_that_torchmetrics_computes() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         metrics = filled(fabric, fabric.to_device(collection()))
         assert fabric.compute_metrics(metrics).keys() == metrics.compute().keys()
@@ -104,37 +102,40 @@ def without_samples_on_one_rank(fabric: Fabric) -> Any:
     metrics = MetricCollection(
         {"auroc": MulticlassAUROC(CLASSES), "cat": CatMetric(), "sum": SumMetric()}
     )
-    for scores, target in batches(0, 1) if fabric.global_rank else ():
-        metrics["auroc"].update(scores, target)
-        metrics["cat"].update(target)
-        metrics["sum"].update(target)
+    if fabric.global_rank == 1:
+        for scores, target in batches(0, 1):
+            metrics["auroc"].update(scores, target)
+            metrics["cat"].update(target)
+            metrics["sum"].update(target)
     stale = fabric.compute_metrics(metrics["sum"])
-    if fabric.global_rank:
+    if fabric.global_rank == 1:
         metrics["sum"].update(1.0)
     local = SumMetric(sync_on_compute=False)
     local.update(fabric.global_rank + 1.0)
-    assert (fabric.compute_metrics(local), local._to_sync) == (3, False)
+    assert fabric.compute_metrics(local) == 3
+    assert local._to_sync is False
     return fabric.compute_metrics(metrics), fabric.compute_metrics(metrics["sum"]) - stale
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_a_process_may_have_no_samples() -> None:
     targets = torch.cat([target for _, target in batches(0, 1)])
+    expected = computed_in_one_process()
     for values, added in run_in_ranks(without_samples_on_one_rank):
-        torch.testing.assert_close(values["auroc"], expected()["auroc"])
+        torch.testing.assert_close(values["auroc"], expected["auroc"])
         assert torch.equal(values["cat"].long(), targets)
         assert added == 1
 
 
 def number_of_collectives(fabric: Fabric, count: int) -> int:
-    """How many collectives of torch it takes to compute a collection."""
-    metrics = fabric.to_device(
-        MetricCollection({f"{n}": MeanMetric() for n in range(count)}, compute_groups=False)
-    )
+    """Return the number of torch's collectives that computing a collection takes."""
+    means = {str(number): MeanMetric() for number in range(count)}
+    metrics = fabric.to_device(MetricCollection(means, compute_groups=False))
     metrics.update(float(fabric.global_rank))
     with CommDebugMode() as mode:
         values = fabric.compute_metrics(metrics)
-    assert all(value == 0.5 for value in values.values())
+    for value in values.values():
+        assert value == 0.5
     return mode.get_total_counts()
 
 
@@ -148,19 +149,18 @@ def test_twenty_states_are_sent_together() -> None:
 
 
 def refused(fabric: Fabric) -> list[str]:
-    is_first = fabric.global_rank == 0
     synced = SumMetric()
     running = RunningSum(2)
-    other = SumMetric()
     running.update(1.0)
-    other.process_group = object() if is_first else None
-    if is_first:
+    in_a_group = SumMetric()
+    if fabric.global_rank == 0:
         synced.sync(lambda tensor, group: [tensor], distributed_available=lambda: True)
-    found = [
-        outcome(partial(fabric.compute_metrics, each))
-        for each in (synced, running, other, nn.Linear(1, 1))
-    ]
-    return [*found, outcome(lambda: fabric.save("none.pt", {"metric": synced}))]
+        in_a_group.process_group = object()
+    errors = []
+    for metric in (synced, running, in_a_group, nn.Linear(1, 1)):
+        errors.append(outcome(partial(fabric.compute_metrics, metric)))
+    errors.append(outcome(lambda: fabric.save("none.pt", {"metric": synced})))
+    return errors
 
 
 def test_what_cannot_be_computed_raises_on_all_processes() -> None:
@@ -171,16 +171,20 @@ def test_what_cannot_be_computed_raises_on_all_processes() -> None:
         "no metric",
         "are those of all ranks",
     ]
-    for found in run_in_ranks(refused):
-        for text, error in zip(texts, found, strict=True):
+    for errors in run_in_ranks(refused):
+        for text, error in zip(texts, errors, strict=True):
             assert text in error
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
-def parts() -> dict[str, Any]:
-    """Metrics of many kinds, which compute from a rank's own samples alone."""
+def never_distributed() -> bool:
+    return False
+
+
+def make_state() -> dict[str, Any]:
+    """Return metrics of many kinds, which compute from the samples of their rank alone."""
     state = {
         "metrics": collection(),
         "mean": Averaged(),
@@ -189,13 +193,10 @@ def parts() -> dict[str, Any]:
         "running": RunningSum(2),
         "model": nn.ModuleDict({"net": nn.Linear(1, 1), "max": MaxMetric()}),
     }
-    for each in (
-        module
-        for value in state.values()
-        for module in value.modules()
-        if isinstance(module, Metric)
-    ):
-        each.distributed_available_fn = bool
+    for value in state.values():
+        for module in value.modules():
+            if isinstance(module, Metric):
+                module.distributed_available_fn = never_distributed
     return state
 
 
@@ -209,25 +210,24 @@ def fill(fabric: Fabric, state: dict[str, Any], steps: slice) -> None:
         state["model"]["max"].update(scores.max())
 
 
-def held(state: dict[str, Any]) -> Any:
-    return {
-        name: (value["max"] if name == "model" else value).compute()
-        for name, value in state.items()
-    }
+def compute(state: dict[str, Any]) -> dict[str, Any]:
+    metrics = {**state, "model": state["model"]["max"]}
+    return {name: metric.compute() for name, metric in metrics.items()}
 
 
 def half_filled(fabric: Fabric, path: str, async_: bool) -> tuple[Any, Any]:
-    whole = parts()
-    fill(fabric, whole, slice(0, 2))
-    pending = fabric.save(path, whole, async_=async_)
-    fill(fabric, whole, slice(2, None))
+    uninterrupted = make_state()
+    fill(fabric, uninterrupted, slice(0, 2))
+    pending = fabric.save(path, uninterrupted, async_=async_)
+    fill(fabric, uninterrupted, slice(2, None))
     if pending is not None:
         pending.wait()
-    resumed = parts()
-    fill(fabric, resumed, slice(0, 1))  # what it held before is gone
+    resumed = make_state()
+    # Loading replaces these samples.
+    fill(fabric, resumed, slice(0, 1))
     fabric.load(path, resumed)
     fill(fabric, resumed, slice(2, None))
-    return held(whole), held(resumed)
+    return compute(uninterrupted), compute(resumed)
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -237,52 +237,59 @@ def test_each_process_goes_on_with_its_own_states(
     options: dict[str, Any], async_: bool, tmp_path: Path
 ) -> None:
     results = run_in_ranks(half_filled, str(tmp_path / "checkpoint"), async_, **options)
-    for whole, resumed in results:
-        torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    for uninterrupted, resumed in results:
+        torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
     assert results[0][0]["running"] != results[1][0]["running"]
 
 
-def saved(fabric: Fabric, path: str) -> None:
-    filled_one = SumMetric()
-    empty = SumMetric()
-    filled_one.update(float(fabric.global_rank + 1))
-    fabric.save(path, {"filled": filled_one, "empty": empty})
+def save_sums(fabric: Fabric, path: str) -> None:
+    total = SumMetric()
+    total.update(float(fabric.global_rank + 1))
+    fabric.save(path, {"filled": total, "empty": SumMetric()})
 
 
-def loaded(fabric: Fabric, path: str) -> Any:
-    before = SumMetric()
+class LoadedSums(NamedTuple):
+    error: str
+    empty: float
+    filled_after_error: float
+    filled_after_lenient_load: float
+
+
+def load_sums(fabric: Fabric, path: str) -> LoadedSums:
+    filled_metric = SumMetric()
+    filled_metric.update(5.0)
     empty = SumMetric()
-    before.update(5.0)
     empty.update(7.0)
     fabric.load(path, {"empty": empty})
-    error = outcome(lambda: fabric.load(path, {"empty": MeanMetric(), "filled": before}))
-    kept = before.value if hasattr(before, "value") else before.sum_value
-    fabric.load(path, {"filled": before}, strict=False)
-    return error, float(empty.sum_value), float(kept), float(before.sum_value)
+    error = outcome(lambda: fabric.load(path, {"empty": MeanMetric(), "filled": filled_metric}))
+    after_error = float(filled_metric.sum_value)
+    fabric.load(path, {"filled": filled_metric}, strict=False)
+    return LoadedSums(error, float(empty.sum_value), after_error, float(filled_metric.sum_value))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["file", "folder"])
-def test_on_another_number_of_processes_a_part_of_the_samples_is_refused(
+def test_another_number_of_processes_does_not_load_samples_that_ranks_divided(
     options: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "checkpoint")
-    run_in_ranks(saved, path, **options)
+    run_in_ranks(save_sums, path, **options)
     if ranks == 1:
         with Fabric(accelerator="cpu", devices=1) as fabric:
-            results = [loaded(fabric, path)]
+            results = [load_sums(fabric, path)]
     else:
-        results = run_in_ranks(loaded, path, ranks=ranks, **options)
-    for error, *values in results:
-        assert "each of 2 ranks held a part of its samples" in error
-        assert values == [0.0, 5.0, 5.0]
+        results = run_in_ranks(load_sums, path, ranks=ranks, **options)
+    for result in results:
+        assert "each of 2 ranks held a part of its samples" in result.error
+        assert result.empty == 0.0
+        assert result.filled_after_error == 5.0
+        assert result.filled_after_lenient_load == 5.0
 
 
 def other_metrics(fabric: Fabric, path: str) -> str:
     fabric.save(path, {"metrics": collection()})
-    return outcome(
-        lambda: fabric.load(path, {"metrics": MetricCollection({"f1": MulticlassF1Score(CLASSES)})})
-    )
+    only_f1 = MetricCollection({"f1": MulticlassF1Score(CLASSES)})
+    return outcome(lambda: fabric.load(path, {"metrics": only_f1}))
 
 
 def test_other_metrics_than_those_saved_are_an_error(tmp_path: Path) -> None:
@@ -313,18 +320,20 @@ def recipe(fabric: Fabric, code: str, folder: str) -> Any:
     model = nn.Identity()
     loader = batches(fabric.global_rank, fabric.world_size)
     names = {**globals(), "fabric": fabric, "model": model, "loader": loader}
-    exec(
-        code.replace("checkpoint.pt", f"{folder}/checkpoint.pt").replace('"loader": loader, ', ""),
-        names,
-    )
-    assert not any(value.update_called for value in names["metrics"].values())
+    code = code.replace("checkpoint.pt", f"{folder}/checkpoint.pt")
+    code = code.replace('"loader": loader, ', "")
+    exec(code, names)
+    for metric in names["metrics"].values():
+        assert not metric.update_called
     fabric.load(f"{folder}/checkpoint.pt", {"metrics": names["metrics"]}, strict=True)
     return names["values"], fabric.compute_metrics(names["metrics"])
 
 
 def test_the_recipe_of_the_docs_does_what_the_page_says(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs/coming-from.md").read_text()
-    code = page.partition("### torchmetrics")[2].partition("```python\n")[2].partition("```")[0]
-    for values, again in run_in_ranks(recipe, code, str(tmp_path)):
-        assert all(torch.equal(values[name], again[name]) for name in values)
-        torch.testing.assert_close(values["auroc"], expected()["auroc"])
+    section = page.partition("### torchmetrics")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    expected = computed_in_one_process()
+    for values, values_after_load in run_in_ranks(recipe, code, str(tmp_path)):
+        torch.testing.assert_close(values_after_load, values, rtol=0, atol=0)
+        torch.testing.assert_close(values["auroc"], expected["auroc"])
