@@ -1,7 +1,7 @@
 """A GAN on points in the plane: two models, two optimizers, float16 with one loss scale for both, averaged weights.
 
-The real points lie in eight clusters on a circle. The energy distance between real and generated points measures how
-far apart the two distributions are; it falls while the generator learns.
+The real points lie in eight clusters on a circle. The energy distance between real and generated
+points measures how far apart the two distributions are; it falls while the generator learns.
 """
 
 import argparse
@@ -74,7 +74,8 @@ def main() -> None:
             fabric.backward(binary_cross_entropy_with_logits(verdict, truth))
             for_critic.step()
 
-            # The critic only passes the gradient on. Its own gradients are dropped, so none need synchronizing.
+            # The critic only passes the gradient on. Its own gradients are dropped, so none need
+            # synchronizing.
             with fabric.no_backward_sync(critic):
                 verdict = critic(fake)
                 for_generator.zero_grad()

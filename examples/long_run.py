@@ -1,8 +1,9 @@
 """A small model of a run for days: it keeps its newest checkpoints and the best one, and resumes where it stopped.
 
-Start it, stop it at any moment (Ctrl-C, kill -9), and start it again: the losses are those of an uninterrupted run,
-also in the middle of an epoch and, up to rounding, on another number of processes. With --record, each step writes a
-line of JSON with the samples of all processes in that step.
+Start it, stop it at any moment (Ctrl-C, kill -9), and start it again: the losses are those of an
+uninterrupted run, also in the middle of an epoch and, up to rounding, on another number of
+processes. With --record, each step writes a line of JSON with the samples of all processes in that
+step.
 """
 
 import argparse

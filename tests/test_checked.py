@@ -31,7 +31,7 @@ SHORT = timedelta(seconds=10)
 LONG_TEXT = ", ".join(f"'metric {i}': float32 ()" for i in range(64))
 
 
-# -- the text ---------------------------------------------------------------------------------------------------------
+# -- the text -------------------------------------------------------------------------------------
 
 
 def call(operation="all_reduce", data="", where="train.py:1", **facts):
@@ -65,7 +65,7 @@ def test_of_long_data_the_place_of_the_difference_is_shown():
     assert len(told) < 200
 
 
-# -- the checker, by itself -------------------------------------------------------------------------------------------
+# -- the checker, by itself -----------------------------------------------------------------------
 
 
 class Rank:
@@ -231,7 +231,7 @@ def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_pa
     assert "barrier(name='x') at <string>:" in caught.value.problem
 
 
-# -- real ranks -------------------------------------------------------------------------------------------------------
+# -- real ranks -----------------------------------------------------------------------------------
 
 
 def described(communicator, text):
@@ -459,7 +459,7 @@ def test_programs_that_agree_raise_nothing(tmp_path):
     assert run_in_ranks(agreeing_calls, tmp_path, ranks=3, check_collectives=True) == [0, 1, 2]
 
 
-# -- on and off -------------------------------------------------------------------------------------------------------
+# -- on and off -----------------------------------------------------------------------------------
 
 
 def kinds_of_checks(fabric):

@@ -253,7 +253,8 @@ def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number):
 
 @pytest.mark.slow
 def test_two_machines_make_one_job(tmp_path, environment):
-    # Two commands on this one stand for them. The port was free a moment ago; a rival would have to be quick.
+    # Two commands on this one stand for them. The port was free a moment ago; a rival would have to
+    # be quick.
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     name = script(

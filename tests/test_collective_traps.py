@@ -1,7 +1,7 @@
 """What torch does silently and wrongly between ranks, one test for each trap: ours does the right thing, or says so.
 
-Trees that ranks fill in another order, exact integers and strides of every kind are in test_collectives.py too; here
-each trap stands alone, under its own name.
+Trees that ranks fill in another order, exact integers and strides of every kind are in
+test_collectives.py too; here each trap stands alone, under its own name.
 """
 
 from typing import Any

@@ -93,7 +93,7 @@ def tensors_of(rank, dtype):
     return [base, base.t(), wide[::2], one, one.expand(2, 3), base[:0], one.reshape(1)]
 
 
-# -- dtypes, shapes, strides ----------------------------------------------------------------------------------------
+# -- dtypes, shapes, strides ----------------------------------------------------------------------
 
 
 def every_dtype(fabric, size):
@@ -196,7 +196,7 @@ def test_extreme_values_are_exact():
         assert result["uint8"] == 200
 
 
-# -- numbers --------------------------------------------------------------------------------------------------------
+# -- numbers --------------------------------------------------------------------------------------
 
 
 def numbers(fabric):
@@ -263,7 +263,7 @@ def test_numbers_can_stay_out_of_it():
     assert (reduced["n"], reduced["flag"]) == (3, True)
 
 
-# -- structure ------------------------------------------------------------------------------------------------------
+# -- structure ------------------------------------------------------------------------------------
 
 
 def nested(rank):
@@ -372,7 +372,7 @@ def test_a_broadcast_costs_one_object_and_one_collective_per_dtype():
     )
 
 
-# -- purity ---------------------------------------------------------------------------------------------------------
+# -- purity ---------------------------------------------------------------------------------------
 
 
 def purity(fabric):
@@ -436,7 +436,7 @@ def test_conjugate_and_negative_views_are_resolved():
     assert all_gather(local(), z.conj().imag).tolist() == [[-2.0, 1.0]]
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 REFUSALS = [
     ({"losses": [1.0, 2]}, "mean", r"\['losses'\]\[1\].*int64.*mean of integers"),
@@ -509,7 +509,7 @@ def test_min_and_max_take_tensors_that_require_gradients_where_none_is_asked():
         assert all_reduce(local(), weight, Reduce.MAX).tolist() == [1.0, 1.0]
 
 
-# -- broadcast ------------------------------------------------------------------------------------------------------
+# -- broadcast ------------------------------------------------------------------------------------
 
 
 def sent(fabric):

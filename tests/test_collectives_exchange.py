@@ -31,7 +31,7 @@ class Listening(LocalCommunicator):
         return super().run(collective)
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------
+# -- rows -----------------------------------------------------------------------------------------
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.complex64]
 
@@ -114,7 +114,7 @@ def test_what_has_no_chunk_for_each_rank_is_refused(leaf: Any) -> None:
         )
 
 
-# -- unequal lengths ------------------------------------------------------------------------------------------------
+# -- unequal lengths ------------------------------------------------------------------------------
 
 
 def ragged(fabric: Fabric) -> Any:
@@ -186,7 +186,7 @@ def test_ranks_that_differ_in_more_than_the_length_all_raise() -> None:
         assert texts[-1] == 2
 
 
-# -- messages -------------------------------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------
 
 
 def part_for(rank: int) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def test_what_cannot_be_sent_raises_on_every_rank() -> None:
     assert run_in_ranks(unsendable) == [2, 2]
 
 
-# -- what looks like data -------------------------------------------------------------------------------------------
+# -- what looks like data -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_a_sharded_tensor_is_refused() -> None:
         dist.destroy_process_group()
 
 
-# -- descriptions ---------------------------------------------------------------------------------------------------
+# -- descriptions ---------------------------------------------------------------------------------
 
 
 def test_every_collective_carries_what_the_user_called_and_what_has_to_agree() -> None:

@@ -146,7 +146,8 @@ def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, envi
     assert not any(line.startswith("ok") for line in second.splitlines())
 
 
-# The interpreter runs this at its start; of the processes of the job, all but the first two are lost.
+# The interpreter runs this at its start; of the processes of the job, all but the first two are
+# lost.
 LOST = """
 import os, sys, time
 if "-c" in sys.orig_argv and "forkserver" not in str(sys.orig_argv):

@@ -278,7 +278,8 @@ def axis_name(group: dist.ProcessGroup) -> str:
 def measure(fabric: Fabric, name: str) -> tuple[int, Counter[Any]]:
     """The lowest peak of some steps after the first: a thread of gloo may let go of a message at any later time."""
     peaks = []
-    # A plan has the collectives of any backend; on gloo those that gather little are sent as all-to-all.
+    # A plan has the collectives of any backend; on gloo those that gather little are sent as
+    # all-to-all.
     with (
         patch.object(ProcessGroupCommunicator, "_is_gathered_at_once", lambda *_: False),
         Measured() as measured,

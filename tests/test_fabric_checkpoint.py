@@ -692,7 +692,7 @@ def test_get_state_dict_returns_a_full_copy_on_rank_0(strategy: str) -> None:
     run_in_ranks(get_state_dict, strategy=STRATEGIES[strategy])
 
 
-# -- state dicts without a container, and checkpoints of other toolkits -----------------------------
+# -- state dicts without a container, and checkpoints of other toolkits ---------------------------
 
 
 class NormNet(nn.Module):

@@ -24,7 +24,8 @@ METHODS = ("spawn", "fork", "forkserver")
 TWO = LaunchSpec(num_processes=2)
 
 
-# In `make test` the fork server stands for all: the rest of the matrix is the same code, and slower.
+# In `make test` the fork server stands for all: the rest of the matrix is the same code, and
+# slower.
 @pytest.fixture(
     params=[
         pytest.param("spawn", marks=pytest.mark.slow),
@@ -58,7 +59,8 @@ def popen(tmp_path):
             timeout=50,
             check=False,
         )
-        # torch's compiler makes its cache folder as soon as it is imported, with the first optimizer at the latest.
+        # torch's compiler makes its cache folder as soon as it is imported, with the first
+        # optimizer at the latest.
         left = [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
         assert left == [], "something was left in the directory for temporary files"
         return done

@@ -9,8 +9,8 @@ import fabric
 PACKAGE = Path(fabric.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the lowest layer to the highest. The entries of one layer do not import each other. A file of a package
-# is in the layer of its package, unless it has an entry of its own.
+# From the lowest layer to the highest. The entries of one layer do not import each other. A file of
+# a package is in the layer of its package, unless it has an entry of its own.
 LAYERS = [
     ["errors", "_torch"],
     ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
@@ -33,7 +33,8 @@ LAYERS = [
     ["cli", "legacy", "testing", "plotting", "__init__"],
     ["__main__"],
 ]
-# The files of each package, from the lowest to the highest. An __init__ comes after all files of its package.
+# The files of each package, from the lowest to the highest. An __init__ comes after all files of
+# its package.
 ORDER = {
     "checkpoint": (
         "encoding state storage atomic agreement file async_save safetensors sharded_reader sharded "

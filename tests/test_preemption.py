@@ -43,7 +43,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-# -- one process ------------------------------------------------------------------------------------------------------
+# -- one process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR2"])
@@ -141,7 +141,7 @@ def test_what_is_no_time_limit_is_refused_before_anything_starts(limit: Any) -> 
             Fabric(accelerator="cpu", devices=1, **{name: limit})
 
 
-# -- SLURM ------------------------------------------------------------------------------------------------------------
+# -- SLURM ----------------------------------------------------------------------------------------
 
 
 def job(**more: Any) -> dict[str, str]:
@@ -243,7 +243,7 @@ def test_a_preempted_job_is_put_back_into_the_queue_when_asked_to(
     assert controller.read_text() == "requeue 17\nrequeue 15_3\n", "not the whole array"
 
 
-# -- several ranks ----------------------------------------------------------------------------------------------------
+# -- several ranks --------------------------------------------------------------------------------
 
 
 def stop_together(fabric: Fabric, number: int | None, thread: bool) -> int:
@@ -326,7 +326,7 @@ def test_a_rank_that_never_asks_is_named() -> None:
     assert "rank 1: in no collective at " in error
 
 
-# -- launchers --------------------------------------------------------------------------------------------------------
+# -- launchers ------------------------------------------------------------------------------------
 
 
 def assert_preempted(ended: Any) -> str:

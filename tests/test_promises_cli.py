@@ -105,7 +105,8 @@ def test_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
     assert (job.returncode, job.stdout) == (0, "32-true None 2\n"), job.stderr
 
 
-# As much of Hydra as tells a process its output folder: one of its own, unless its arguments name it.
+# As much of Hydra as tells a process its output folder: one of its own, unless its arguments name
+# it.
 UNDER_HYDRA = """
     import os, sys
     import hydra

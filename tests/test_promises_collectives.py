@@ -179,7 +179,7 @@ def test_calls_that_agree_pass_and_results_hold_nothing_else() -> None:
         }
 
 
-# -- the rule, with the arithmetic of any number of ranks ----------------------------------------------------------
+# -- the rule, with the arithmetic of any number of ranks -----------------------------------------
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
@@ -280,7 +280,7 @@ def test_in_a_group_of_many_ranks_a_message_of_one_length_goes_before() -> None:
     assert call == (Operation.ALL_REDUCE, [3.0])
 
 
-# -- an accelerator, whose comparison waits ---------------------------------------------------------------------------
+# -- an accelerator, whose comparison waits -------------------------------------------------------
 
 
 class Elsewhere(Communicator):
@@ -326,7 +326,7 @@ def test_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earlier_
         assert "all_gather(1 float32[" in actual[5]
 
 
-# -- Python integers --------------------------------------------------------------------------------------------------
+# -- Python integers ------------------------------------------------------------------------------
 
 
 def integers(fabric: Fabric) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def test_sums_and_products_of_python_integers_never_wrap() -> None:
         assert actual["afterwards"] == 2
 
 
-# -- what cannot travel -----------------------------------------------------------------------------------------------
+# -- what cannot travel ---------------------------------------------------------------------------
 
 
 class Holder:

@@ -86,7 +86,7 @@ def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(
     assert actual == [orders[0], orders[1], orders[1]]
 
 
-# -- a run that is killed and comes back ---------------------------------------------------------------------------
+# -- a run that is killed and comes back ----------------------------------------------------------
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "long_run.py"
 CONFIGURATION = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"

@@ -153,7 +153,7 @@ def test_a_fabric_with_timings_says_where_its_steps_go() -> None:
         assert "ms a step for rank 0, in data" in text
 
 
-# -- the trace --------------------------------------------------------------------------------------------------------
+# -- the trace ------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -280,7 +280,7 @@ def test_steps_are_consecutive_and_counted_from_0(steps: Any, tmp_path: Path) ->
         fabric.profile(tmp_path / "trace", steps).__enter__()
 
 
-# -- one process ------------------------------------------------------------------------------------------------------
+# -- one process ----------------------------------------------------------------------------------
 
 
 def test_without_a_measurement_there_are_no_timings() -> None:

@@ -32,7 +32,7 @@ from tests.ranks import outcome, run_in_ranks
 NEVER = threading.Event()
 
 
-# -- the report -------------------------------------------------------------------------------------------------------
+# -- the report -----------------------------------------------------------------------------------
 
 
 def state(place="in no collective", number=0, *, inside=True, **others):
@@ -116,7 +116,7 @@ def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
     assert "rank 4000: in all_reduce\n      a" in report
 
 
-# -- real ranks -------------------------------------------------------------------------------------------------------
+# -- real ranks -----------------------------------------------------------------------------------
 
 
 def report_number(fabric, number):
@@ -248,7 +248,7 @@ def test_a_single_process_is_not_watched():
     assert "fabric-watchdog" not in threads
 
 
-# -- SIGUSR1 ----------------------------------------------------------------------------------------------------------
+# -- SIGUSR1 --------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
 COMMANDS = {
@@ -338,7 +338,7 @@ def test_sigusr1_to_any_machine_of_a_job_prints_the_report_on_the_first():
     assert errors[1] == ""
 
 
-# -- a group that was there before ------------------------------------------------------------------------------------
+# -- a group that was there before ----------------------------------------------------------------
 
 
 class PlainStore(dist.Store):
@@ -393,7 +393,7 @@ def test_a_store_without_a_second_connection_is_refused_unless_there_is_no_watch
         assert asked == [False, True]
 
 
-# -- nothing is left --------------------------------------------------------------------------------------------------
+# -- nothing is left ------------------------------------------------------------------------------
 
 
 def watchdog_of_one(**options):
@@ -449,7 +449,7 @@ def test_a_process_that_is_gone_or_elsewhere_has_no_stack():
     assert "does not answer" in read_stack(StackAddress(node, os.getpid(), fd, thread))
 
 
-# -- options ----------------------------------------------------------------------------------------------------------
+# -- options --------------------------------------------------------------------------------------
 
 
 def test_times_are_seconds_or_timedeltas_and_the_strategys_timeout_counts_too():

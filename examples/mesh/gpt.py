@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 LENGTH = 32
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-# "colwise" layers leave each rank with some columns of the output; "rowwise" layers then sum over the ranks. Attention
-# is between the two: each rank computes some of the heads.
+# "colwise" layers leave each rank with some columns of the output; "rowwise" layers then sum over
+# the ranks. Attention is between the two: each rank computes some of the heads.
 PLAN = {
     "blocks.*.attention.query": "colwise",
     "blocks.*.attention.key": "colwise",

@@ -1,7 +1,7 @@
 """Train a small GPT on the source of argparse, character by character, on a mesh of 2 x 2 processes.
 
-Each batch is split over two pairs of processes, and each layer over the two processes of a pair. train_raw.py is the
-plain PyTorch loop; it prints the same numbers.
+Each batch is split over two pairs of processes, and each layer over the two processes of a pair.
+train_raw.py is the plain PyTorch loop; it prints the same numbers.
 """
 
 import torch

@@ -14,7 +14,8 @@ VALIDATION_SIZE = 2**14
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Non-overlapping windows of ``block_size`` characters, each with the characters that follow.
 
-    Item ``i`` is ``(inputs, targets)``, int64 tensors of shape (block_size,); ``targets`` is shifted by one character.
+    Item ``i`` is ``(inputs, targets)``, int64 tensors of shape (block_size,); ``targets`` is
+    shifted by one character.
     """
 
     def __init__(self, tokens: Tensor, block_size: int) -> None:
@@ -63,8 +64,8 @@ def read_windows(text_size: int, block_size: int) -> tuple[Windows, Windows]:
 def make_loaders(data: tuple[Windows, Windows], batch_size: int) -> tuple[DataLoader, DataLoader]:
     """Make the loaders: shuffled training batches, and validation batches in order.
 
-    Each loader has its own generator, so that the order of the samples depends only on the seed, not on how many random
-    numbers the model has drawn.
+    Each loader has its own generator, so that the order of the samples depends only on the seed,
+    not on how many random numbers the model has drawn.
     """
     order, unused = (torch.Generator().manual_seed(torch.initial_seed()) for _ in range(2))
     return (

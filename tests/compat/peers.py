@@ -1,6 +1,7 @@
 """Public names of Accelerate and Lightning Fabric, each of which has a row in docs/coming-from.md.
 
-``python -m tests.compat.peers FOLDER ...`` stores those of the packages in these folders; nothing of them is imported.
+``python -m tests.compat.peers FOLDER ...`` stores those of the packages in these folders; nothing
+of them is imported.
 """
 
 import ast

@@ -132,7 +132,8 @@ if __name__ == "__main__":
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
     fabric.launch(main)
 """
-# What Lightning Fabric means otherwise than fabric is said once, and a Fabric of one process works inside of a rank.
+# What Lightning Fabric means otherwise than fabric is said once, and a Fabric of one process works
+# inside of a rank.
 SAYING = """
 import sys, torch
 import lightning as L

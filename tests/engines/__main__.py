@@ -1,6 +1,7 @@
 """`make test-engines`: install what the engines need, as root on Debian 12, and run the tests of each.
 
-With arguments, of these engines alone. What cannot be installed, fails or is not done in time makes the exit code 1.
+With arguments, of these engines alone. What cannot be installed, fails or is not done in time makes
+the exit code 1.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LINES = [line.split() for line in (HERE / "packages.txt").read_text().splitlines()]
 PACKAGES = {words[0]: words[1:] for words in LINES if words[0] != "#"}
-# Seconds: all of it takes ten minutes on two cores that have nothing else to do, and a machine may be slow that day.
+# Seconds: all of it takes ten minutes on two cores that have nothing else to do, and a machine may
+# be slow that day.
 INSTALL = 480
 ENGINE = 480
 TOTAL = 1500

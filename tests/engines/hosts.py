@@ -10,8 +10,9 @@ import psutil
 __all__ = ["ADDRESSES", "Hosts"]
 
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
-# Processes, mounts and /run are their own as well: all of it ends with the first process, which ends with this one.
-# That is a shell that waits for a command, and so collects the orphans of its namespace.
+# Processes, mounts and /run are their own as well: all of it ends with the first process, which
+# ends with this one. That is a shell that waits for a command, and so collects the orphans of its
+# namespace.
 _SETUP = """
 set -e
 mount -t tmpfs run /run

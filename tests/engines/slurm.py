@@ -9,8 +9,8 @@ from tests.engines.hosts import ADDRESSES, Hosts
 
 __all__ = ["Cluster"]
 
-# Without cgroups, which are not everybody's to use. A job that was put back into the queue starts when its credentials
-# have expired: two minutes by default.
+# Without cgroups, which are not everybody's to use. A job that was put back into the queue starts
+# when its credentials have expired: two minutes by default.
 CONFIGURATION = """
 ClusterName=engines
 SlurmctldHost=host-a

@@ -39,8 +39,8 @@ def test_hosts_may_have_different_numbers_of_tasks(
     ]
 
 
-# SLURM sends a signal up to a minute early; the job has to be in its loop by then. Without one it stops a minute before
-# its end. Until then it is slow, and then it has an hour.
+# SLURM sends a signal up to a minute early; the job has to be in its loop by then. Without one it
+# stops a minute before its end. Until then it is slow, and then it has an hour.
 STOPS = {"signal": "--time=3 --signal=USR1@90", "end": "--time=2"}
 SCRIPT = """#!/bin/sh
 #SBATCH --ntasks=2 --requeue --open-mode=append --output=output.txt {options}

@@ -23,8 +23,8 @@ DEADLINE = 60
 def within(seconds: float = 5.0) -> float:
     """Return the promised limit in seconds, times the load per core of this machine.
 
-    Fabric promises ``seconds`` on an idle machine. The factor is an allowance of the tests and not a
-    part of the promise: fabric's own waits sum to less than 3.5 s (see
+    Fabric promises ``seconds`` on an idle machine. The factor is an allowance of the tests and not
+    a part of the promise: fabric's own waits sum to less than 3.5 s (see
     ``test_launchers_signals.py``), and the remaining time is work.
     """
     load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1)

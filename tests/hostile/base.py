@@ -100,7 +100,8 @@ def on_rank(
 def judge(name: str) -> tuple[list[str], list[str]]:
     """What is wrong with how a case ends, nothing if all is well, and how it ended on each rank.
 
-    A rank that is refused ends the job, as a launcher does: the others then need not have come to an end.
+    A rank that is refused ends the job, as a launcher does: the others then need not have come to
+    an end.
     """
     case = CASES[name]
     wrong = list[str]()

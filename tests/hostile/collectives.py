@@ -175,7 +175,7 @@ def in_a_worker_of_a_loader(fabric: Fabric, rank: int) -> None:
     list(torch.utils.data.DataLoader(Data(), num_workers=1))
 
 
-# -- ideas of the second round ----------------------------------------------------------------------------------------
+# -- ideas of the second round --------------------------------------------------------------------
 
 
 @case()

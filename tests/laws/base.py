@@ -35,7 +35,8 @@ def profile(examples: int) -> settings:
         derandomize=True,
         database=None,
         print_blob=False,
-        # Not explained: that costs as many examples again, and every failing one may cost new processes.
+        # Not explained: that costs as many examples again, and every failing one may cost new
+        # processes.
         phases=[Phase.generate, Phase.shrink],
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -15,7 +15,8 @@ from fabric.testing import generators as gen
 from tests.laws.base import Subject
 from tests.laws.operations import EVERY, Operation, own_group, reduction
 
-# Those that return what has the shape of their argument, so that each can follow each; integers wrap, and stay exact.
+# Those that return what has the shape of their argument, so that each can follow each; integers
+# wrap, and stay exact.
 CHAINED = {
     **{f"all_reduce {op}": reduction(op) for op in gen.REDUCE_OPS if op != "mean"},
     **{name: EVERY[name] for name in ("broadcast", "scatter", "send and recv")},
@@ -189,8 +190,8 @@ def outcome(
 def disagreeing(checked: Callable[..., list[Any]]) -> type[RuleBasedStateMachine]:
     """A machine that writes calls, of which one rank makes one differently.
 
-    ``checked(size, fn, *args)`` runs ``fn(fabric, *args)`` on ranks with checks on, in a process group of its own:
-    after a mismatch the ranks are out of step.
+    ``checked(size, fn, *args)`` runs ``fn(fabric, *args)`` on ranks with checks on, in a process
+    group of its own: after a mismatch the ranks are out of step.
     """
 
     class Disagreeing(RuleBasedStateMachine):

@@ -44,7 +44,8 @@ def test_ignored_strides_shrink_to_two_elements_that_are_apart(
 ) -> None:
     actual = falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides)
     assert (actual["size"], actual["reduce_op"]) == ("1", "'sum'")
-    # hypothesis starts from constants of the modules that are loaded, and may keep a neighbour in a collection.
+    # hypothesis starts from constants of the modules that are loaded, and may keep a neighbour in a
+    # collection.
     assert "tensor([0., 0.]) of strides (2,)" in actual["values"]
 
 
