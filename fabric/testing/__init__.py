@@ -1,7 +1,8 @@
-"""A kit for property tests of code that runs on several ranks: worlds that run it, and oracles to compare it with.
+"""A kit for property tests of code that runs on several ranks: worlds and oracles.
 
-The hypothesis strategies are in :mod:`fabric.testing.generators`, the only part that needs hypothesis. The pytest
-fixture is in :mod:`fabric.testing.plugin`.
+A world runs a function on every rank, and an oracle returns what the ranks should return. The
+hypothesis strategies are in :mod:`fabric.testing.generators`, the only file that needs hypothesis.
+The pytest fixture is in :mod:`fabric.testing.plugin`.
 """
 
 from fabric.testing import oracles

@@ -1,13 +1,13 @@
-"""Oracles: the semantics of every collective in plain Python and torch, as functions of the values of all ranks.
+"""Oracles: the semantics of every collective in plain Python and torch.
 
-Each oracle takes the values of all ranks, in rank order, and returns the results of all ranks, in rank order:
-``world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank(values))`` should equal
-``oracles.all_reduce(values, "sum")``. The oracles start no processes and use nothing of :mod:`fabric.collectives`, so
-the two share no bugs.
+Each oracle takes the values of all ranks, in rank order, and returns the results of all ranks, in
+rank order: ``world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank(values))``
+should equal ``oracles.all_reduce(values, "sum")``. The oracles start no processes and use nothing
+of :mod:`fabric.collectives`, so the oracles and the collectives share no bugs.
 
-A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of such values; other leaves are
-returned as the rank passed them. Integers overflow as in their dtype. Tensors may require gradients, see
-:func:`gradients`.
+A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of values.
+Other leaves are returned as the rank passed them. Integers overflow as in their dtype. Tensors may
+require gradients: see :func:`gradients`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,16 @@ from torch import Tensor
 from fabric.tree import flatten, unflatten
 
 __all__ = [
-    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "gradients", "in_groups", "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "gradients",
+    "in_groups",
+    "reduce_scatter",
     "scatter",
-]  # fmt: skip
+]
 
 _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,62 +45,61 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def all_reduce(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
-    """The reduction of each leaf over ranks, on every rank.
+    """Return the reduction of each leaf over ranks, on every rank.
 
     Args:
         values: one per rank, of equal structure, shapes and dtypes.
-        reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
-            ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and rounded once.
+        reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``,
+            ``"bor"``, ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and
+            rounded once.
     """
-    return _on_each_rank(values, lambda rank, leaves: _reduced(leaves, reduce_op))
+    return _on_each_rank(values, lambda rank, leaves: _reduce(leaves, reduce_op))
 
 
 def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = False) -> list[Any]:
-    """The values of all ranks: tensors of shape ``s`` as ``(size, *s)``, numbers as a list.
+    """Gather the values of all ranks: tensors of shape ``s`` as ``(size, *s)``, numbers as a list.
 
     Args:
         values: one per rank.
-        ragged: return tensors as a list by rank; their lengths along dim 0 may differ.
-        concat: concatenate tensors along dim 0; a 0-dim tensor counts as one of length 1.
+        ragged: return tensors as a list by rank. Their lengths along dim 0 may differ.
+        concat: concatenate tensors along dim 0. A 0-dim tensor counts as one of length 1.
     """
 
-    def collected(rank: int, leaves: tuple[Any, ...]) -> Any:
-        if not isinstance(leaves[rank], Tensor) or ragged:
+    def gathered(rank: int, leaves: Sequence[Any]) -> Any:
+        if ragged or not isinstance(leaves[rank], Tensor):
             return list(leaves)
-        return (
-            torch.cat([torch.atleast_1d(leaf) for leaf in leaves])
-            if concat
-            else torch.stack(leaves)
-        )
+        if concat:
+            return torch.cat([torch.atleast_1d(leaf) for leaf in leaves])
+        return torch.stack(list(leaves))
 
-    return _on_each_rank(values, collected)
+    return _on_each_rank(values, gathered)
 
 
 def reduce_scatter(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
-    """Row ``r`` of the reduction, on rank ``r``: tensors of shape ``(size, *s)`` become ``s``."""
-    return _on_each_rank(
-        values, lambda rank, leaves: _reduced([leaf[rank] for leaf in leaves], reduce_op)
-    )
+    """Return row ``r`` of the reduction on rank ``r``: ``(size, *s)`` becomes ``s``."""
+    return _on_each_rank(values, lambda rank, leaves: _reduce(_rows(leaves, rank), reduce_op))
 
 
 def all_to_all(values: Sequence[Any]) -> list[Any]:
-    """Row ``r`` of every rank, on rank ``r``: tensors of shape ``(size, *s)`` keep their shape."""
-    return _on_each_rank(values, lambda rank, leaves: torch.stack([leaf[rank] for leaf in leaves]))
+    """Return row ``r`` of every rank on rank ``r``: ``(size, *s)`` keeps its shape."""
+    return _on_each_rank(values, lambda rank, leaves: torch.stack(_rows(leaves, rank)))
 
 
 def broadcast(values: Sequence[Any], src: int = 0) -> list[Any]:
-    """The value of rank ``src`` on every rank."""
-    return [values[src] for _ in values]
+    """Return the value of rank ``src`` on every rank."""
+    return [values[src]] * len(values)
 
 
 def scatter(values: Sequence[Any], src: int = 0) -> list[Any]:
-    """Part ``r`` of the sequence that rank ``src`` passes, on rank ``r``."""
+    """Return item ``r`` of the sequence that rank ``src`` passes, on rank ``r``."""
     return [values[src][rank] for rank in range(len(values))]
 
 
 def gather(values: Sequence[Any], dst: int = 0) -> list[Any]:
-    """The list of all values on rank ``dst``, None on the others."""
-    return [list(values) if rank == dst else None for rank in range(len(values))]
+    """Return the list of all values on rank ``dst``, and None on the other ranks."""
+    results: list[Any] = [None] * len(values)
+    results[dst] = list(values)
+    return results
 
 
 def in_groups(
@@ -103,13 +109,21 @@ def in_groups(
     *args: Any,
     **kwargs: Any,
 ) -> list[Any]:
-    """The results of an oracle within each of several disjoint groups; None for a rank in no group."""
-    results: list[Any] = [None for _ in values]
+    """Return the results of an oracle within disjoint groups, and None for a rank in no group.
+
+    Args:
+        oracle: a function of this module.
+        values: one per rank of the world.
+        groups: the ranks of each group.
+        *args: of the oracle.
+        **kwargs: of the oracle.
+    """
+    results: list[Any] = [None] * len(values)
     for group in groups:
-        members = sorted(group)
-        for rank, result in zip(
-            members, oracle([values[rank] for rank in members], *args, **kwargs), strict=True
-        ):
+        ranks = sorted(group)
+        group_values = [values[rank] for rank in ranks]
+        group_results = oracle(group_values, *args, **kwargs)
+        for rank, result in zip(ranks, group_results, strict=True):
             results[rank] = result
     return results
 
@@ -117,47 +131,63 @@ def in_groups(
 def gradients(
     losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradient for each rank's input: that of the sum of all ranks' losses.
+    """Return the gradient of the sum of all ranks' losses, for the input of each rank.
 
     Args:
-        losses: takes the inputs of all ranks and returns the loss of each rank, shape ``()``; uses the oracles in place
-            of collectives.
-        inputs: one per rank; not changed.
+        losses: takes the inputs of all ranks and returns the loss of each rank, of shape ``()``. It
+            uses the oracles in place of collectives.
+        inputs: one per rank. They are not changed.
     """
-    leaves = [value.detach().clone().requires_grad_() for value in inputs]
+    leaves: list[Tensor] = []
+    for value in inputs:
+        leaves.append(value.detach().clone().requires_grad_())
     total = torch.stack([loss.reshape(()) for loss in losses(leaves)]).sum()
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
-    ]
+    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    return list(grads)
 
 
 def _on_each_rank(
-    values: Sequence[Any], function: Callable[[int, tuple[Any, ...]], Any]
+    values: Sequence[Any], function: Callable[[int, Sequence[Any]], Any]
 ) -> list[Any]:
-    """The values with each tensor and number replaced by ``function(rank, that leaf on all ranks)``."""
-    flat = [flatten(value) for value in values]
-    rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    """Replace each tensor and number by ``function(rank, the leaf on all ranks)``.
 
-    def of(rank: int, row: tuple[Any, ...]) -> Any:
-        return (
-            function(rank, row)
-            if isinstance(row[rank], Tensor | float | int | complex)
-            else row[rank]
-        )
+    Args:
+        values: one per rank, of equal structure.
+        function: returns the result of a leaf on one rank.
 
-    return [
-        unflatten(structure, [of(rank, row) for row in rows])
-        for rank, (_, structure) in enumerate(flat)
-    ]
+    Returns:
+        One result per rank. Other leaves are those of the rank.
+    """
+    leaves_of_ranks: list[Sequence[Any]] = []
+    structures: list[Any] = []
+    for value in values:
+        leaves, structure = flatten(value)
+        leaves_of_ranks.append(leaves)
+        structures.append(structure)
+    results: list[Any] = []
+    for rank, structure in enumerate(structures):
+        result_leaves: list[Any] = []
+        for leaf_of_ranks in zip(*leaves_of_ranks, strict=True):
+            result = leaf_of_ranks[rank]
+            if isinstance(result, Tensor | float | int | complex):
+                result = function(rank, leaf_of_ranks)
+            result_leaves.append(result)
+        results.append(unflatten(structure, result_leaves))
+    return results
 
 
-def _reduced(leaves: Sequence[Any], reduce_op: str) -> Any:
+def _rows(leaves: Sequence[Any], index: int) -> list[Any]:
+    return [leaf[index] for leaf in leaves]
+
+
+def _reduce(leaves: Sequence[Any], reduce_op: str) -> Any:
+    """Return the reduction of a leaf over ranks, of the leaf's type and dtype."""
     reduction = _REDUCTIONS[reduce_op.lower().replace("avg", "mean")]
     if not isinstance(leaves[0], Tensor):
-        kind = type(leaves[0])
-        return kind(reduction(torch.tensor(leaves, dtype=_NUMBERS[kind])).item())
+        number = type(leaves[0])
+        return number(reduction(torch.tensor(leaves, dtype=_NUMBERS[number])).item())
     rows = torch.stack(list(leaves))
-    is_16_bit = rows.is_floating_point() and rows.dtype.itemsize < 4
-    return reduction(rows.float() if is_16_bit else rows).to(rows.dtype)
+    dtype = rows.dtype
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        rows = rows.float()
+    return reduction(rows).to(dtype)

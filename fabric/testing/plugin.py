@@ -1,7 +1,7 @@
 """The pytest fixture ``rank_pool``.
 
-Put ``pytest_plugins = ["fabric.testing.plugin"]`` into the ``conftest.py`` at the root of the tests, or pass
-``-p fabric.testing.plugin``.
+Put ``pytest_plugins = ["fabric.testing.plugin"]`` into the ``conftest.py`` at the root of the
+tests, or pass ``-p fabric.testing.plugin``.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,10 @@ __all__ = ["rank_pool"]
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """A function that returns the pool of a given number of ranks, shared by the whole session.
+    """Provide a function that returns the pool of a number of ranks.
 
-    A pool starts its processes at its first call of ``run``; they end with the session.
+    The whole session shares one pool of each size. A pool starts its processes at its first call of
+    ``run``. They end with the session.
     """
     with ExitStack() as stack:
 
