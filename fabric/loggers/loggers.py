@@ -22,10 +22,12 @@ __all__ = ["CSVLogger", "Logger", "Loggers", "TensorBoardLogger", "metrics_as_fl
 
 @runtime_checkable
 class Logger(Protocol):
-    """Any object with this method is a logger; fabric calls it on global rank 0 alone.
+    """The interface of a logger, which fabric calls on global rank 0 alone.
 
-    Its ``log_hyperparams(params)``, ``finalize(status)`` with ``"success"`` or ``"failed"``, and ``close()``
-    are called if it has them. W&B runs and a ``SummaryWriter`` are accepted as they are. Adapt others like this::
+    Any object with the method :meth:`log_metrics` is a logger. If an object has the methods
+    ``log_hyperparams(params)``, ``finalize(status)`` with ``"success"`` or ``"failed"``, or
+    ``close()``, these are called, too.
+    W&B runs and a ``SummaryWriter`` are accepted as they are. Adapt other trackers like this::
 
         class MyLogger:
             def log_metrics(self, metrics, step=None):
@@ -55,36 +57,21 @@ class Loggers:
         """Add a logger.
 
         Raises:
-            ArgumentTypeError: it is no :class:`Logger`, W&B run or ``SummaryWriter``.
+            ArgumentTypeError: the object is not a :class:`Logger`, W&B run or ``SummaryWriter``.
         """
-        adapted = logger
-        is_class = isinstance(logger, type)
-        if is_class or not callable(getattr(logger, "log_metrics", None)):
-            if not is_class and callable(getattr(logger, "add_scalar", None)):
-                adapted = _SummaryWriter(logger)
-            elif type(logger).__module__.partition(".")[0] == "wandb" and callable(
-                getattr(logger, "log", None)
-            ):
-                adapted = _WandbRun(logger)
-            else:
-                problem = (
-                    "it is a class" if is_class else "it has no method log_metrics(metrics, step)"
-                )
-                expected = (
-                    "an object with that method, a run of W&B, or a SummaryWriter of TensorBoard"
-                )
-                suggestion = "CSVLogger(); or a class with def log_metrics(self, metrics, step=None): ... (three lines)"
-                raise ArgumentTypeError(f"loggers={logger!r}", problem, expected, suggestion)
+        self._loggers.append(_as_logger(logger))
         self.user_loggers.append(logger)
-        self._loggers.append(adapted)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Pass metrics to each logger; see :func:`metrics_as_floats`. Warns once if there is none."""
+        """Pass metrics to each logger, and warn once if there is none."""
         values = metrics_as_floats(metrics)
         if not self._loggers and not self._has_warned:
             self._has_warned = True
-            text = "fabric.log has no logger to write to. Write: Fabric(loggers=CSVLogger()), or fabric.add_logger(...)"
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(
+                "fabric.log has no logger to write to. "
+                "Write: Fabric(loggers=CSVLogger()), or fabric.add_logger(...)",
+                stacklevel=3,
+            )
         for logger in self._loggers:
             logger.log_metrics(values, step)
 
@@ -100,6 +87,27 @@ class Loggers:
             for logger in self._loggers:
                 stack.callback(_call, logger, "close")
                 stack.callback(_call, logger, "finalize", status)
+
+
+def _as_logger(logger: Any) -> Logger:
+    """Return a logger as it is, or an adapter for a W&B run or a ``SummaryWriter``."""
+    problem = "it is a class"
+    if not isinstance(logger, type):
+        if callable(getattr(logger, "log_metrics", None)):
+            return logger
+        if callable(getattr(logger, "add_scalar", None)):
+            return _SummaryWriter(logger)
+        package, _, _ = type(logger).__module__.partition(".")
+        if package == "wandb" and callable(getattr(logger, "log", None)):
+            return _WandbRun(logger)
+        problem = "it has no method log_metrics(metrics, step)"
+    raise ArgumentTypeError(
+        f"loggers={logger!r}",
+        problem=problem,
+        expected="an object with that method, a run of W&B, or a SummaryWriter of TensorBoard",
+        suggestion="CSVLogger(); or a class with "
+        "def log_metrics(self, metrics, step=None): ... (three lines)",
+    )
 
 
 def _call(logger: Any, name: str, *args: Any) -> None:
@@ -126,7 +134,10 @@ class _WandbRun:
 
 
 class _RunLogger:
-    """A logger that writes into the folder ``root_dir/name/version_k`` of one run, created at the first write."""
+    """A logger that writes into the folder of one run, ``root_dir/name/version_k``.
+
+    The folder is created at the first write.
+    """
 
     def __init__(
         self,
@@ -135,34 +146,48 @@ class _RunLogger:
         version: int | str | None = None,
     ) -> None:
         self._parent = Path(root_dir) / name
-        self._name = f"version_{version}" if isinstance(version, int) else version
+        if isinstance(version, int):
+            version = f"version_{version}"
+        self._folder_name = version
 
     def _folder(self) -> Path:
-        while self._name is None:
+        """Return the folder of the run, after creating it if it does not exist."""
+        while self._folder_name is None:
             self._parent.mkdir(parents=True, exist_ok=True)
-            taken = (name.removeprefix("version_") for name in os.listdir(self._parent))
-            name = f"version_{max((int(number) for number in taken if number.isdecimal()), default=-1) + 1}"
+            folder_name = f"version_{_next_version(self._parent)}"
             with suppress(FileExistsError):  # another process took this number first
-                (self._parent / name).mkdir()
-                self._name = name
-        path = self._parent / self._name
+                (self._parent / folder_name).mkdir()
+                self._folder_name = folder_name
+        path = self._parent / self._folder_name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
 
+def _next_version(parent: Path) -> int:
+    """Return the number after the largest one of a ``version_k`` in a folder, or 0."""
+    next_version = 0
+    for name in os.listdir(parent):
+        number = name.removeprefix("version_")
+        if number.isdecimal():
+            next_version = max(next_version, int(number) + 1)
+    return next_version
+
+
 @final
 class CSVLogger(_RunLogger):
-    """Writes ``metrics.csv`` and ``hparams.json`` into ``root_dir/name/version_k``; needs no other package.
+    """A logger that writes ``metrics.csv`` and ``hparams.json`` into ``root_dir/name/version_k``.
 
-    ``metrics.csv`` has a row per call of :meth:`log_metrics`: the column ``step``, then one column per metric in order
-    of appearance, values with every digit, an empty cell where a metric was not given. A metric that is logged later
-    gets a new column. Each row is in the file when the call returns, so that a crash loses nothing. No file or folder
-    is created before the first write.
+    It needs no other package. ``metrics.csv`` has a row per call of :meth:`log_metrics`: the column
+    ``step``, then one column per metric in order of appearance. Values have every digit, and a cell
+    is empty where a metric was not passed. A metric that is logged later adds a column. Each row is
+    in the file when the call returns, so that a crash loses nothing. No file or folder is created
+    before the first write.
 
     Args:
         root_dir: folder of all runs.
         name: of the experiment.
-        version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
+        version: ``k``, or a folder name. An existing run is continued. ``None`` takes the next free
+            number.
     """
 
     _columns: Sequence[str] = ()
@@ -176,15 +201,16 @@ class CSVLogger(_RunLogger):
             step: an integer, or ``None`` for an empty cell.
 
         Raises:
-            ArgumentTypeError: a value is of another type; the text names the metric.
+            ArgumentTypeError: a value is of another type. The text names the metric.
             ConfigurationError: a metric is called ``"step"``.
         """
         values = metrics_as_floats(metrics)
         if "step" in values:
             raise ConfigurationError(
-                "log a metric named 'step'", "that is the column of log_metrics(..., step=...)"
+                "log a metric named 'step'",
+                problem="that is the column of log_metrics(..., step=...)",
             )
-        row = {"step": None if step is None else operator.index(step), **values}
+        row = {"step": _as_integer(step), **values}
         path = self._folder() / "metrics.csv"
         if not row.keys() <= set(self._columns):
             self._columns = _add_columns(path, row)
@@ -192,20 +218,23 @@ class CSVLogger(_RunLogger):
             csv.DictWriter(file, self._columns).writerow(row)  # floats with every digit
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write ``hparams.json``; further calls add to it. Values that JSON has no type for are written as text.
+        """Write ``hparams.json``, with the parameters of earlier calls.
+
+        Values that JSON has no type for are written as text.
 
         Args:
-            params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
+            params: a mapping, or an object whose attributes are the parameters, such as
+                ``argparse.Namespace``.
         """
         self._hyperparams = {**self._hyperparams, **json.loads(_hyperparams_as_json(params))}
         _replace(self._folder() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
 
     def close(self) -> None:
-        """Does nothing: every row is in the file already."""
+        """Do nothing: every row is in the file already."""
 
 
 class _EventFiles:
-    """Logs through torch's ``SummaryWriter``, or an object with its methods."""
+    """A logger that uses torch's ``SummaryWriter``, or an object with its methods."""
 
     _writer: Any = None
 
@@ -217,33 +246,35 @@ class _EventFiles:
             step: an integer, or ``None``, which TensorBoard shows as step 0.
 
         Raises:
-            ArgumentTypeError: a value is of another type; the text names the metric.
+            ArgumentTypeError: a value is of another type. The text names the metric.
             MissingDependencyError: ``tensorboard`` is not installed.
         """
         values = metrics_as_floats(metrics)
-        number = None if step is None else operator.index(step)
+        step = _as_integer(step)
         writer = self._open()
         for name, value in values.items():
-            writer.add_scalar(name, value, number)
+            writer.add_scalar(name, value, step)
         writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add the parameters as JSON text, which appears under TEXT.
 
         Args:
-            params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
+            params: a mapping, or an object whose attributes are the parameters, such as
+                ``argparse.Namespace``.
 
         Raises:
             MissingDependencyError: ``tensorboard`` is not installed.
         """
-        # The HPARAMS page only takes flat numbers and strings; JSON indented by four is a code block in its Markdown.
+        # The HPARAMS page only takes flat numbers and strings. The TEXT page shows Markdown, in
+        # which JSON indented by four is a code block.
         text = indent(_hyperparams_as_json(params), "    ")
         writer = self._open()
         writer.add_text("hyperparameters", text)
         writer.flush()
 
     def close(self) -> None:
-        """Close the event file; a later write opens another one in the same folder."""
+        """Close the event file. A later write opens another file in the same folder."""
         if self._writer is not None:
             self._writer.close()
 
@@ -261,14 +292,16 @@ class _SummaryWriter(_EventFiles):
 
 @final
 class TensorBoardLogger(_EventFiles, _RunLogger):
-    """Writes TensorBoard's event files into ``root_dir/name/version_k``, for ``tensorboard --logdir root_dir``.
+    """A logger that writes TensorBoard's event files into ``root_dir/name/version_k``.
 
-    Needs the extra ``tensorboard``, which is imported at the first write. No file or folder is created before that.
+    Show them with ``tensorboard --logdir root_dir``. The extra ``tensorboard`` is needed, and
+    imported at the first write. No file or folder is created before the first write.
 
     Args:
         root_dir: folder of all runs.
         name: of the experiment.
-        version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
+        version: ``k``, or a folder name. An existing run is continued. ``None`` takes the next free
+            number.
     """
 
     def _open(self) -> Any:
@@ -283,26 +316,41 @@ class TensorBoardLogger(_EventFiles, _RunLogger):
 
 
 def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The values of ``metrics`` as Python floats.
+    """Return the values of metrics as Python floats.
 
     Args:
-        metrics: names, and numbers or tensors of one element (on any device; reading one waits for it).
+        metrics: names, and numbers or tensors of one element. The tensors may be on any device, and
+            reading one waits for its device.
 
     Raises:
-        ArgumentTypeError: a name is no string, or a value is no number; the text names the metric.
+        ArgumentTypeError: a name is not a string, or a value is not a number. The text names the
+            metric.
     """
-    values = {}
+    values: dict[str, float] = {}
     for name, value in metrics.items():
-        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        number = value
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            number = value.item()
         if not isinstance(name, str) or not isinstance(number, numbers.Real):
-            expected = "a string as its name, and a number or a real tensor with one element"
-            raise ArgumentTypeError(f"log the metric {name!r} of {value!r}", expected=expected)
+            raise ArgumentTypeError(
+                f"log the metric {name!r} of {value!r}",
+                expected="a string as its name, and a number or a real tensor with one element",
+            )
         values[name] = float(number)
     return values
 
 
+def _as_integer(step: int | None) -> int | None:
+    """Return a step of any integer type as an int, and None as None."""
+    if step is None:
+        return None
+    return operator.index(step)
+
+
 def _as_mapping(params: Any) -> dict[str, Any]:
-    return dict(params if isinstance(params, Mapping) else vars(params))
+    if isinstance(params, Mapping):
+        return dict(params)
+    return dict(vars(params))
 
 
 def _hyperparams_as_json(params: Any) -> str:
@@ -310,9 +358,12 @@ def _hyperparams_as_json(params: Any) -> str:
 
 
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
-    """Add columns to the table, and drop a row that a crash cut short; returns all its columns."""
-    text = path.read_bytes().decode() if path.exists() else ""
-    rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    """Add columns to the table, drop a row that a crash cut short, and return all column names."""
+    text = ""
+    if path.exists():
+        text = path.read_bytes().decode()
+    complete_rows = text[: text.rfind("\n") + 1]
+    rows = csv.DictReader(io.StringIO(complete_rows, newline=""))
     columns = list(dict.fromkeys([*(rows.fieldnames or ()), *names]))
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns)
@@ -323,9 +374,8 @@ def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file; a crash leaves the old one or the new one."""
-    temporary = path.with_name(
-        f".{path.name}.tmp"
-    )  # always one name, so a crash's leftover is overwritten
+    """Write a file. A crash leaves the old file or the new one."""
+    # Always one name, so that the next call overwrites what a crash has left.
+    temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
