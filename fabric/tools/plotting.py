@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,21 @@ from fabric.errors import ConfigurationError, MissingDependencyError
 __all__ = ["plot"]
 
 
-def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Any:
-    """Draw what :class:`fabric.loggers.CSVLogger` wrote: a panel for each metric, a line for each run.
+# The points (step, value) of each line of a panel, by the line's label, by the panel's name.
+_Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
-    ``train/loss`` and ``val/loss`` share a panel, as they differ only before the last ``/``. Needs matplotlib.
+_MAX_COLUMNS = 3
+
+
+def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Any:
+    """Draw what :class:`fabric.loggers.CSVLogger` wrote: a panel per metric, a line per run.
+
+    ``train/loss`` and ``val/loss`` share a panel, as they differ only before the last ``/``. Needs
+    matplotlib.
 
     Args:
         folders: runs, or folders with runs below them.
-        output: a file to write; its suffix sets the format. None for none.
+        output: a file to write. Its suffix sets the format. None writes no file.
 
     Returns:
         A matplotlib ``Figure``, which a notebook shows.
@@ -28,42 +36,61 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         ConfigurationError: there are no metrics in a folder.
         MissingDependencyError: matplotlib is not installed.
     """
-    with MissingDependencyError.unless_installed(
-        "plot the metrics of a run", 'pip install "torch-fabric[plot]"'
-    ):
+    remedy = 'pip install "torch-fabric[plot]"'
+    with MissingDependencyError.unless_installed("plot the metrics of a run", remedy):
         from matplotlib.figure import Figure
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    tables = [table for folder in folders for table in _tables(Path(folder))]
-    for table in tables:
-        with open(table, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        for row, cells in enumerate(rows):
-            step = float(cells.pop("step") or row)
-            for name, value in cells.items():
-                if value:  # an empty cell was not logged, and None is the end of a row that a crash cut short
-                    label = name if len(tables) == 1 else f"{table.parent}: {name}"
-                    lines = panels.setdefault(name.rpartition("/")[2], {})
-                    lines.setdefault(label, []).append((step, float(value)))
+    tables: list[Path] = []
+    for folder in folders:
+        tables += _tables(Path(folder))
+    panels = _read_panels(tables)
     if not panels:
-        raise ConfigurationError(
-            f"plot {', '.join(map(str, tables))}", problem="no metric has been logged there yet"
-        )
-    columns = min(len(panels), 3)
-    rows_of_panels = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.5 * columns, 3 * rows_of_panels), layout="constrained")
-    for place, (name, lines) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(rows_of_panels, columns, place, title=name, xlabel="step")
-        for label, points in lines.items():
-            axes.plot(
-                *zip(*points, strict=True), marker="." if len(points) == 1 else "", label=label
-            )
-        if len(lines) > 1:
-            axes.legend(fontsize="small")
-    # Notebooks render figures only once pyplot is imported, which is slow; but they call this method.
+        request = f"plot {', '.join(map(str, tables))}"
+        raise ConfigurationError(request, problem="no metric has been logged there yet")
+    columns = min(len(panels), _MAX_COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+    for position, (name, lines) in enumerate(panels.items(), start=1):
+        axes = figure.add_subplot(rows, columns, position, title=name, xlabel="step")
+        _draw_lines(axes, lines)
+    # Notebooks render figures only once pyplot is imported, which is slow. But they call this
+    # method.
     figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     if output is not None:
         figure.savefig(output, dpi=150)
     return figure
+
+
+def _read_panels(tables: list[Path]) -> _Panels:
+    """Read the metrics of all tables. Metrics with one name after the last ``/`` share a panel."""
+    panels: _Panels = {}
+    for table in tables:
+        with open(table, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        for row_number, row in enumerate(rows):
+            step = float(row.pop("step") or row_number)
+            for name, cell in row.items():
+                # An empty cell was not logged, and None ends a row that a crash cut short.
+                if not cell:
+                    continue
+                label = name
+                if len(tables) > 1:
+                    label = f"{table.parent}: {name}"
+                _, _, panel_name = name.rpartition("/")
+                lines = panels.setdefault(panel_name, {})
+                lines.setdefault(label, []).append((step, float(cell)))
+    return panels
+
+
+def _draw_lines(axes: Any, lines: dict[str, list[tuple[float, float]]]) -> None:
+    """Draw the lines of one panel, with a legend if there are several."""
+    for label, points in lines.items():
+        marker = ""
+        if len(points) == 1:
+            marker = "."  # a line through a single point cannot be seen
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, marker=marker, label=label)
+    if len(lines) > 1:
+        axes.legend(fontsize="small")
 
 
 def _png(figure: Any) -> bytes:
@@ -73,15 +100,16 @@ def _png(figure: Any) -> bytes:
 
 
 def _tables(folder: Path) -> list[Path]:
-    here = folder / "metrics.csv"
-    found = [here] if here.is_file() else sorted(folder.rglob("metrics.csv"))
-    if not found:
-        problem = (
-            "there is no metrics.csv in it or below it"
-            if folder.is_dir()
-            else "there is no such folder"
-        )
-        raise ConfigurationError(
-            f"plot {folder}", problem, expected="a folder that CSVLogger has written"
-        )
-    return found
+    """Return the tables of metrics in a folder: its own, or else those of the folders below."""
+    table = folder / "metrics.csv"
+    if table.is_file():
+        return [table]
+    tables = sorted(folder.rglob("metrics.csv"))
+    if tables:
+        return tables
+    problem = "there is no such folder"
+    if folder.is_dir():
+        problem = "there is no metrics.csv in it or below it"
+    raise ConfigurationError(
+        f"plot {folder}", problem=problem, expected="a folder that CSVLogger has written"
+    )
