@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fabric.errors import MissingDependencyError
 from fabric.testing.base import Pair, PerRank, Record
-from fabric.tree import map_leaves
+from fabric.tree import Leaf, Tree, map_leaves
 
 try:
     from hypothesis import strategies as st
@@ -128,19 +128,19 @@ def tensors(
     return _leaves(dtype, shape, layout, exact).flatmap(lambda values: values)
 
 
-def numbers() -> st.SearchStrategy[Any]:
+def numbers() -> st.SearchStrategy[complex]:
     """Draw Python numbers: floats, integers and booleans."""
     return st.sampled_from(_NUMBERS).flatmap(_elements)
 
 
-def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrategy[Any]:
+def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStrategy[Tree]:
     """Draw nested dicts, lists, tuples, namedtuples and dataclasses of leaves.
 
     They include empty ones and a single leaf.
     """
     keys = st.sampled_from(["a", "b", "c", 0, 1])
 
-    def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def nested(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         of_any_length = st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
         return (
             of_any_length
@@ -207,7 +207,7 @@ def per_rank_trees(
         with_numbers: whether some leaves are Python numbers.
         max_leaves: the approximate maximum number of leaves.
     """
-    leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
+    leaves: st.SearchStrategy[Leaf] = _leaves(dtypes(reduce_op), None, None, exact=True)
     number_dtypes = list(_NUMBERS)
     if reduce_op is not None:
         number_dtypes = [dtype for dtype in _NUMBERS if dtype in _DTYPES_OF_OP[reduce_op]]
@@ -280,10 +280,10 @@ def _leaves(
     )
 
 
-def _tree_of_rank(tree: Any, rank: int) -> Any:
+def _tree_of_rank(tree: Tree, rank: int) -> Tree:
     """Return the collection of one rank. Each rank begins its dicts with a different key."""
 
-    def value_of_rank(node: Any) -> Any:
+    def value_of_rank(node: Tree) -> Tree:
         if isinstance(node, PerRank):
             return node.values[rank]
         items = deque(node.items())

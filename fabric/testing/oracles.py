@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.tree import flatten, unflatten
+from fabric.tree import Leaf, Structure, Tree, flatten, unflatten
 
 __all__ = [
     "all_gather",
@@ -44,7 +44,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def all_reduce(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
+def all_reduce(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
     """Return the reduction of each leaf over ranks, on every rank.
 
     Args:
@@ -56,7 +56,7 @@ def all_reduce(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
     return _on_each_rank(values, lambda rank, leaves: _reduce(leaves, reduce_op))
 
 
-def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = False) -> list[Any]:
+def all_gather(values: Sequence[Tree], *, ragged: bool = False, concat: bool = False) -> list[Tree]:
     """Gather the values of all ranks: tensors of shape ``s`` as ``(size, *s)``, numbers as a list.
 
     Args:
@@ -65,7 +65,7 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
         concat: concatenate tensors along dim 0. A 0-dim tensor counts as one of length 1.
     """
 
-    def gathered(rank: int, leaves: Sequence[Any]) -> Any:
+    def gathered(rank: int, leaves: Sequence[Leaf]) -> Leaf:
         if ragged or not isinstance(leaves[rank], Tensor):
             return list(leaves)
         if concat:
@@ -75,40 +75,40 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
     return _on_each_rank(values, gathered)
 
 
-def reduce_scatter(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
+def reduce_scatter(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
     """Return row ``r`` of the reduction on rank ``r``: ``(size, *s)`` becomes ``s``."""
     return _on_each_rank(values, lambda rank, leaves: _reduce(_rows(leaves, rank), reduce_op))
 
 
-def all_to_all(values: Sequence[Any]) -> list[Any]:
+def all_to_all(values: Sequence[Tree]) -> list[Tree]:
     """Return row ``r`` of every rank on rank ``r``: ``(size, *s)`` keeps its shape."""
     return _on_each_rank(values, lambda rank, leaves: torch.stack(_rows(leaves, rank)))
 
 
-def broadcast(values: Sequence[Any], src: int = 0) -> list[Any]:
+def broadcast(values: Sequence[Tree], src: int = 0) -> list[Tree]:
     """Return the value of rank ``src`` on every rank."""
     return [values[src]] * len(values)
 
 
-def scatter(values: Sequence[Any], src: int = 0) -> list[Any]:
+def scatter(values: Sequence[Tree], src: int = 0) -> list[Tree]:
     """Return item ``r`` of the sequence that rank ``src`` passes, on rank ``r``."""
     return [values[src][rank] for rank in range(len(values))]
 
 
-def gather(values: Sequence[Any], dst: int = 0) -> list[Any]:
+def gather(values: Sequence[Tree], dst: int = 0) -> list[Tree]:
     """Return the list of all values on rank ``dst``, and None on the other ranks."""
-    results: list[Any] = [None] * len(values)
+    results: list[Tree] = [None] * len(values)
     results[dst] = list(values)
     return results
 
 
 def in_groups(
-    oracle: Callable[..., list[Any]],
-    values: Sequence[Any],
+    oracle: Callable[..., list[Tree]],
+    values: Sequence[Tree],
     groups: Sequence[Sequence[int]],
     *args: Any,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[Tree]:
     """Return the results of an oracle within disjoint groups, and None for a rank in no group.
 
     Args:
@@ -118,7 +118,7 @@ def in_groups(
         *args: of the oracle.
         **kwargs: of the oracle.
     """
-    results: list[Any] = [None] * len(values)
+    results: list[Tree] = [None] * len(values)
     for group in groups:
         ranks = sorted(group)
         group_values = [values[rank] for rank in ranks]
@@ -147,8 +147,8 @@ def gradients(
 
 
 def _on_each_rank(
-    values: Sequence[Any], function: Callable[[int, Sequence[Any]], Any]
-) -> list[Any]:
+    values: Sequence[Tree], function: Callable[[int, Sequence[Leaf]], Leaf]
+) -> list[Tree]:
     """Replace each tensor and number by ``function(rank, the leaf on all ranks)``.
 
     Args:
@@ -158,15 +158,15 @@ def _on_each_rank(
     Returns:
         One result per rank. Other leaves are those of the rank.
     """
-    leaves_of_ranks: list[Sequence[Any]] = []
-    structures: list[Any] = []
+    leaves_of_ranks: list[Sequence[Leaf]] = []
+    structures: list[Structure] = []
     for value in values:
         leaves, structure = flatten(value)
         leaves_of_ranks.append(leaves)
         structures.append(structure)
-    results: list[Any] = []
+    results: list[Tree] = []
     for rank, structure in enumerate(structures):
-        result_leaves: list[Any] = []
+        result_leaves: list[Leaf] = []
         for leaf_of_ranks in zip(*leaves_of_ranks, strict=True):
             result = leaf_of_ranks[rank]
             if isinstance(result, Tensor | float | int | complex):
@@ -176,11 +176,11 @@ def _on_each_rank(
     return results
 
 
-def _rows(leaves: Sequence[Any], index: int) -> list[Any]:
+def _rows(leaves: Sequence[Leaf], index: int) -> list[Leaf]:
     return [leaf[index] for leaf in leaves]
 
 
-def _reduce(leaves: Sequence[Any], reduce_op: str) -> Any:
+def _reduce(leaves: Sequence[Leaf], reduce_op: str) -> Leaf:
     """Return the reduction of a leaf over ranks, of the leaf's type and dtype."""
     reduction = _REDUCTIONS[reduce_op.lower().replace("avg", "mean")]
     if not isinstance(leaves[0], Tensor):
