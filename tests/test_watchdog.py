@@ -84,7 +84,7 @@ def test_a_stack_has_the_callers_of_should_stop_but_not_those_of_the_rank():
     launcher_frame = f'File "{folder}/rank.py", line 3 in run'
     lines = "".join(f"  {frame}\n" for frame in [*frames, launcher_frame])
     dump = f"Thread 0x000000000001 (most recent call first):\n{lines}"
-    assert stacks._of_thread(dump.encode(), 1) == "\n".join(frames)
+    assert stacks._frames_of_thread(dump.encode(), 1) == "\n".join(frames)
 
 
 def test_a_report_of_a_group_is_about_its_members():
