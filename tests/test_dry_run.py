@@ -450,7 +450,7 @@ def test_thousands_of_ranks_are_planned_from_the_command_line(tmp_path, monkeypa
     assert main(["plan", "planned_script:absent"]) == 2
     assert "no attribute 'absent'" in capsys.readouterr().err
     assert main(["plan", "planned_script"]) == 2
-    assert "planned_script is a module" in capsys.readouterr().err
+    assert "planned_script is of type module" in capsys.readouterr().err
 
 
 def test_steps_read_values_skip_synchronization_and_build_as_in_a_job():
