@@ -13,6 +13,7 @@ from fabric.environments import SlurmEnvironment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.launchers import ProcessLauncher
 from fabric.precision import PRECISIONS
+from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 TWO_RANKS = {
@@ -427,3 +428,10 @@ def test_an_unknown_precision_lists_entry_points(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigurationError, match="'bf16', 'ours'"):
         plan(precision="theirs")
+
+
+@pytest.mark.parametrize("strategy_class", [SingleDeviceStrategy, DDPStrategy, FSDPStrategy])
+def test_a_strategy_made_without_a_timeout_has_the_default_of_the_runtime(
+    strategy_class: type,
+) -> None:
+    assert strategy_class().timeout == DEFAULT_TIMEOUT
