@@ -146,6 +146,21 @@ def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, envi
     assert not any(line.startswith("ok") for line in second.splitlines())
 
 
+def test_ranks_that_join_early_keep_the_store_of_rank_0(tmp_path, environment):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    # Rank 0 waits for the late rank 2 while rank 1 already waits in the process group.
+    late_command = ["sh", "-c", 'sleep 3; exec "$@"', "sh", *COMMAND]
+    processes = []
+    for rank, command in enumerate([COMMAND, COMMAND, late_command]):
+        variables = job | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        processes.append(start(tmp_path, environment | variables, *command))
+    for process in processes:
+        _, report = finish(process)
+        assert failures(report) == {}
+
+
 # The interpreter runs this at its start; of the processes of the job, all but the first two are
 # lost.
 LOST = """

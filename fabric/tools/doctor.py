@@ -29,6 +29,8 @@ from fabric.launchers import LAUNCHERS, LaunchSpec
 from fabric.world import World, available_cores, read
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from fabric._fabric import Fabric
 
 __all__ = ["doctor", "examine_rank"]
@@ -273,7 +275,10 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     )
     endpoint = world.store or f"{world.address}:{world.port}"
     with _part(f"{title}: rendezvous at {endpoint}", 2 * seconds, remedy):
-        present = _meet(world, title, cards, seconds)
+        # Rank 0 may serve this store. Faster ranks use it for the process group already, so it has
+        # to live as long as this function.
+        store = _open_store(world, seconds)
+        present = _meet(store, world, title, cards, seconds)
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     remedy = (
         f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
@@ -291,55 +296,71 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         sys.stdout.flush()
 
 
-def _meet(world: World, title: str, cards: int, seconds: float) -> list[str]:
-    """Meet the other ranks in torch's store, and return what each says of itself.
+def _open_store(world: World, seconds: float) -> "Store":
+    """Return torch's store of the job, without waiting for the ranks that are missing.
 
-    The other ranks learn only about rank 0.
+    The timeout of a store that waits for all ranks would not say which ranks are missing.
 
     Args:
+        world: the place of this process.
+        seconds: the timeout of the store.
+    """
+    from torch.distributed import TCPStore
+
+    from fabric.store import find_store
+
+    timeout = timedelta(seconds=seconds)
+    if not world.port:
+        return find_store(world, timeout)
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        world.address,
+        world.port,
+        is_master=world.rank == 0 and not has_agent_store,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _meet(store: "Store", world: World, title: str, cards: int, seconds: float) -> list[str]:
+    """Meet the other ranks in a store, and return the description that each rank gives of itself.
+
+    Rank 0 waits for all ranks. The other ranks wait for rank 0 only.
+
+    Args:
+        store: the store of the job.
         world: the place of this process.
         title: the name of this process.
         cards: the number of CUDA devices of this process.
         seconds: how long to wait.
+
+    Raises:
+        UsageError: a rank did not come in time.
     """
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore
 
-    from fabric.store import JobStore, find_store
+    from fabric.store import JobStore
 
-    address = world.address
-    port = world.port
-    family, _, _, _, main = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, main = socket.getaddrinfo(
+        world.address, world.port or 1, type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(main)  # sends nothing
         own_address = probe.getsockname()[0]
-    # torch's store without waiting for all ranks, since its timeout would not say which ranks are
-    # missing.
-    timeout = timedelta(seconds=seconds)
-    if port:
-        hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        base = TCPStore(
-            address,
-            port,
-            is_master=hosts,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    else:
-        base = find_store(world, timeout)
-    store = JobStore(PrefixStore("doctor", base), world.rank, world.world_size)
-    text = f"{title}: at {own_address}, rank 0 at {main[0]}, {cards} CUDA devices"
-    store.publish("rank", text)
+    job_store = JobStore(PrefixStore("doctor", store), world.rank, world.world_size)
+    description = f"{title}: at {own_address}, rank 0 at {main[0]}, {cards} CUDA devices"
+    job_store.publish("rank", description)
     awaited = range(world.world_size if world.rank == 0 else 1)
-    present = store.read("rank", awaited, seconds)
-    missing = set(awaited) - present.keys()
+    descriptions = job_store.read("rank", awaited, seconds)
+    missing = set(awaited) - descriptions.keys()
     if missing:
         problem = (
             "it has not started, is slower than --timeout, or cannot reach this address: "
             "see what it printed"
         )
         raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem)
-    return list(present.values())
+    return list(descriptions.values())
 
 
 class _Outcome(NamedTuple):
