@@ -226,7 +226,7 @@ class Fabric:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._running_session("device").runtime.device
+        return self._ensure_session("device").runtime.device
 
     @property
     def device_mesh(self) -> Any:
@@ -234,7 +234,7 @@ class Fabric:
 
         ``"model_parallel"`` has one from the start, and ``"fsdp"`` after ``setup``.
         """
-        meshes = self._running_session("device_mesh").runtime.meshes
+        meshes = self._ensure_session("device_mesh").runtime.meshes
         return next(iter(meshes.values()), None)
 
     @property
@@ -326,7 +326,7 @@ class Fabric:
                 spec = replace(spec, results="all")
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
 
-        self._running_session("launch")
+        self._ensure_session("launch")
         result = function(self, *args, **kwargs)
         if not return_result:
             return None
@@ -461,7 +461,7 @@ class Fabric:
             UsageError: the module or an optimizer has been set up already, or an optimizer has none
                 of the module's parameters.
         """
-        session = self._running_session("setup")
+        session = self._ensure_session("setup")
         session.check_setup(module, optimizers)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
@@ -478,7 +478,7 @@ class Fabric:
 
         The arguments and errors are described in :meth:`setup`.
         """
-        self._running_session("setup_module")
+        self._ensure_session("setup_module")
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
@@ -501,7 +501,7 @@ class Fabric:
             UsageError: an optimizer has been set up already, or has no parameter of a set-up
                 module.
         """
-        session = self._running_session("setup_optimizers")
+        session = self._ensure_session("setup_optimizers")
         session.check_setup(None, optimizers)
         session.setup_optimizers(optimizers)
         return _single_or_tuple(*optimizers, scheduler)
@@ -546,7 +546,7 @@ class Fabric:
             ArgumentTypeError: an argument is no DataLoader.
             ConfigurationError: a loader is set up already, or ``uneven`` does not fit its data.
         """
-        session = self._running_session("setup_dataloaders")
+        session = self._ensure_session("setup_dataloaders")
         device = session.runtime.device if move_to_device else None
         prepared: list[FabricDataLoader] = []
         for dataloader in (loader, *more):
@@ -582,14 +582,14 @@ class Fabric:
             ConfigurationError: ``source`` has another value.
             UsageError: the scratch space is full, on entering the context or within.
         """
-        strategy = self._running_session("init_module").strategy
+        strategy = self._ensure_session("init_module").strategy
         return strategy.module_init_context(empty_init, source)
 
     sharded_model = init_module  # the older name
 
     def init_tensor(self) -> AbstractContextManager[object]:
         """Create tensors in a context on this process's device, in the dtype of the precision."""
-        device = self._running_session("init_tensor").runtime.device
+        device = self._ensure_session("init_tensor").runtime.device
         return created_on(device, self.precision.param_dtype)
 
     def to_device(self, obj: T) -> T:
@@ -601,7 +601,7 @@ class Fabric:
         Returns:
             The same module, or a collection of the same types.
         """
-        strategy = self._running_session("to_device").strategy
+        strategy = self._ensure_session("to_device").strategy
         if isinstance(obj, nn.Module):
             return strategy.module_to_device(obj)
         return strategy.batch_to_device(obj)
@@ -668,7 +668,7 @@ class Fabric:
         if session is not None and session.loss_weights is not None:
             is_weighted = True
         if is_weighted:
-            session = self._running_session("backward")
+            session = self._ensure_session("backward")
             tensor = session.ensure_loss_weights().scale_loss(tensor, weight, optimizer)
         elif session is None:
             tensor.backward(*args, **kwargs)
@@ -694,7 +694,7 @@ class Fabric:
 
         The context does nothing under ``*-true`` precisions.
         """
-        device = self._running_session("autocast").runtime.device
+        device = self._ensure_session("autocast").runtime.device
         return self.precision.forward_context(device.type)
 
     def clip_gradients(
@@ -729,7 +729,7 @@ class Fabric:
             UsageError: the optimizer is not set up, or updates no parameter of the module.
         """
         models = find_fabric_modules("clip_gradients", module)
-        session = self._running_session("clip_gradients")
+        session = self._ensure_session("clip_gradients")
         return session.clip_gradients(
             models, optimizer, error_if_nonfinite, clip_val, max_norm, float(norm_type)
         )
@@ -744,7 +744,7 @@ class Fabric:
         Raises:
             UsageError: the optimizer is not set up.
         """
-        return self._running_session("step_was_skipped").step_was_skipped(optimizer)
+        return self._ensure_session("step_was_skipped").step_was_skipped(optimizer)
 
     def no_backward_sync(
         self, module: Module | Sequence[Module], enabled: bool = True
@@ -796,7 +796,7 @@ class Fabric:
         Returns:
             A context that yields the same collection with this rank's tokens.
         """
-        runtime = self._running_session("sequence_parallel").runtime
+        runtime = self._ensure_session("sequence_parallel").runtime
         return sequence_parallel(runtime, self.device_mesh, batch, dim)
 
     def ema(
@@ -840,7 +840,7 @@ class Fabric:
                 whole job, or a forward pass without gradients.
         """
         models = find_fabric_modules("join", module)
-        session = self._running_session("join")
+        session = self._ensure_session("join")
         return session.join(models, divide_by_initial_world_size)
 
     def all_reduce(
@@ -958,7 +958,7 @@ class Fabric:
             The same collection, with new, detached tensors of shape ``(m, *s)``, for the m samples
             of the batches of all processes, in the order of the loader's sampler.
         """
-        session = self._running_session("gather_for_metrics")
+        session = self._ensure_session("gather_for_metrics")
         communicator = session.strategy._data_parallel_communicator()
         return gather_batch(communicator, session.active_loops, data)
 
@@ -972,7 +972,7 @@ class Fabric:
         Returns:
             The result of ``metrics.compute()``, the same on every process.
         """
-        session = self._running_session("compute_metrics")
+        session = self._ensure_session("compute_metrics")
         return compute_metrics(session.strategy._loss_communicator(), metrics)
 
     def all_to_all(self, data: T, group: Group = None) -> T:
@@ -1005,7 +1005,7 @@ class Fabric:
         Returns:
             The object of rank ``src``.
         """
-        strategy = self._running_session("broadcast").strategy
+        strategy = self._ensure_session("broadcast").strategy
         # A strategy of another package may override broadcast without the argument group.
         if group is None:
             return strategy.broadcast(obj, src)
@@ -1097,7 +1097,7 @@ class Fabric:
             decision: the decision of this process.
             all: whether all processes must agree. False asks for any process.
         """
-        strategy = self._running_session("reduce_boolean_decision").strategy
+        strategy = self._ensure_session("reduce_boolean_decision").strategy
         return strategy.reduce_boolean_decision(decision, all)
 
     @property
@@ -1109,7 +1109,7 @@ class Fabric:
         job. Only the read at which the processes agree to stop communicates. From the first read
         until ``teardown`` these signals no longer end this process.
         """
-        return self._running_session("should_stop").stopping.is_due()
+        return self._ensure_session("should_stop").stopping.is_due()
 
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
         """End this process with code 75, which asks for a restart. Collective.
@@ -1133,7 +1133,7 @@ class Fabric:
         Raises:
             UsageError: on the other ranks, if the block failed on rank 0. The text has the error.
         """
-        runtime = self._running_session("rank_zero_first").runtime
+        runtime = self._ensure_session("rank_zero_first").runtime
         if local:
             return rank_zero_first(runtime.node_communicator())
         return rank_zero_first(runtime.communicator)
@@ -1200,7 +1200,7 @@ class Fabric:
             CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
                 the path has something of another kind.
         """
-        with self._running_session("save").checkpoints("save") as checkpoints:
+        with self._ensure_session("save").checkpoints("save") as checkpoints:
             return checkpoints.save(path, state, filter, trainable_only, async_)
 
     def checkpoints(
@@ -1222,7 +1222,7 @@ class Fabric:
             ConfigurationError: ``keep`` or ``best`` is not valid.
             CheckpointError: another job saves into the folder, or the folder cannot be written.
         """
-        return checkpoint.Checkpoints(self._running_session, folder, keep, best)
+        return checkpoint.Checkpoints(self._ensure_session, folder, keep, best)
 
     def load(
         self,
@@ -1261,7 +1261,7 @@ class Fabric:
             CheckpointError: the checkpoint is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the checkpoint holds code, which was not run.
         """
-        with self._running_session("load").checkpoints("load") as checkpoints:
+        with self._ensure_session("load").checkpoints("load") as checkpoints:
             return checkpoints.load(path, state, strict, rng, weights_only is not False)
 
     def load_raw(
@@ -1281,7 +1281,7 @@ class Fabric:
             CheckpointError: the file is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the file holds code, which was not run.
         """
-        with self._running_session("load_raw").checkpoints("load_raw") as checkpoints:
+        with self._ensure_session("load_raw").checkpoints("load_raw") as checkpoints:
             checkpoints.load_raw(path, obj, strict, weights_only is not False)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
@@ -1293,7 +1293,7 @@ class Fabric:
         Returns:
             Copies on the CPU of the first process. An empty dict on the other processes.
         """
-        with self._running_session("get_state_dict").checkpoints("save") as checkpoints:
+        with self._ensure_session("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
     def seed_everything(
@@ -1321,7 +1321,7 @@ class Fabric:
             )
         world = self._plan.world or World()
         if seed is None and world.world_size > 1:
-            self._running_session("seed_everything")
+            self._ensure_session("seed_everything")
             if self.is_global_zero:
                 seed = seed_everything(None)
             seed = self.broadcast(seed)
@@ -1374,7 +1374,7 @@ class Fabric:
         """
         from fabric.tools.timeline import profile  # few programs need it
 
-        return profile(self._running_session("profile"), path, steps)
+        return profile(self._ensure_session("profile"), path, steps)
 
     def timings(self) -> "Timings":
         """Return the time per phase of the latest steps. Collective.
@@ -1386,7 +1386,7 @@ class Fabric:
         """
         from fabric.tools.timeline import timings  # few programs need it
 
-        return timings(self._running_session("timings"))
+        return timings(self._ensure_session("timings"))
 
     def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
         """Print on the first process. Collective with ``all_ranks``.
@@ -1422,7 +1422,7 @@ class Fabric:
         Returns:
             An iterable over the same batches.
         """
-        sampler_kwargs = self._running_session("progress").strategy.distributed_sampler_kwargs
+        sampler_kwargs = self._ensure_session("progress").strategy.distributed_sampler_kwargs
         num_replicas = 1
         if sampler_kwargs is not None:
             num_replicas = sampler_kwargs["num_replicas"]
@@ -1494,10 +1494,10 @@ class Fabric:
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**vars(self), "_plan": plan, "_session": None, "_closed": False}
 
-    def _enter_rank(self, world: World | None) -> None:
+    def _join_job(self, world: World | None) -> None:
         """Join the job in a process that was just started for it."""
         self._plan = replace(self._plan, world=world)
-        self._running_session("launch")
+        self._ensure_session("launch")
         if self._seeding is not None:
             self.seed_everything(
                 self._seeding.seed,
@@ -1505,7 +1505,7 @@ class Fabric:
                 per_rank=self._seeding.per_rank,
             )
 
-    def _running_session(self, call: str) -> Session:
+    def _ensure_session(self, call: str) -> Session:
         """Return the session.
 
         The session begins now if this process is the whole job or was made by a launcher.
@@ -1547,7 +1547,7 @@ class Fabric:
     def _communicator(
         self, call: str, group: Group = None, op: Reduce | None = None
     ) -> Communicator:
-        return self._running_session(call).strategy.communicator(group, op)
+        return self._ensure_session(call).strategy.communicator(group, op)
 
     def _world(self, call: str) -> World:
         if self._plan.world is None:
@@ -1586,7 +1586,7 @@ def _run_in_rank(
     fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Join the job and run a function, in a process that a function launcher has started."""
-    fabric._enter_rank(World.from_env(os.environ))
+    fabric._join_job(World.from_env(os.environ))
     with fabric:
         return function(fabric, *args, **kwargs)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
 from fabric.errors import ConfigurationError
-from fabric.world import World, read, read_integer
+from fabric.world import World, read_integer_variable, read_variable
 
 __all__ = [
     "Environment",
@@ -109,7 +109,7 @@ class _VariableEnvironment:
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        rank = read_integer(env, *self._rank)
+        rank = read_integer_variable(env, *self._rank)
         if rank is None:
             return None
         world_size = self._require(env, self._world_size)
@@ -136,7 +136,7 @@ class _VariableEnvironment:
 
     def _require(self, env: Mapping[str, str], names: _Names) -> int:
         """Return the integer of a variable. A process without it cannot know its place."""
-        value = read_integer(env, *names)
+        value = read_integer_variable(env, *names)
         if value is None:
             # A process that guessed would train alone, or on the device of another rank.
             raise ConfigurationError(
@@ -153,7 +153,7 @@ class _VariableEnvironment:
 
         SLURM has a list for all nodes, in which ``2(x3),1`` means 2, 2, 2 and 1.
         """
-        value = read(env, *self._local_world_size) or ""
+        value = read_variable(env, *self._local_world_size) or ""
         counts = _parse_task_counts(value)
         if not 0 <= node < len(counts):
             raise ConfigurationError(
@@ -173,12 +173,12 @@ class _VariableEnvironment:
         They are those of ``MASTER_ADDR`` and ``MASTER_PORT`` if set, and otherwise derived from the
         variables of the job. A single process needs no port.
         """
-        address = read(env, "MASTER_ADDR")
+        address = read_variable(env, "MASTER_ADDR")
         if address is None and local_world_size == world_size:
             address = "127.0.0.1"
         if address is None:
             address = self._first_host(env)
-        port = read_integer(env, "MASTER_PORT")
+        port = read_integer_variable(env, "MASTER_PORT")
         if port is None and world_size > 1:
             port = self._derive_port(env)
 
@@ -204,7 +204,7 @@ class _VariableEnvironment:
         """Return a port derived from the id of the job, or None if the id is not complete."""
         values: list[str] = []
         for names in self._job_id:
-            value = read(env, *names)
+            value = read_variable(env, *names)
             if value is None:
                 return None
             values.append(value)
@@ -217,7 +217,7 @@ class _VariableEnvironment:
 
         It is n03 for ``n[03-05,7],m1``, and rack1n3-ib for ``rack[1-2]n[3-4]-ib``.
         """
-        match = _HOST.match(read(env, *self._hosts) or "")
+        match = _HOST.match(read_variable(env, *self._hosts) or "")
         if match is None:
             return None
         return _RANGE.sub(r"\g<first>", match.group())
@@ -274,9 +274,9 @@ class TorchrunEnvironment(_VariableEnvironment):
         """Raise if ``RANK`` and another variable of a job are set, but not ``WORLD_SIZE``."""
         job_variables: list[str] = []
         for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-            if read(env, name):
+            if read_variable(env, name):
                 job_variables.append(f"{name}={env[name]}")
-        if read(env, "RANK") and job_variables:
+        if read_variable(env, "RANK") and job_variables:
             raise ConfigurationError(
                 f"RANK={env['RANK']} and {', '.join(job_variables)} in the environment",
                 problem="WORLD_SIZE is missing: every process of the job would train alone",
@@ -298,8 +298,12 @@ class RayEnvironment:
     def detect(self, env: Mapping[str, str]) -> World | None:
         """Return the place of this process in its job. See :meth:`Environment.detect`."""
         # Ray sets torchrun's variables except GROUP_RANK. torchrun inside a worker sets GROUP_RANK.
-        is_torchrun_inside = read(env, "GROUP_RANK") is not None
-        if is_torchrun_inside or not read(env, "RAY_JOB_ID") or not read(env, "NODE_RANK"):
+        is_torchrun_inside = read_variable(env, "GROUP_RANK") is not None
+        if (
+            is_torchrun_inside
+            or not read_variable(env, "RAY_JOB_ID")
+            or not read_variable(env, "NODE_RANK")
+        ):
             return None
         return World.from_env({**env, "GROUP_RANK": env["NODE_RANK"]})
 
@@ -338,8 +342,10 @@ class MPICHEnvironment(_VariableEnvironment):
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        started_by_srun = read(env, "SLURM_STEP_ID", "SLURM_STEPID") and read(env, "SLURM_PROCID")
-        if started_by_srun and not read(env, "MPI_LOCALRANKID"):
+        started_by_srun = read_variable(env, "SLURM_STEP_ID", "SLURM_STEPID") and read_variable(
+            env, "SLURM_PROCID"
+        )
+        if started_by_srun and not read_variable(env, "MPI_LOCALRANKID"):
             return None
         return super().detect(env)
 
@@ -365,10 +371,13 @@ class SlurmEnvironment(_VariableEnvironment):
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        step = read_integer(env, "SLURM_STEP_ID", "SLURM_STEPID")
+        step = read_integer_variable(env, "SLURM_STEP_ID", "SLURM_STEPID")
         if step is None or step >= _FIRST_RESERVED_STEP:
             return None
-        if read(env, "SLURM_PTY_PORT") and read_integer(env, *self._world_size) == 1:
+        if (
+            read_variable(env, "SLURM_PTY_PORT")
+            and read_integer_variable(env, *self._world_size) == 1
+        ):
             return None  # an interactive shell
         return super().detect(env)
 

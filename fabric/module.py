@@ -87,7 +87,7 @@ class FabricModule(nn.Module):
         # Past __setattr__, which sets attributes of the user's module.
         vars(self).update(
             _fabric_module=module,
-            _fabric_original=original,
+            _fabric_uncompiled=original,
             _fabric_prepared=prepared,
             _fabric_precision=precision,
             _fabric_device=device,
@@ -136,7 +136,7 @@ class FabricModule(nn.Module):
         Raises:
             ArgumentTypeError: the user's module has no such method, or it is ``forward``.
         """
-        original = self._fabric_original
+        original = self._fabric_uncompiled
         name = str(getattr(method, "__name__", method))
         if name == "forward" or not callable(getattr(original, name, None)):
             problem = f"{type(original).__name__} has no method {name!r}, or it is forward itself"
@@ -151,7 +151,7 @@ class FabricModule(nn.Module):
     eval = nn.Module.eval  # calls train()
 
     def __getattr__(self, name: str) -> Any:
-        original = self.__dict__["_fabric_original"]
+        original = self.__dict__["_fabric_uncompiled"]
         value = getattr(original, name)
         if isinstance(value, MethodType) and value.__self__ is original:
             if name in self._fabric_forward_methods:
@@ -161,27 +161,27 @@ class FabricModule(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._fabric_original, name, value)
+        setattr(self._fabric_uncompiled, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._fabric_original, name)
+        delattr(self._fabric_uncompiled, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._fabric_original)})
+        return sorted({*super().__dir__(), *dir(self._fabric_uncompiled)})
 
     # The methods of a container, which Python looks up on the class. A user's module without one
     # raises its own error.
     def __getitem__(self, index: Any) -> Any:
-        return self._fabric_original[index]
+        return self._fabric_uncompiled[index]
 
     def __len__(self) -> int:
-        return len(self._fabric_original)
+        return len(self._fabric_uncompiled)
 
     def __iter__(self) -> Any:
-        return iter(self._fabric_original)
+        return iter(self._fabric_uncompiled)
 
     def __bool__(self) -> bool:
-        return bool(self._fabric_original)
+        return bool(self._fabric_uncompiled)
 
     def __repr__(self) -> str:
         return f"FabricModule({self._fabric_module!r})"
@@ -225,7 +225,7 @@ class FabricModule(nn.Module):
         device_type = self._fabric_device.type
         strategy_casts = contract is not None and contract.casts
         if precision.compute_dtype is None and not strategy_casts:
-            dtype = _common_dtype(self._fabric_original)
+            dtype = _common_dtype(self._fabric_uncompiled)
             if dtype is not None:
                 forward = _true_forward(forward, dtype)
         if precision.has_own_context:
@@ -241,7 +241,7 @@ class FabricModule(nn.Module):
         """Return a function that runs a method as the forward pass of the prepared module."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _forward_replaced(self._fabric_original, method):
+            with _forward_replaced(self._fabric_uncompiled, method):
                 return self(*args, **kwargs)
 
         run.__name__ = method.__name__
@@ -255,10 +255,10 @@ def _delegate(name: str) -> Callable[..., Any]:
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
         if converts and self._fabric_contract is not None:
             self._fabric_contract.check_conversion(name, args, kwargs)
-        result = getattr(self._fabric_original, name)(*args, **kwargs)
+        result = getattr(self._fabric_uncompiled, name)(*args, **kwargs)
         if converts:
             self._bind_forward()
-        if result is self._fabric_original:
+        if result is self._fabric_uncompiled:
             return self
         return result
 

@@ -30,7 +30,7 @@ from fabric.diagnostics.hang_report import (
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
-from fabric.store import JobStore, find_store, unused_prefix
+from fabric.store import JobStore, find_store, unused_key_prefix
 from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
@@ -292,7 +292,7 @@ class Runtime:
             shared_store = find_store(world, self.timeout)
         # Several runtimes may follow each other in the processes of a job, each with its own
         # prefix.
-        prefix = unused_prefix(shared_store, world, self.timeout)
+        prefix = unused_key_prefix(shared_store, world, self.timeout)
         store = dist.PrefixStore(f"fabric/{prefix}", shared_store)
         store.set_timeout(self.timeout)
         if is_connected:

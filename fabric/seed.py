@@ -18,7 +18,7 @@ import torch
 from fabric.errors import ConfigurationError
 
 __all__ = [
-    "Streams",
+    "RandomStreams",
     "WorkerSeeding",
     "rng_state",
     "sample_generator",
@@ -101,20 +101,20 @@ class WorkerSeeding:
 
 
 @dataclass(frozen=True)
-class Streams:
+class RandomStreams:
     """Random streams of this process that are read and set together.
 
     Attributes:
-        shared: the names of global streams of the process: ``"python"``, ``"numpy"``, ``"torch"``
+        global_streams: the names of streams of the process: ``"python"``, ``"numpy"``, ``"torch"``
             (the CPU generator).
         generators: separate generators, such as the generator of a sampler.
     """
 
-    shared: tuple[str, ...] = ()
+    global_streams: tuple[str, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.shared or self.generators)
+        return bool(self.global_streams or self.generators)
 
     def state(self) -> dict[str, Any]:
         """Return the states of the streams.
@@ -124,7 +124,7 @@ class Streams:
             tensors in the order of the generators.
         """
         state: dict[str, Any] = {}
-        for name in self.shared:
+        for name in self.global_streams:
             value = _READ[name]()
             if value is not None:
                 state[name] = value
@@ -134,13 +134,13 @@ class Streams:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the streams to a state of the same streams. Streams without an entry keep theirs."""
-        self.restore_shared(state, {})
+        self.restore_global_streams(state, {})
         for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
             generator.set_state(saved)
 
-    def restore_shared(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
+    def restore_global_streams(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
         """Set the shared streams, except the streams that have an equal entry in ``unless``."""
-        for name in self.shared:
+        for name in self.global_streams:
             if name in state and not _is_equal(state[name], unless.get(name)):
                 _WRITE[name](state[name])
 
@@ -155,7 +155,7 @@ def rng_state() -> dict[str, Any]:
         A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)``
         reads it back.
     """
-    state = Streams(("python", "numpy", "torch")).state()
+    state = RandomStreams(("python", "numpy", "torch")).state()
     if torch.cuda.is_initialized():
         state["cuda"] = {
             "current": torch.cuda.current_device(),
@@ -175,7 +175,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         KeyError: ``state`` is not a result of :func:`rng_state`. Nothing was changed.
     """
     torch.set_rng_state(state["torch"])
-    Streams(("python", "numpy")).restore(state)
+    RandomStreams(("python", "numpy")).restore(state)
     cuda = state.get("cuda")
     if cuda and torch.cuda.is_available():
         current = torch.cuda.current_device()

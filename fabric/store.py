@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
-__all__ = ["JobStore", "find_store", "unused_prefix"]
+__all__ = ["JobStore", "find_store", "unused_key_prefix"]
 
 _POLL_SECONDS = 0.005  # between two looks at the store
 
@@ -160,7 +160,7 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     return store
 
 
-def unused_prefix(store: dist.Store, world: World, timeout: timedelta) -> str:
+def unused_key_prefix(store: dist.Store, world: World, timeout: timedelta) -> str:
     """Return a key prefix for the ranks that connect now, unused by any earlier user of the store.
 
     The processes of a job may have several runtimes in a row, which a counter tells apart. But

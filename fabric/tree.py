@@ -32,14 +32,14 @@ __all__ = [
     "Leaf",
     "Structure",
     "Tree",
-    "check_opaque",
-    "check_tensor",
+    "check_can_send",
+    "check_other_leaf",
     "children",
+    "describe_keys",
     "flatten",
     "leaf_paths",
     "map_leaves",
     "map_tensors",
-    "outline",
     "parameters_of",
     "to_device",
     "unflatten",
@@ -125,7 +125,7 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     return paths
 
 
-def outline(structure: Structure) -> str:
+def describe_keys(structure: Structure) -> str:
     """Return the keys of a structure as text. It is the same on all ranks with this structure."""
     if structure is None:
         return ""
@@ -138,7 +138,7 @@ def outline(structure: Structure) -> str:
         text = str(list(map(_sort_key, keys)))
     if isinstance(structure.children, int):
         return text
-    inner = "; ".join(map(outline, structure.children))
+    inner = "; ".join(map(describe_keys, structure.children))
     return f"{text}: ({inner})"
 
 
@@ -369,7 +369,7 @@ def _copy_with(
 # -- checks of what can be sent -------------------------------------------------------------------
 
 
-def check_tensor(tensor: Tensor, structure: Structure, position: int) -> None:
+def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
     """Check that a tensor has dense local values.
 
     Args:
@@ -413,7 +413,7 @@ def check_tensor(tensor: Tensor, structure: Structure, position: int) -> None:
     )
 
 
-def check_opaque(leaf: Leaf, structure: Structure, position: int) -> None:
+def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
     """Check that a leaf which is neither a tensor nor a number does not look like data.
 
     Args:

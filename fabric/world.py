@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["World", "available_cores", "read", "read_integer"]
+__all__ = ["World", "available_cores", "read_integer_variable", "read_variable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,13 @@ class World:
             ConfigurationError: a variable is not an integer, or the variables contradict each
                 other.
         """
-        rank = read_integer(env, "RANK")
-        world_size = read_integer(env, "WORLD_SIZE")
+        rank = read_integer_variable(env, "RANK")
+        world_size = read_integer_variable(env, "WORLD_SIZE")
         if rank is None or world_size is None:
             return None
-        local_world_size = read_integer(env, "LOCAL_WORLD_SIZE")
-        local_rank = read_integer(env, "LOCAL_RANK")
-        node_rank = read_integer(env, "GROUP_RANK")
+        local_world_size = read_integer_variable(env, "LOCAL_WORLD_SIZE")
+        local_rank = read_integer_variable(env, "LOCAL_RANK")
+        node_rank = read_integer_variable(env, "GROUP_RANK")
         if local_world_size is None and local_rank is not None and local_rank != rank:
             raise ConfigurationError(
                 f"RANK={rank} and LOCAL_RANK={local_rank} in the environment",
@@ -113,9 +113,9 @@ class World:
             node_rank=node_rank,
             world_size=world_size,
             local_world_size=local_world_size,
-            address=read(env, "MASTER_ADDR") or "127.0.0.1",
-            port=read_integer(env, "MASTER_PORT"),
-            store=read(env, "FABRIC_STORE"),
+            address=read_variable(env, "MASTER_ADDR") or "127.0.0.1",
+            port=read_integer_variable(env, "MASTER_PORT"),
+            store=read_variable(env, "FABRIC_STORE"),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ class World:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def read(env: Mapping[str, str], *names: str) -> str | None:
+def read_variable(env: Mapping[str, str], *names: str) -> str | None:
     """Return the value of the first variable that is set and not blank, or None.
 
     Args:
@@ -147,7 +147,7 @@ def read(env: Mapping[str, str], *names: str) -> str | None:
     return None
 
 
-def read_integer(env: Mapping[str, str], *names: str) -> int | None:
+def read_integer_variable(env: Mapping[str, str], *names: str) -> int | None:
     """Return the integer in the first variable that is set and not blank, or None.
 
     Args:
@@ -158,7 +158,7 @@ def read_integer(env: Mapping[str, str], *names: str) -> int | None:
         ConfigurationError: the value is not an integer.
     """
     for name in names:
-        if not read(env, name):
+        if not read_variable(env, name):
             continue
         try:
             return int(env[name])

@@ -126,13 +126,13 @@ class Fabric(_Fabric):
     def _prepared_module(self, module: Any) -> Any:
         """Return the result of an earlier setup of a module, or None."""
         user_module = self.unwrap(module)
-        for prepared in self._running_session("setup").modules:
+        for prepared in self._ensure_session("setup").modules:
             if self.unwrap(prepared) is user_module:
                 return prepared
         return None
 
     def _prepare_module(self, module: Any, optimizers: Any, move_to_device: bool) -> Any:
-        session = self._running_session("setup")
+        session = self._ensure_session("setup")
         new_optimizers = [
             optimizer for optimizer in optimizers if optimizer not in session.optimizers
         ]
@@ -155,7 +155,7 @@ class Fabric(_Fabric):
         return _single_or_tuple(*optimizers)
 
     def _set_up(self, optimizers: Any) -> None:
-        session = self._running_session("setup_optimizers")
+        session = self._ensure_session("setup_optimizers")
         new_optimizers = [
             optimizer for optimizer in optimizers if optimizer not in session.optimizers
         ]
@@ -199,7 +199,7 @@ class Fabric(_Fabric):
 
         On one process, the shape does not change. Collective: every rank must call it.
         """
-        self._running_session("all_gather")  # sets the rank that _note reads
+        self._ensure_session("all_gather")  # sets the rank that _note reads
         tensors = convert_to_tensors(data, self.device)
         _note("all_gather returns tensors for numbers, and adds no dimension on one process")
         if self.world_size == 1 and group is None:

@@ -22,7 +22,7 @@ from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as FabricPrecision
 from fabric.tree import map_tensors
-from fabric.world import World, read, read_integer
+from fabric.world import World, read_integer_variable, read_variable
 from fabric_compat.missing import missing
 
 CollectibleGroup = dist.ProcessGroup
@@ -239,7 +239,7 @@ class AsEnvironment:
         self.name = type(cluster).__name__
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        if read(env, "FABRIC_STORE"):
+        if read_variable(env, "FABRIC_STORE"):
             return World.from_env(env)  # fabric's own launchers started this rank
         cluster = self._cluster
         if not cluster.creates_processes_externally:
@@ -279,7 +279,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        return read_integer(os.environ, "SLURM_JOB_ID")
+        return read_integer_variable(os.environ, "SLURM_JOB_ID")
 
     @staticmethod
     def job_name() -> str | None:

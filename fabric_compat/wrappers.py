@@ -40,7 +40,7 @@ class _FabricModule(FabricModule):
         return torch.get_default_dtype()
 
     _forward_module = property(attrgetter("_fabric_prepared"))
-    _original_module = property(attrgetter("_fabric_original"))
+    _original_module = property(attrgetter("_fabric_uncompiled"))
 
 
 class _FabricOptimizer(Optimizer):

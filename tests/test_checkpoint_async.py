@@ -229,7 +229,7 @@ def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
         for name, value in before.items():
             assert torch.equal(after[name], value)
         step(fabric, model, optimizer)
-    background = fabric._running_session("").runtime.background_communicator
+    background = fabric._ensure_session("").runtime.background_communicator
     return background() is background()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fabric.errors import ConfigurationError
 from fabric.seed import (
-    Streams,
+    RandomStreams,
     WorkerSeeding,
     rng_state,
     sample_generator,
@@ -120,17 +120,17 @@ def test_seeding_does_not_import_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_streams_that_differ_are_restored_and_equal_streams_go_on() -> None:
-    streams = Streams(("python", "torch"))
+    streams = RandomStreams(("python", "torch"))
     saved = streams.state()
     random.seed(77)
     changed = streams.state()
     random.random()
     torch.rand(())
-    streams.restore_shared(saved, unless=changed)
+    streams.restore_global_streams(saved, unless=changed)
     assert random.getstate() == saved["python"]
     assert not torch.equal(torch.get_rng_state(), saved["torch"])
     random.random()
-    streams.restore_shared(saved, unless=saved)
+    streams.restore_global_streams(saved, unless=saved)
     assert random.getstate() != saved["python"]
 
 

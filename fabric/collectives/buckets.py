@@ -29,7 +29,7 @@ from torch import Tensor
 from fabric._torch import own_versions
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
-from fabric.tree import Leaf, Structure, check_opaque, check_tensor, leaf_paths, outline
+from fabric.tree import Leaf, Structure, check_can_send, check_other_leaf, describe_keys, leaf_paths
 
 __all__ = [
     "MEAN_WIRE_DTYPES",
@@ -240,7 +240,7 @@ def pack(
     buckets: dict[torch.dtype, Bucket] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            check_tensor(leaf, structure, position)
+            check_can_send(leaf, structure, position)
             bucket = buckets.setdefault(leaf.dtype, Bucket(leaf.dtype))
             bucket.tensors.append(leaf)
             bucket.tensor_positions.append(position)
@@ -252,7 +252,7 @@ def pack(
             bucket.numbers.append(number.value)
             bucket.number_positions.append(position)
         elif number is None and not opaque:
-            check_opaque(leaf, structure, position)
+            check_other_leaf(leaf, structure, position)
     return list(buckets.values())
 
 
@@ -312,7 +312,7 @@ def describe(
             require one would not take part in the collective of the backward pass. Default: False.
         ragged: whether the lengths along the first dimension may differ. Default: False.
     """
-    names = outline(structure)
+    names = describe_keys(structure)
     kinds = _describe_leaves(leaves, buckets, grads, ragged).replace("torch.", "")
     if names and kinds:
         return f"{names}: {kinds}"
@@ -395,7 +395,7 @@ def _stack(tensors: list[Tensor]) -> Tensor | None:
         return None
     try:
         stacked = torch.stack(tensors)
-        check_tensor(stacked, None, 0)
+        check_can_send(stacked, None, 0)
     except (RuntimeError, ConfigurationError):
         # The shapes or devices differ, or a tensor cannot be sent. pack() names that tensor.
         return None

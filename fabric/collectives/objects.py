@@ -26,7 +26,7 @@ from fabric.communicators.base import (
 )
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
-from fabric.tree import PLAIN_TENSOR_TYPES, Leaf, Tree, check_tensor, flatten, unflatten
+from fabric.tree import PLAIN_TENSOR_TYPES, Leaf, Tree, check_can_send, flatten, unflatten
 
 __all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 
@@ -164,7 +164,7 @@ def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) ->
     tensors: list[Tensor] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            check_tensor(leaf, structure, position)
+            check_can_send(leaf, structure, position)
             tensor = leaf.detach()
             tensors.append(tensor)
             leaves[position] = TensorMeta(tensor)

@@ -24,7 +24,7 @@ from fabric.data.spec import ActiveLoop, LoaderSpec, ShardRequest, Uneven
 from fabric.data.spec import shard as shard_loader
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fabric.seed import Streams, WorkerSeeding
+from fabric.seed import RandomStreams, WorkerSeeding
 
 __all__ = ["DataParallelJob", "FabricDataLoader", "LoaderOptions"]
 
@@ -287,7 +287,7 @@ class FabricDataLoader(_Base):
         for generator in spec.generators:
             if generator not in replayed:
                 generators.append(generator)
-        streams = Streams(("torch",), tuple(generators))
+        streams = RandomStreams(("torch",), tuple(generators))
         before = streams.state()
         batches = iter(self.loader)
         streams.restore(before)

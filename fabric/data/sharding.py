@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from fabric.data.position import EpochPosition, State, length_of
-from fabric.seed import Streams
+from fabric.seed import RandomStreams
 
 __all__ = ["FromRank0", "InterleavedIterable", "ShardedSampler", "SynchronizedStreams"]
 
@@ -39,7 +39,7 @@ class SynchronizedStreams:
         name: name of the loader, distinct among those of a job.
     """
 
-    def __init__(self, streams: Streams, from_rank0: FromRank0 | None, name: str) -> None:
+    def __init__(self, streams: RandomStreams, from_rank0: FromRank0 | None, name: str) -> None:
         self.streams = streams
         self._from_rank0 = from_rank0
         self._name = name
@@ -64,7 +64,7 @@ class SynchronizedStreams:
         if saved is not None:
             self.streams.restore(saved)
             result = action()
-            self.streams.restore_shared(local_state, unless={})
+            self.streams.restore_global_streams(local_state, unless={})
             return saved, result
         if self._from_rank0 is None or not self.streams:
             return local_state, action()
@@ -73,7 +73,7 @@ class SynchronizedStreams:
         state: State = pickle.loads(received)  # noqa: S301 - from a rank of this job
         self.streams.restore(state)
         result = action()
-        self.streams.restore_shared(local_state, unless=state)
+        self.streams.restore_global_streams(local_state, unless=state)
         return state, result
 
 
@@ -209,7 +209,7 @@ class ShardedSampler:
         first_round = list(islice(order, self.num_replicas))
         remaining = islice(chain(first_round, order), self.position.skip, None)
         next_round = list(islice(remaining, self.num_replicas))
-        streams = Streams(self._streams.streams.shared)
+        streams = RandomStreams(self._streams.streams.global_streams)
         return self._rounds(next_round, first_round, remaining, streams, streams.state())
 
     def _rounds(
@@ -217,7 +217,7 @@ class ShardedSampler:
         entries: list[Any],
         first_round: list[Any],
         order: Iterator[Any],
-        streams: Streams,
+        streams: RandomStreams,
         private_state: State,
     ) -> Iterator[Any]:
         """Yield this rank's entry of each round.

@@ -23,7 +23,7 @@ from fabric.data.sharding import (
     SynchronizedStreams,
 )
 from fabric.errors import ConfigurationError
-from fabric.seed import Streams
+from fabric.seed import RandomStreams
 
 __all__ = ["ActiveLoop", "LoaderSpec", "ShardRequest", "Uneven", "shard"]
 
@@ -89,7 +89,7 @@ class LoaderSpec:
     order: Any
     unit: _Unit
     num_replicas: int
-    streams: Streams
+    streams: RandomStreams
     generators: tuple[torch.Generator, ...]
     uneven: Uneven
     is_sharded_by_user: bool
@@ -239,7 +239,9 @@ def _shard_iterable(
             dataset, request.rank, request.num_replicas, includes_incomplete
         )
         _replace_attribute(loader, "dataset", shard_of_rank)
-        seed_streams = Streams(generators=generators) if generators else Streams(("torch",))
+        seed_streams = (
+            RandomStreams(generators=generators) if generators else RandomStreams(("torch",))
+        )
         worker_seed = SynchronizedStreams(seed_streams, request.from_rank0, request.name)
     return LoaderSpec(
         dataset=dataset,
@@ -248,7 +250,7 @@ def _shard_iterable(
         order=dataset,
         unit="single samples" if loader.batch_size is None else "samples",
         num_replicas=request.shards,
-        streams=Streams(),
+        streams=RandomStreams(),
         generators=generators,
         uneven=request.uneven,
         is_sharded_by_user=is_sharded_by_user,
@@ -332,7 +334,7 @@ def _keeps_more_state(loader: DataLoader[Any], sampler: Any) -> bool:
 
 
 def _build_sampler(
-    loader: DataLoader[Any], order: _Order, streams: Streams, request: ShardRequest
+    loader: DataLoader[Any], order: _Order, streams: RandomStreams, request: ShardRequest
 ) -> ShardedSampler:
     shards = request.shards
     if _share_of(order.sampler) is not None:
@@ -382,7 +384,7 @@ def _share_of(sampler: Any) -> _Share | None:
     return None
 
 
-def _streams_of(sampler: Any, own_generators: tuple[torch.Generator, ...]) -> Streams:
+def _streams_of(sampler: Any, own_generators: tuple[torch.Generator, ...]) -> RandomStreams:
     """Return the random streams that a sampler may draw from.
 
     Args:
@@ -393,15 +395,15 @@ def _streams_of(sampler: Any, own_generators: tuple[torch.Generator, ...]) -> St
     """
     sampler_type = type(sampler)
     if sampler_type in (SequentialSampler, list, tuple, range) or _share_of(sampler) is not None:
-        return Streams()
+        return RandomStreams()
     if sampler_type is BatchSampler:
         return _streams_of(sampler.sampler, own_generators)
     if sampler_type in _RANDOM_SAMPLERS:
         if sampler.generator is None:
-            return Streams(shared=("torch",))
-        return Streams(generators=(sampler.generator,))
+            return RandomStreams(global_streams=("torch",))
+        return RandomStreams(generators=(sampler.generator,))
     generators = dict.fromkeys((*_generators_in(sampler), *own_generators))
-    return Streams(shared=("python", "numpy", "torch"), generators=tuple(generators))
+    return RandomStreams(global_streams=("python", "numpy", "torch"), generators=tuple(generators))
 
 
 def _generators_in(sampler: Any) -> Iterator[torch.Generator]:

@@ -30,7 +30,7 @@ from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers.rank import PREEMPTED, ControlThread, SignalHandler, stop_signals
 from fabric.runtime import Runtime
 from fabric.store import JobStore
-from fabric.world import read, read_integer
+from fabric.world import read_integer_variable, read_variable
 
 __all__ = ["StopRequest", "exit_preempted", "slurm_deadline", "to_seconds"]
 
@@ -246,8 +246,8 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         ConfigurationError: the variables contradict each other, or the end is past or nearer than
             the margin.
     """
-    job = read(env, "SLURM_JOB_ID")
-    end = read_integer(env, "SLURM_JOB_END_TIME")
+    job = read_variable(env, "SLURM_JOB_ID")
+    end = read_integer_variable(env, "SLURM_JOB_END_TIME")
     if job and end is None and rank == 0:
         end = _ask_for_end(job)
     if job is None or end is None:
@@ -257,7 +257,7 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         margin_seconds = min(_DEFAULT_MARGIN, seconds_left / 2)
     else:
         margin_seconds = margin.total_seconds()
-    is_other_job = read(env, "SLURM_JOBID") not in (None, job)
+    is_other_job = read_variable(env, "SLURM_JOBID") not in (None, job)
     if is_other_job or seconds_left <= max(margin_seconds, 0):
         raise ConfigurationError(
             f"fabric.should_stop {margin_seconds:g} s before the end of a SLURM job",
@@ -295,10 +295,10 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
         UsageError: SLURM did not put the job, or this task of an array, back into the queue.
     """
     close()
-    job = read(os.environ, "SLURM_JOB_ID")
+    job = read_variable(os.environ, "SLURM_JOB_ID")
     if requeue and job is not None:
         # To scontrol, SLURM_JOB_ID would mean all tasks of an array.
-        array = read(os.environ, "SLURM_ARRAY_JOB_ID")
+        array = read_variable(os.environ, "SLURM_ARRAY_JOB_ID")
         if array is not None:
             job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         _scontrol("requeue", job)

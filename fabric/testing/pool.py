@@ -297,7 +297,7 @@ def _serve(fabric: Fabric) -> None:
     stacks = open(control.config.stack_file, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     control.send("serving")
-    fabric._enter_rank(world)
+    fabric._join_job(world)
     control.send("reply", _Reply(Report(rank=world.rank), dump_result(None)))
     folder = os.open(".", os.O_RDONLY)
     environment = dict(os.environ)

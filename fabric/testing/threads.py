@@ -169,9 +169,7 @@ class _ThreadedCall:
         strategy = ThreadedStrategy(communicator, self.store)
         options = {"accelerator": "cpu", "devices": size, **self.fabric_options}
         fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
-        fabric._enter_rank(
-            World(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
-        )
+        fabric._join_job(World(rank=rank, local_rank=rank, world_size=size, local_world_size=size))
         return fabric
 
 

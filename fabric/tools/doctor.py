@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fabric.environments import Environment, detect
 from fabric.errors import UsageError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.world import World, available_cores, read
+from fabric.world import World, available_cores, read_variable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -175,7 +175,7 @@ def _examine_machine() -> Iterator[str]:
     if sys.platform == "linux":
         remedy = "docker run --shm-size=8g; workers of loaders use it"
         yield _examine_space("shared memory", "/dev/shm", 256 * _MIB, remedy)
-    scratch = read(os.environ, "TMPDIR") or tempfile.gettempdir()
+    scratch = read_variable(os.environ, "TMPDIR") or tempfile.gettempdir()
     yield _examine_space("scratch", scratch, _GIB, "export TMPDIR=<another folder>")
     remedy = "make room, or save checkpoints elsewhere"
     yield _examine_space("working folder", os.getcwd(), _GIB, remedy)
