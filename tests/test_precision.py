@@ -304,6 +304,17 @@ def test_fabric_autocast_enters_the_context_of_a_precision():
         assert len(RoundedPrecision.threads) == 1
 
 
+def test_a_strategy_alone_warns_at_its_callers_line_that_it_does_not_scale_the_loss():
+    strategy = FSDPStrategy(precision="16-mixed")
+    strategy.setup_environment()
+    try:
+        with pytest.warns(UserWarning, match="does not scale the loss") as warnings:
+            strategy.setup(SimpleNamespace(model=nn.Linear(1, 1), optimizers=[]))
+        assert [warning.filename for warning in warnings] == [__file__]
+    finally:
+        strategy.teardown()
+
+
 @pytest.mark.parametrize("strategy_class", [DataParallelStrategy, DDPStrategy, FSDPStrategy])
 def test_a_strategy_alone_refuses_a_precision_whose_context_it_would_not_enter(strategy_class):
     strategy = strategy_class(precision=RoundedPrecision(name="rounded"))

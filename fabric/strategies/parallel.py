@@ -71,10 +71,13 @@ class ParallelStrategy(Strategy):
                 suggestion=modern,
             )
         if precision.loss_scale is not None and self.is_global_zero:
+            # Frame 3 is the caller of setup(). An override that calls this setup() is one more.
+            is_overridden = type(self).setup is not ParallelStrategy.setup
+            stacklevel = 4 if is_overridden else 3
             warnings.warn(
                 f"{request} computes in float16 and does not scale the loss: gradients below 6e-8 "
                 f"become 0. Write: {modern}",
-                stacklevel=4,  # the caller of setup() of an older strategy
+                stacklevel=stacklevel,
             )
 
     def _is_prepared(self, module: nn.Module) -> bool:
