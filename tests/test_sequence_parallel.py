@@ -330,6 +330,11 @@ def masked_self_attention(x: Tensor) -> Tensor:
     return scaled_dot_product_attention(x, x, x, mask)
 
 
+def attention_with_a_mask_without_dimensions(x: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
+    return scaled_dot_product_attention(heads, heads, heads, torch.tensor(1.0))
+
+
 def attention_to_full_keys(x: Tensor) -> Tensor:
     keys = torch.ones(1, 4, 4)
     return scaled_dot_product_attention(x, keys, keys)
@@ -365,6 +370,7 @@ def compute_in_context(fabric: Fabric) -> bool:
     assert "have [2, 4, 4] tokens" in error(attention_to_full_keys, x)
     shapes = "a mask of shape (..., 2, 4), (..., 1, 4) or (..., 1, 2)"
     assert shapes in error(masked_self_attention, x)
+    assert shapes in error(attention_with_a_mask_without_dimensions, x)
     local_attention = "attention over the tokens of this rank alone"
     assert local_attention in error(multihead_attention, x)
     not_called = "was not called: each rank has used its own tokens alone"

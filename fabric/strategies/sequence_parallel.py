@@ -226,7 +226,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         self.calls += 1
         self._check_inputs(query, key, value, attn_mask)
         options["dropout_p"] = dropout_p
-        can_split_heads = not _last_two_dimensions(attn_mask)
+        can_split_heads = attn_mask is None
         for tensor in (query, key, value):
             has_heads = tensor.dim() > 2
             if not has_heads or tensor.shape[-3] % self._communicator.size:
@@ -242,9 +242,12 @@ class _SequenceParallelAttention(TorchFunctionMode):
         length = self._length
         total = self._total
         counts = [query.shape[-2], key.shape[-2], value.shape[-2]]
-        mask_shape = _last_two_dimensions(attn_mask)
-        valid_shapes = ([], [length, total], [1, total], [1, length])
-        if counts == [length] * 3 and mask_shape in valid_shapes:
+        is_mask_valid = True
+        mask_shape: list[int] = []
+        if attn_mask is not None:
+            mask_shape = list(attn_mask.shape[-2:])
+            is_mask_valid = mask_shape in ([length, total], [1, total], [1, length])
+        if counts == [length] * 3 and is_mask_valid:
             return
         rank = self._communicator.rank
         raise ConfigurationError(
@@ -286,8 +289,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         options: Mapping[str, Any],
     ) -> Tensor:
         """Compute attention of this rank's queries to gathered keys and values. Collective."""
-        is_local_key_mask = _last_two_dimensions(attn_mask) == [1, self._length]
-        if attn_mask is not None and is_local_key_mask:
+        if attn_mask is not None and list(attn_mask.shape[-2:]) == [1, self._length]:
             # Transposed, so that tokens are in the same dimension as those of the keys.
             key, value, mask = self._gather([key, value, attn_mask.mT])
             attn_mask = mask.mT
@@ -321,10 +323,3 @@ class _SequenceParallelAttention(TorchFunctionMode):
         for tensor, length in zip(tensors, self._lengths, strict=True):
             sequences.append(tensor[..., :length, :])
         return torch.cat(sequences, -2)
-
-
-def _last_two_dimensions(mask: Tensor | None) -> list[int]:
-    """Return the last two sizes of a mask. An empty list stands for no mask."""
-    if mask is None:
-        return []
-    return list(mask.shape[-2:])
