@@ -121,7 +121,7 @@ class DataParallelStrategy(ParallelStrategy):
     name = "dp"
     connects_processes = False
     drives_all_devices = True
-    _wrapper = nn.DataParallel
+    _wrapper_class = nn.DataParallel
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class DDPStrategy(ParallelStrategy):
     """
 
     name = "ddp"
-    _wrapper = DistributedDataParallel
+    _wrapper_class = DistributedDataParallel
 
     def __init__(
         self,
@@ -125,7 +125,10 @@ class DDPStrategy(ParallelStrategy):
             num_nodes=num_nodes,
         )
         check_forwarded_arguments(
-            "DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _DECIDED_ARGUMENTS
+            strategy_name="DDPStrategy",
+            torch_function=DistributedDataParallel.__init__,
+            user_arguments=ddp_kwargs,
+            decided_names=_DECIDED_ARGUMENTS,
         )
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
             raise ConfigurationError(

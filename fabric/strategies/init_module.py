@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # Bytes. Smaller tensors stay in ordinary memory.
-SMALLEST = 1 << 16
+_SMALLEST_MAPPED_BYTES = 1 << 16
 # Bytes of mapped tensors that may be used before unused pages are given back.
 _RESIDENT = 1 << 25
 _UNINITIALIZED = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
@@ -94,7 +94,7 @@ class MappedMemory(DispatchMode):
         DispatchMode.__init__(self)
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._used_bytes = 0
-        _unnamed_file(SMALLEST)  # for its error
+        _unnamed_file(_SMALLEST_MAPPED_BYTES)  # for its error
         folder = tempfile.gettempdir()
         if warn and _is_in_memory(folder):
             warnings.warn(
@@ -211,7 +211,7 @@ def _is_large(value: Any) -> TypeIs[Tensor]:
     """Return whether this is a plain tensor of 64 KB or more in the memory of the CPU."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
-    return value.device.type == "cpu" and value.nbytes >= SMALLEST
+    return value.device.type == "cpu" and value.nbytes >= _SMALLEST_MAPPED_BYTES
 
 
 def _unnamed_file(nbytes: int) -> torch.UntypedStorage:

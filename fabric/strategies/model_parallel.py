@@ -27,7 +27,7 @@ from fabric.seed import rng_state, set_rng_state
 from fabric.strategies.fsdp.api import FSDPStrategy
 from fabric.strategies.fsdp.sharding import receive_values, shard_module
 from fabric.strategies.tp_plan import (
-    PartStreams,
+    PartRandomStreams,
     check_styles,
     find_head_attributes,
     find_layers,
@@ -316,7 +316,7 @@ class ModelParallelStrategy(FSDPStrategy):
         prepared = super().setup_module(module)
         self._originals = {}
         if topology.tensor_parallel_size > 1:
-            PartStreams(root, topology.mesh, requires_rowwise=self.tp_plan is not None)
+            PartRandomStreams(root, topology.mesh, requires_rowwise=self.tp_plan is not None)
         return prepared
 
     @override

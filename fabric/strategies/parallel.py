@@ -25,7 +25,7 @@ class ParallelStrategy(Strategy):
 
     name = "parallel"
     # Whether a prepared module computes in the dtype of a mixed precision by itself.
-    _casts: ClassVar[bool] = False
+    _casts_to_compute_dtype: ClassVar[bool] = False
 
     def setup(self, trainer: Any) -> None:
         """Prepare a trainer's model and optimizers. Older form of :meth:`fabric.Fabric.setup`.
@@ -62,7 +62,7 @@ class ParallelStrategy(Strategy):
         precision = self.runtime.precision
         request = f"{type(self).__name__}.setup(trainer)"
         modern = f"{_MODERN_SETUP} and fabric.backward(loss)"
-        needs_autocast = precision.compute_dtype is not None and not self._casts
+        needs_autocast = precision.compute_dtype is not None and not self._casts_to_compute_dtype
         if needs_autocast or precision.has_own_context:
             raise ConfigurationError(
                 f"{request} with precision={precision.name!r}",
@@ -83,7 +83,7 @@ class ParallelStrategy(Strategy):
     def _is_prepared(self, module: nn.Module) -> bool:
         """Return whether this is a prepared module, or the user's module of a prepared module."""
         inner = uncompiled(module)
-        if isinstance(inner, self._wrapper):
+        if isinstance(inner, self._wrapper_class):
             return True
         return inner in map(self.unwrap, self._prepared_modules)
 
@@ -132,24 +132,31 @@ def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
 
 
 def check_forwarded_arguments(
-    strategy: str, function: Callable[..., Any], arguments: Mapping[str, Any], decided: set[str]
+    *,
+    strategy_name: str,
+    torch_function: Callable[..., Any],
+    user_arguments: Mapping[str, Any],
+    decided_names: set[str],
 ) -> None:
-    """Raise an ArgumentTypeError for arguments that cannot be forwarded to torch.
+    """Raise an ArgumentTypeError for arguments that a strategy cannot forward to torch.
+
+    Called by a strategy's constructor, so that a wrong argument is an error before ``setup``.
 
     Args:
-        strategy: the name of the strategy, for the error.
-        function: the function of torch.
-        arguments: the keyword arguments of the user.
-        decided: the names of arguments that the strategy itself passes to ``function``.
+        strategy_name: the name of the strategy, for the error.
+        torch_function: the function of torch that gets the arguments.
+        user_arguments: the keyword arguments of the user.
+        decided_names: the parameters of ``torch_function`` that the strategy itself passes.
     """
-    accepted = set(inspect.signature(function).parameters) - decided
-    unknown = sorted(set(arguments) - accepted)
+    accepted = set(inspect.signature(torch_function).parameters) - decided_names
+    unknown = sorted(set(user_arguments) - accepted)
     if not unknown:
         return
-    call = ", ".join(f"{name}={arguments[name]!r}" for name in unknown)
-    torch_name = function.__qualname__.split(".")[0]
+    call = ", ".join(f"{name}={user_arguments[name]!r}" for name in unknown)
+    # The class, if the function is a constructor.
+    torch_name = torch_function.__qualname__.split(".")[0]
     raise ArgumentTypeError(
-        f"{strategy}({call})",
+        f"{strategy_name}({call})",
         problem=f"{torch_name} takes no {', '.join(unknown)}, or the strategy decides it",
         expected=", ".join(sorted(accepted)),
     )

@@ -22,7 +22,7 @@ from fabric.errors import ConfigurationError, UsageError
 
 __all__ = [
     "HeadAttribute",
-    "PartStreams",
+    "PartRandomStreams",
     "check_styles",
     "find_head_attributes",
     "find_layers",
@@ -346,7 +346,7 @@ class _SavedStreams(NamedTuple):
     start: list[torch.Tensor]
 
 
-class PartStreams:
+class PartRandomStreams:
     """Hooks that give each part of a split computation random numbers of its own.
 
     See ``[Note: Split layers]``.

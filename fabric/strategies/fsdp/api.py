@@ -176,7 +176,7 @@ class FSDPStrategy(ParallelStrategy):
     """
 
     name = "fsdp"
-    _casts = True
+    _casts_to_compute_dtype = True
 
     def __init__(
         self,
@@ -241,7 +241,12 @@ class FSDPStrategy(ParallelStrategy):
         if fsdp_kwargs:
             from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-            check_forwarded_arguments(type(self).__name__, fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
+            check_forwarded_arguments(
+                strategy_name=type(self).__name__,
+                torch_function=fully_shard,
+                user_arguments=fsdp_kwargs,
+                decided_names=_OWN_ARGUMENTS,
+            )
         self.fsdp_kwargs = fsdp_kwargs
         self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
 
