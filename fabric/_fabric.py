@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric import checkpoint, collectives
-from fabric._plan import resolve
+from fabric._plan import resolve_plan
 from fabric._session import Session, find_fabric_modules, rank_zero_first
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
@@ -180,7 +180,7 @@ class Fabric:
         check_training: bool = True,
         timings: bool = False,
     ) -> None:
-        self._plan = resolve(
+        self._plan = resolve_plan(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,
@@ -677,16 +677,16 @@ class Fabric:
             tensor = session.scaler.scale_loss(tensor)
 
         try:
-            for call in session.backward.before:
+            for call in session.backward_hooks.before:
                 call()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
             session.strategy._explain(error)
-            for call in session.backward.after:
+            for call in session.backward_hooks.after:
                 call(tensor, error)
             raise
         # A copy of the list: a function may remove itself.
-        for call in (*session.backward.after,):
+        for call in (*session.backward_hooks.after,):
             call(tensor, None)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -1109,7 +1109,7 @@ class Fabric:
         job. Only the read at which the processes agree to stop communicates. From the first read
         until ``teardown`` these signals no longer end this process.
         """
-        return self._ensure_session("should_stop").stopping.is_due()
+        return self._ensure_session("should_stop").stop_request.is_due()
 
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
         """End this process with code 75, which asks for a restart. Collective.

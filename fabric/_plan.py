@@ -30,7 +30,14 @@ from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
 
-__all__ = ["AFTER_SCRIPT", "RUN_OPTIONS", "STRATEGIES", "Plan", "parse_strategy", "resolve"]
+__all__ = [
+    "AFTER_SCRIPT_SUFFIX",
+    "RUN_VARIABLES",
+    "STRATEGIES",
+    "Plan",
+    "parse_strategy",
+    "resolve_plan",
+]
 
 K = TypeVar("K")
 
@@ -78,7 +85,7 @@ def _build_strategy_table() -> dict[str, Callable[..., Strategy]]:
 STRATEGIES = _build_strategy_table()
 
 # The environment variables that `fabric run` sets, by the argument of Fabric that they stand for.
-RUN_OPTIONS = {
+RUN_VARIABLES = {
     "accelerator": "FABRIC_ACCELERATOR",
     "strategy": "FABRIC_STRATEGY",
     "devices": "FABRIC_DEVICES",
@@ -86,7 +93,7 @@ RUN_OPTIONS = {
     "precision": "FABRIC_PRECISION",
 }
 # The suffix of these variables for options that came after the script.
-AFTER_SCRIPT = "_AFTER_SCRIPT"
+AFTER_SCRIPT_SUFFIX = "_AFTER_SCRIPT"
 
 _Options = dict[str, Any]  # the arguments of Fabric by name
 _DEFAULTS: Mapping[str, Any] = {
@@ -191,7 +198,7 @@ class Plan:
         return lines
 
 
-def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
+def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     """Return the plan of one job.
 
     Args:
@@ -266,7 +273,7 @@ def _add_run_options(options: _Options, env: Mapping[str, str]) -> None:
     """Add the options of ``fabric run`` to the arguments of ``Fabric``."""
     if options["environment"] == "none":
         return
-    for argument, variable in RUN_OPTIONS.items():
+    for argument, variable in RUN_VARIABLES.items():
         value = env.get(variable)
         if value:
             source = (
@@ -342,8 +349,8 @@ def _flag(argument: str) -> str:
 def _refuse_late_options(options: _Options, env: Mapping[str, str]) -> None:
     """Raise for options of ``fabric run`` after the script, which the job would ignore."""
     late_options: list[str] = []
-    for argument, variable in RUN_OPTIONS.items():
-        value = env.get(variable + AFTER_SCRIPT)
+    for argument, variable in RUN_VARIABLES.items():
+        value = env.get(variable + AFTER_SCRIPT_SUFFIX)
         if value and options[argument] in _OPEN:
             late_options.append(f"{_flag(argument)}={value}")
     if not late_options:

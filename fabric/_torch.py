@@ -36,12 +36,12 @@ real_tensors = unset_fake_temporarily
 # with a version each: rows from ``torch.unbind`` count changes in place together, and changing one
 # would forbid the backward pass through another. ``torch.unsafe_split`` does the same for parts
 # that keep the dimension, at five times the time.
-own_versions = torch._C._AutoDispatchBelowADInplaceOrView
+untracked_views = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 # How many operations autograd has recorded in this thread: it numbers them, under private names
 # only.
-operations_recorded: Callable[[], int] = torch.autograd._get_sequence_nr
+next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 # Collective: write a tensor of every rank into an output of ``(size * n,)``, or sum one of that
@@ -69,7 +69,7 @@ backoff_or_grow = torch._amp_update_scale_
 foreach_multiply = torch.ops.aten._foreach_mul_.Tensor
 
 # How often a tensor has been changed in place.
-version: Callable[[Tensor], int] = attrgetter("_version")
+in_place_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 # Close the default process group without waiting for its other ranks.
@@ -94,7 +94,7 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
     return values, lambda new: pytree.tree_unflatten(new, spec)
 
 
-def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
+def disable_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     """Undo what ``torch.distributed.algorithms.Join`` has changed in a DDP module.
 
     torch leaves it switched on: forward passes go on notifying joined ranks, of which there are
@@ -116,7 +116,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def around_local(tensor: Any, local: Tensor) -> Tensor:
+def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     """Return a DTensor like ``tensor`` whose shard on this rank is ``local``, on any device.
 
     ``DTensor.from_local`` would move it to the device of the mesh.
@@ -139,7 +139,7 @@ def full_tensor(tensor: Any) -> Tensor:
     return tensor.full_tensor()
 
 
-def joined_mesh(meshes: Sequence[Any], timeout: timedelta) -> Any:
+def concatenate_meshes(meshes: Sequence[Any], timeout: timedelta) -> Any:
     """Join meshes, of which each becomes one dimension of the result. Collective.
 
     FSDP2 shards layers that are split already only along parts of the mesh that they are on, and
@@ -158,7 +158,7 @@ def joined_mesh(meshes: Sequence[Any], timeout: timedelta) -> Any:
     return dist.DeviceMesh._concatenate(dimensions)
 
 
-def forget_meshes() -> None:
+def clear_mesh_caches() -> None:
     """Have DTensors look for the groups of a mesh anew.
 
     torch reuses the plans cached for a mesh for every equal mesh, even one with other groups: it
@@ -192,7 +192,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def forget_iterator(loader: data.DataLoader[Any]) -> None:
+def reset_iterator(loader: data.DataLoader[Any]) -> None:
     """Make a loader begin anew at the next ``iter()``, and leave the workers that it had alone.
 
     A DataLoader keeps the iterator of persistent workers in ``_iterator``, and a copy of it would
@@ -221,12 +221,12 @@ def datasets_iterated_in_full() -> list[str]:
     return names
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether this thread is inside of a backward pass; torch has no public name for it."""
     return torch._C._current_graph_task_id() != -1
 
 
-def backward_unfinished(root: Any) -> Callable[[], bool]:
+def unfinished_backward_check(root: Any) -> Callable[[], bool]:
     """A function that says whether a backward pass of a sharded model is under way, or has raised.
 
     FSDP2 ends each by a callback, and notes in a private record that it is due. As long as it is,
@@ -263,10 +263,10 @@ def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-def operations_behind(loss: Tensor) -> Iterator[int]:
+def sequence_numbers_behind(loss: Tensor) -> Iterator[int]:
     """Yield the numbers of the operations in the graph behind ``loss``.
 
-    The numbers are those that :data:`operations_recorded` counts.
+    The numbers are those that :data:`next_sequence_number` counts.
     """
     seen = {None}
     waiting = list[Any]([loss.grad_fn])
@@ -347,7 +347,7 @@ def registered_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | N
     return module._modules
 
 
-def set_registered(
+def set_registered_members(
     module: torch.nn.Module,
     parameters: dict[str, torch.nn.Parameter | None],
     buffers: dict[str, Tensor | None],
@@ -360,7 +360,7 @@ def set_registered(
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
 
 
-def will_synchronize(
+def synchronization_check(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> Callable[[], bool]:
     """Return a function that says whether DDP's next backward pass averages gradients.
@@ -381,14 +381,14 @@ def ignored_by_ddp(wrapper: torch.nn.parallel.DistributedDataParallel) -> set[st
     return {name.removeprefix(f"{COMPILED_MODULE}.") for name in wrapper.parameters_to_ignore}
 
 
-def may_refuse_state(module: torch.nn.Module) -> bool:
+def has_custom_state_loading(module: torch.nn.Module) -> bool:
     """Whether a method that is not torch's takes part when a module loads a state dict."""
     methods = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
     found = [getattr(type(part), name) for part in module.modules() for name in methods]
     return not all(method.__module__.startswith("torch.") for method in found)
 
 
-def compiled_in_place(module: torch.nn.Module) -> bool:
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called, which is recorded under a private name only."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -430,7 +430,9 @@ def allocates_outputs(operator: Any) -> bool:
     return all(output.alias_info is None for output in operator._schema.returns)
 
 
-def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def reduce_bucket_without_result(
+    state: Any, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of DDP without waiting for a result.
 
     A communication hook for :func:`fake_ranks`, whose collectives have no result.
@@ -441,7 +443,7 @@ def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 @cache
-def leave_garbage_here() -> None:
+def freeze_garbage_in_forks() -> None:
     """Keep forked processes, such as workers of a DataLoader, from collecting a process group.
 
     That waits for the group's threads, which only this process has: it would hang or crash.

@@ -396,16 +396,16 @@ def _run(options: argparse.Namespace) -> int:
 
 def _option_variables(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables through which the script's ``Fabric()`` gets the options."""
-    from fabric._plan import AFTER_SCRIPT, RUN_OPTIONS
+    from fabric._plan import AFTER_SCRIPT_SUFFIX, RUN_VARIABLES
 
     variables: dict[str, str] = {}
-    for name, variable in RUN_OPTIONS.items():
+    for name, variable in RUN_VARIABLES.items():
         value = getattr(options, name)
         if value is not None:
             variables[variable] = str(value)
         late_value = _late_option(options, name)
         if late_value is not None:
-            variables[variable + AFTER_SCRIPT] = late_value
+            variables[variable + AFTER_SCRIPT_SUFFIX] = late_value
     return variables
 
 
@@ -498,7 +498,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
 
     The options are checked as the script's ``Fabric()`` will check them.
     """
-    from fabric._plan import resolve
+    from fabric._plan import resolve_plan
     from fabric.launchers import InlineLauncher
     from fabric.launchers.base import node_worlds
 
@@ -508,7 +508,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         if value is not None:
             arguments[name] = value
     # This command starts the processes, even if a launcher started this command.
-    plan = resolve(**arguments, launcher=InlineLauncher(), environment="none", env={})
+    plan = resolve_plan(**arguments, launcher=InlineLauncher(), environment="none", env={})
     processes = plan.launch_spec.num_processes
     nodes = options.num_nodes or 1
     if nodes == 1:
@@ -521,5 +521,5 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         port=options.main_port,
     )
     # Called for its error: whether the strategy can run on several machines.
-    resolve(**arguments, num_nodes=nodes, env=worlds[0].to_env())
+    resolve_plan(**arguments, num_nodes=nodes, env=worlds[0].to_env())
     return worlds

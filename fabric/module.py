@@ -15,7 +15,7 @@ from fabric._torch import (
     registered_buffers,
     registered_modules,
     registered_parameters,
-    set_registered,
+    set_registered_members,
     uncompiled,
 )
 from fabric.contract import GradientContract
@@ -78,7 +78,7 @@ class FabricModule(nn.Module):
         # nn.Module.__init__ is not called: this object has the state of the user's module, and
         # attributes that this object lacks are looked up on the user's module.
         original = uncompiled(module)
-        set_registered(
+        set_registered_members(
             self,
             registered_parameters(original),
             registered_buffers(original),

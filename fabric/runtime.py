@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from fabric._torch import (
     abort_process_group,
+    clear_mesh_caches,
     default_store,
-    forget_meshes,
-    leave_garbage_here,
+    freeze_garbage_in_forks,
     real_tensors,
     set_group_timeout,
 )
@@ -48,7 +48,8 @@ class Runtime:
         devices: the devices of this node, in the order of local ranks. A strategy that drives
             several devices from one process has all its devices here.
         precision: the precision that modules are set up with.
-        connected: whether the processes of the job communicate, so that they need a process group.
+        connects_processes: whether the processes of the job communicate, so that they need a
+            process group.
         backend: the backend of the process group. None uses the default of the accelerator.
         timeout: how long a collective may wait.
         check_collectives: whether ranks compare their collectives before data is sent.
@@ -68,7 +69,7 @@ class Runtime:
     accelerator: Accelerator
     devices: tuple[torch.device, ...]
     precision: Precision
-    connected: bool
+    connects_processes: bool
     backend: str | None = None
     timeout: timedelta = DEFAULT_TIMEOUT
     check_collectives: bool = False
@@ -107,7 +108,7 @@ class Runtime:
         self._is_started = True
         if communicator is None:
             self._set_rank_of_lightning_utilities()
-            if not self.connected:
+            if not self.connects_processes:
                 return
         rank = self.world.rank
         size = self.world.world_size
@@ -137,7 +138,7 @@ class Runtime:
         if not utilities:
             return
         # A job of one process inside a rank of another job does not change that rank.
-        if self.connected or not hasattr(utilities.rank_zero_only, "rank"):
+        if self.connects_processes or not hasattr(utilities.rank_zero_only, "rank"):
             utilities.rank_zero_only.rank = self.world.rank
 
     def _start_reporter(self, shared_store: dist.Store) -> HangReporter | None:
@@ -185,7 +186,7 @@ class Runtime:
         Collective the first time that it is called for a purpose.
         """
         if purpose not in self._background:
-            if self.connected and self.device.type != "cpu":
+            if self.connects_processes and self.device.type != "cpu":
                 # Concurrent collectives on one device can deadlock. Objects need no device.
                 group = dist.new_group(timeout=self.timeout, backend="gloo")
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
@@ -276,7 +277,7 @@ class Runtime:
         self._background.clear()
         # A mesh of one dimension has no other group than the group of all processes.
         if any(mesh.ndim > 1 for mesh in self.meshes.values()):
-            forget_meshes()
+            clear_mesh_caches()
         self.meshes.clear()
         self.store.close()
         return owns_group and not self._users and dist.is_initialized()
@@ -299,7 +300,7 @@ class Runtime:
             if self._users:
                 self._users.add(self)
             return store
-        leave_garbage_here()
+        freeze_garbage_in_forks()
         dist.init_process_group(
             self.backend or self.accelerator.default_backend,
             store=dist.PrefixStore("group", store),

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fabric._plan import resolve
+from fabric._plan import resolve_plan
 from fabric._torch import default_store
 from fabric.collectives import all_reduce
 from fabric.communicators import Collective, Operation, Reduce
@@ -480,5 +480,5 @@ ON = ("1", "true", "yes", "on", "all")
 )
 def test_the_environment_turns_checks_on(value, on):
     env = {} if value is None else {"FABRIC_CHECK": value}
-    assert resolve(accelerator="cpu", env=env).check_collectives is on
-    assert resolve(accelerator="cpu", check_collectives=True, env=env).check_collectives
+    assert resolve_plan(accelerator="cpu", env=env).check_collectives is on
+    assert resolve_plan(accelerator="cpu", check_collectives=True, env=env).check_collectives

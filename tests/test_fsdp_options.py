@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from fabric import Fabric
-from fabric._plan import resolve
+from fabric._plan import resolve_plan
 from fabric._torch import local_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.strategies import FSDPStrategy
@@ -217,13 +217,15 @@ def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch(
 ) -> None:
     strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     with pytest.raises(ConfigurationError, match="a job of 6 processes") as caught:
-        resolve(accelerator="cpu", devices=6, strategy=strategy, env={})
+        resolve_plan(accelerator="cpu", devices=6, strategy=strategy, env={})
     assert "(3, 2)" in caught.value.expected
 
 
 def test_a_strategy_without_replicas_takes_a_mesh_of_one_dimension() -> None:
     with pytest.raises(ConfigurationError, match="FULL_SHARD") as caught:
-        resolve(accelerator="cpu", devices=4, strategy=FSDPStrategy(device_mesh=(2, 2)), env={})
+        resolve_plan(
+            accelerator="cpu", devices=4, strategy=FSDPStrategy(device_mesh=(2, 2)), env={}
+        )
     assert "device_mesh=(4,)" in caught.value.expected
 
 

@@ -32,10 +32,10 @@ def group():
 def test_a_backward_pass_is_noticed_from_inside():
     seen = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(_torch.in_backward()))
-    seen.append(_torch.in_backward())
+    x.register_hook(lambda grad: seen.append(_torch.is_in_backward()))
+    seen.append(_torch.is_in_backward())
     x.sum().backward()
-    seen.append(_torch.in_backward())
+    seen.append(_torch.is_in_backward())
     assert seen == [False, True, False]
 
 
@@ -70,7 +70,7 @@ def test_changes_in_place_are_counted():
     seen = []
     for change in (x.clone, x.zero_, lambda: x[0].add_(1)):
         change()
-        seen.append(_torch.version(x))
+        seen.append(_torch.in_place_version(x))
     assert seen == [0, 1, 2]
 
 
@@ -204,7 +204,7 @@ def test_a_sharded_tensor_gives_its_local_part_and_its_whole(group):
     assert type(local) is torch.Tensor
     local.mul_(2)
     assert _torch.full_tensor(sharded).tolist() == [0.0, 2.0, 4.0, 6.0]
-    other = _torch.around_local(sharded, torch.ones(4))
+    other = _torch.dtensor_like(sharded, torch.ones(4))
     assert (other.placements, other.device_mesh) == (sharded.placements, sharded.device_mesh)
     assert _torch.full_tensor(other).tolist() == [1.0] * 4
 
@@ -253,7 +253,7 @@ def test_registered_parameters_buffers_and_children_are_those_of_the_module_alon
 def test_a_module_shares_what_another_one_registers():
     source = nn.BatchNorm1d(2)
     target = nn.Identity()
-    _torch.set_registered(
+    _torch.set_registered_members(
         target,
         _torch.registered_parameters(source),
         _torch.registered_buffers(source),
@@ -266,10 +266,10 @@ def test_a_module_shares_what_another_one_registers():
 
 def test_a_ddp_module_says_whether_its_next_backward_pass_synchronizes(group):
     wrapper = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
-    will_synchronize = _torch.will_synchronize(wrapper)
-    assert will_synchronize()
+    synchronization_check = _torch.synchronization_check(wrapper)
+    assert synchronization_check()
     with wrapper.no_sync():
-        assert not will_synchronize()
+        assert not synchronization_check()
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
@@ -284,18 +284,18 @@ def test_names_that_ddp_ignores_are_those_of_the_users_module(group, prefix):
 
 def test_a_module_that_was_compiled_in_place_is_known():
     module = nn.Linear(1, 1)
-    assert not _torch.compiled_in_place(module)
+    assert not _torch.is_compiled_in_place(module)
     module.compile()
-    assert _torch.compiled_in_place(module)
+    assert _torch.is_compiled_in_place(module)
 
 
 def test_a_graph_knows_the_operations_behind_it():
     x = torch.ones(1, requires_grad=True)
-    begin = _torch.operations_recorded()
+    begin = _torch.next_sequence_number()
     made = x.exp()
-    assert _torch.operations_recorded() == begin + 1
-    assert begin in _torch.operations_behind((made + x.sin()).sum())
-    assert begin not in _torch.operations_behind(x.exp().sum())
+    assert _torch.next_sequence_number() == begin + 1
+    assert begin in _torch.sequence_numbers_behind((made + x.sin()).sum())
+    assert begin not in _torch.sequence_numbers_behind(x.exp().sum())
 
 
 def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
@@ -339,7 +339,7 @@ def test_an_unserializable_hook_is_left_out_of_a_pickle_without_a_warning():
 
 def test_rows_with_versions_of_their_own_share_memory_and_nothing_else():
     whole = torch.arange(3.0)
-    with _torch.own_versions():
+    with _torch.untracked_views():
         first, second, third = whole.unbind()
     loss = torch.ones((), requires_grad=True) * first
     second.add_(5)
@@ -372,7 +372,7 @@ def test_a_backward_pass_of_a_sharded_module_that_did_not_finish_is_known(group)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     for module in (model[1], model):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
-    unfinished = _torch.backward_unfinished(model)
+    unfinished = _torch.unfinished_backward_check(model)
     assert not unfinished()
     output = model(torch.ones(1, 4))
     # Behind FSDP2's own hook, which runs first.
@@ -390,7 +390,7 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     with wrapper.join():
         wrapper(torch.ones(1, 2)).sum().backward()
     assert wrapper._join_config.enable
-    _torch.leave_join(wrapper)
+    _torch.disable_join(wrapper)
     assert not wrapper._join_config.enable
     wrapper(torch.ones(1, 2)).sum().backward()
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
@@ -405,7 +405,7 @@ def test_a_copy_of_a_loader_does_not_share_the_workers_of_the_original():
     workers = loader._iterator
     assert workers is not None
     prepared = copy.copy(loader)
-    _torch.forget_iterator(prepared)
+    _torch.reset_iterator(prepared)
     iterator = iter(prepared)
     assert iterator is not workers
     assert [int(batch) for batch in iterator] == [0, 1, 2, 3]
@@ -424,7 +424,7 @@ def test_a_buffer_is_put_back_without_a_change_of_the_state_dict():
 
 def test_a_mesh_is_made_of_parts_of_another(group):
     mesh = dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
-    joined = _torch.joined_mesh([mesh["a"], mesh["b", "c"]], timedelta(seconds=5))
+    joined = _torch.concatenate_meshes([mesh["a"], mesh["b", "c"]], timedelta(seconds=5))
     assert joined.mesh_dim_names == ("a", "b_c")
     assert joined.mesh.tolist() == [[0]]
 
@@ -435,7 +435,7 @@ def test_plans_for_a_mesh_are_forgotten(group):
     mesh = dist.init_device_mesh("cpu", (1,))
     distribute_tensor(torch.ones(2), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).add(1)
     assert _redistribute._gen_transform_infos.cache_info().currsize
-    _torch.forget_meshes()
+    _torch.clear_mesh_caches()
     assert not _redistribute._gen_transform_infos.cache_info().currsize
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import fabric
 from fabric import Fabric
-from fabric._plan import resolve
+from fabric._plan import resolve_plan
 from fabric.diagnostics import stacks
 from fabric.diagnostics.hang_report import HangReporter, RankState, compose_report
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
@@ -455,9 +455,11 @@ def test_a_process_that_is_gone_or_elsewhere_has_no_stack():
 def test_times_are_seconds_or_timedeltas_and_the_strategys_timeout_counts_too():
     strategy = DDPStrategy(timeout=timedelta(seconds=40))
     for timeout in (None, 40, timedelta(seconds=40)):
-        plan = resolve(accelerator="cpu", strategy=strategy, timeout=timeout, watchdog=0, env={})
+        plan = resolve_plan(
+            accelerator="cpu", strategy=strategy, timeout=timeout, watchdog=0, env={}
+        )
         assert (plan.timeout, plan.watchdog) == (timedelta(seconds=40), timedelta(0))
-    assert resolve(accelerator="cpu", env={}).timeout == timedelta(minutes=30)
+    assert resolve_plan(accelerator="cpu", env={}).timeout == timedelta(minutes=30)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fabric._torch import around_local, local_tensor
+from fabric._torch import dtensor_like, local_tensor
 from fabric.communicators import Communicator
 from fabric.tree import flatten
 
@@ -139,7 +139,7 @@ class StagingBuffers:
         else:
             copied = local.clone().cpu()
         if local_tensor(tensor) is not tensor:
-            return around_local(tensor, copied)
+            return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=False)
         vars(copied).update(copy.deepcopy(vars(tensor)))

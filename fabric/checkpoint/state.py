@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 from torch.utils.data import DataLoader
 
-from fabric._torch import COMPILED_MODULE, may_refuse_state
+from fabric._torch import COMPILED_MODULE, has_custom_state_loading
 from fabric.checkpoint.encoding import (
     PLAIN_COLLECTIONS,
     KeyPath,
@@ -174,7 +174,7 @@ class StateDicts:
         streams = rng_state()
         undo.callback(set_rng_state, streams)
         modules = [value for value in state.values() if isinstance(value, nn.Module)]
-        should_copy_modules = any(map(may_refuse_state, modules))
+        should_copy_modules = any(map(has_custom_state_loading, modules))
         for name in names:
             value: Any = state.get(name)
             if isinstance(value, nn.Module):

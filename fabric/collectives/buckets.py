@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabric._torch import own_versions
+from fabric._torch import untracked_views
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.tree import Leaf, Structure, check_can_send, check_other_leaf, describe_keys, leaf_paths
@@ -177,7 +177,7 @@ class Bucket:
         values = buffer.to(self.tensors[0].device, self.dtype)
         if ranks is not None:
             values = values.t().contiguous()
-        with own_versions():
+        with untracked_views():
             leaves[:] = values.unbind()
 
     def _split(self, buffer: Tensor) -> Sequence[Tensor]:

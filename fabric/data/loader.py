@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric._torch import forget_iterator
+from fabric._torch import reset_iterator
 from fabric.data.copies import mover
 from fabric.data.lockstep import Lockstep, RemainingBatches
 from fabric.data.position import EpochPosition, length_of
@@ -168,7 +168,7 @@ class FabricDataLoader(_Base):
         _check_arguments(loader, uneven)
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
-        forget_iterator(prepared)
+        reset_iterator(prepared)
         request = ShardRequest(
             rank=job.rank,
             num_replicas=job.num_replicas,
@@ -508,7 +508,7 @@ class FabricDataLoader(_Base):
             position.is_finished = True
             if self._has_own_state and self._spec.ends_in_lockstep:
                 # Otherwise the loader's own state may be inside the epoch.
-                forget_iterator(self.loader)
+                reset_iterator(self.loader)
         finally:
             if loop in active_loops:
                 active_loops.remove(loop)

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fabric._torch import foreach_multiply, local_tensor, unscale_and_check, version
+from fabric._torch import foreach_multiply, in_place_version, local_tensor, unscale_and_check
 from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
 from fabric.contract import GradientContract
@@ -465,5 +465,5 @@ def _gradient_fingerprint(optimizer: Optimizer) -> object:
             if grad is not None:
                 # FSDP adds to the local part of a DTensor, and zero_grad(set_to_none=False)
                 # changes the DTensor.
-                return id(grad), version(grad), version(local_tensor(grad))
+                return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
     return None

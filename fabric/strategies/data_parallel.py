@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fabric._torch import (
-    compiled_in_place,
+    is_compiled_in_place,
     registered_buffers,
     registered_modules,
     registered_parameters,
-    set_registered,
+    set_registered_members,
     uncompiled,
 )
 from fabric.accelerators import Accelerator, AcceleratorName
@@ -352,7 +352,7 @@ def _check_not_compiled(module: nn.Module) -> None:
     """Raise a ConfigurationError if a module or a submodule was compiled."""
     compiled: list[str] = []
     for path, submodule in module.named_modules():
-        if uncompiled(submodule) is not submodule or compiled_in_place(submodule):
+        if uncompiled(submodule) is not submodule or is_compiled_in_place(submodule):
             compiled.append(path or "it")
     if compiled:
         raise ConfigurationError(
@@ -446,7 +446,7 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         if not shares_buffers:
             buffers = _copy_buffers(buffers, copied_buffers)
         vars(replica).update(vars(original))
-        set_registered(replica, dict(registered_parameters(original)), buffers, children)
+        set_registered_members(replica, dict(registered_parameters(original)), buffers, children)
         _rebind_methods(original, replica)
     return replicas[module]
 

@@ -24,11 +24,11 @@ from typing_extensions import override
 
 from fabric._torch import (
     FakeTensor,
+    disable_join,
     ignored_by_ddp,
-    leave_join,
-    reduce_at_once,
+    reduce_bucket_without_result,
+    synchronization_check,
     uncompiled,
-    will_synchronize,
 )
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
@@ -205,7 +205,7 @@ class DDPStrategy(ParallelStrategy):
         options = {"init_sync": not is_dry_run, **self.ddp_kwargs}
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **options)
         if is_dry_run:
-            wrapper.register_comm_hook(None, reduce_at_once)
+            wrapper.register_comm_hook(None, reduce_bucket_without_result)
         return wrapper
 
     @override
@@ -249,7 +249,7 @@ class DDPStrategy(ParallelStrategy):
         )
         if not isinstance(prepared, DistributedDataParallel):  # without trainable parameters
             return contract
-        contract = replace(contract, synchronizes=will_synchronize(prepared))
+        contract = replace(contract, synchronizes=synchronization_check(prepared))
         if self.world_size > 1 and not drifts:
             replicated = partial(_synchronized_parameters, prepared)
             contract = replace(contract, replicated=replicated)
@@ -383,4 +383,4 @@ def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) ->
             join.__exit__(None, None, None)
     finally:
         for wrapper in wrappers:
-            leave_join(wrapper)
+            disable_join(wrapper)

@@ -17,7 +17,13 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from typing_extensions import override
 
-from fabric._torch import joined_mesh, local_tensor, real_tensors, registered_parameters, uncompiled
+from fabric._torch import (
+    concatenate_meshes,
+    local_tensor,
+    real_tensors,
+    registered_parameters,
+    uncompiled,
+)
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator
 from fabric.contract import GradientContract
@@ -230,7 +236,7 @@ class ModelParallelStrategy(FSDPStrategy):
         batch_mesh = self._two_dimensional_mesh(ranks_with_same_batch)
         return _Topology(
             mesh=mesh,
-            shard_mesh=joined_mesh(shard_meshes, self.runtime.timeout),
+            shard_mesh=concatenate_meshes(shard_meshes, self.runtime.timeout),
             tensor_parallel_size=tensor_parallel_size,
             loss=self._communicator_along(loss_mesh["data_parallel"]),
             data_parallel=self._communicator_along(batch_mesh["data_parallel"]),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fabric._fabric import Fabric
-from fabric._torch import DispatchMode, FakeTensor, in_backward
+from fabric._torch import DispatchMode, FakeTensor, is_in_backward
 from fabric.errors import ConfigurationError, UsageError
 from fabric.tree import PLAIN_TENSOR_TYPES
 
@@ -230,7 +230,7 @@ class _FlopCounter(DispatchMode):
                 "or no count_flops()",
             )
         # Gradients are enabled in a backward pass only where a checkpointed block is recomputed.
-        is_recomputed = in_backward() and torch.is_grad_enabled()
+        is_recomputed = is_in_backward() and torch.is_grad_enabled()
         if formula and not is_fake and not is_recomputed:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result

@@ -43,7 +43,7 @@ from torch.optim.optimizer import (
 from typing_extensions import override
 
 from fabric._session import Session, SessionObserver, rank_zero_first
-from fabric._torch import in_backward
+from fabric._torch import is_in_backward
 from fabric.communicators import Communicator
 from fabric.diagnostics.recorder import ranks_in_words
 from fabric.errors import ConfigurationError, UsageError
@@ -134,7 +134,7 @@ class Timeline(SessionObserver):
         undo(setattr, self, "is_active", False)
         undo(register_optimizer_step_pre_hook(self._before_step).remove)
         undo(register_optimizer_step_post_hook(self._after_step).remove)
-        self._watch("backward", session.backward)
+        self._watch("backward", session.backward_hooks)
         recorder = session.runtime.recorder
         if recorder is not None:
             undo(setattr, recorder, "collective_context", recorder.collective_context)
@@ -236,7 +236,7 @@ class Timeline(SessionObserver):
 
     def _is_in_loop(self) -> bool:
         """Return whether the loop's thread runs, or a backward pass, in a thread of autograd."""
-        return get_ident() == self._thread or in_backward()
+        return get_ident() == self._thread or is_in_backward()
 
     def _is_open(self, name: str) -> bool:
         return any(span.name == name for span in self._open)

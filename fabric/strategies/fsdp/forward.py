@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabric._torch import HookEntry, backward_unfinished, hook_entry, in_backward, version
+from fabric._torch import (
+    HookEntry,
+    hook_entry,
+    in_place_version,
+    is_in_backward,
+    unfinished_backward_check,
+)
 from fabric.diagnostics.bypass import call_of_method, callable_submodules
 from fabric.errors import UsageError
 from fabric.strategies.fsdp.state import UnshardedState, parameter_slots, take_shards
@@ -45,7 +51,7 @@ class ShardedForward:
         # The running forward passes of the root: a model may call itself.
         self._depth = 0
         self._is_finished = True
-        self._backward_is_unfinished = backward_unfinished(root)
+        self._backward_is_unfinished = unfinished_backward_check(root)
         # Like FSDP's own hooks, these are not part of a compiled graph.
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._after_forward: Any = torch.compiler.disable(unsharded.after_forward)
@@ -107,7 +113,7 @@ class ShardedForward:
 
     def _refuse_submodule(self, path: str, module: nn.Module, args: Any) -> None:
         # In the backward pass the user's own activation checkpointing calls submodules again.
-        if self._depth or in_backward():
+        if self._depth or is_in_backward():
             return
         call = call_of_method(self.root) or f"{path}(...)"
         raise UsageError(
@@ -124,9 +130,9 @@ class ShardedForward:
         is_compiling = torch.compiler.is_dynamo_compiling()
         is_outermost = self._depth == 0
         if is_outermost and not is_compiling:
-            if self._backward_is_unfinished() and not in_backward():
+            if self._backward_is_unfinished() and not is_in_backward():
                 self._forget_pass()
-            sum_of_versions = sum(map(version, self._shards))
+            sum_of_versions = sum(map(in_place_version, self._shards))
             if sum_of_versions != self._sum_of_versions:
                 self._sum_of_versions = sum_of_versions
                 self._free_outdated_parameters()
