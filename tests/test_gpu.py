@@ -224,7 +224,7 @@ def test_a_batch_is_copied_while_the_device_computes() -> None:
     torch.cuda._sleep(2_000_000_000)
     computed = torch.cuda.current_stream().record_event()
     batch = move(torch.arange(1000.0))
-    move.side.synchronize()
+    move.side_stream.synchronize()
     assert not computed.query()
     assert batch.sum().item() == 499500
     assert computed.query()

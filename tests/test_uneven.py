@@ -337,7 +337,7 @@ def test_what_joined_ranks_cannot_answer_for_is_refused() -> None:
         assert text in results["collective"]
         assert "inside of fabric.join" in results["save"]
         assert "without gradients" in results["without gradients"]
-        assert "the next one is Net" in results["order"]
+        assert "the next module is Net" in results["order"]
 
 
 def two_forwards_in_turn(fabric: Fabric) -> str:
@@ -379,7 +379,7 @@ def test_join_does_nothing_in_one_process_and_fsdp_says_what_is_possible() -> No
 
 class Progress:
     def __init__(self) -> None:
-        self.received = 0
+        self.received_batches = 0
         self.is_finished = False
 
 
@@ -406,12 +406,12 @@ def test_the_second_of_two_ranks_raises(first: str) -> None:
     late_progress = Progress()
     early.on_iteration("0", early_progress, 1)
     late.on_iteration("0", late_progress, 2)
-    early_progress.received = 1
+    early_progress.received_batches = 1
     take_step(early)
-    late_progress.received = 1
+    late_progress.received_batches = 1
     take_step(late)
     early_progress.is_finished = True
-    late_progress.received = 2
+    late_progress.received_batches = 2
     actions = [early.finish, partial(take_step, late)]
     if first == "the one that goes on":
         actions.reverse()
@@ -437,7 +437,7 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
     progress = Progress()
     detector.on_iteration("0", progress, 9)
     for _ in range(9):
-        progress.received += 1
+        progress.received_batches += 1
         take_step(detector)
     progress.is_finished = True
     detector.finish()

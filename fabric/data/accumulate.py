@@ -5,7 +5,7 @@ from contextlib import closing
 from typing import Any
 
 from fabric.data.loader import FabricDataLoader
-from fabric.data.position import EpochPosition
+from fabric.data.position import EpochPosition, MicroBatch
 from fabric.data.spec import ActiveLoop
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 
@@ -15,9 +15,9 @@ __all__ = ["Windows", "check_no_window"]
 class Windows:
     """A loop over a set-up loader in windows of ``steps`` micro-batches; ``fabric.accumulate``.
 
-    Each iteration over it iterates the loader once, and yields pairs ``(batch, last)``. ``last`` is
-    true for the last micro-batch of a window, and the same on all processes. The last window of an
-    epoch may be shorter; resuming from a loaded position begins a new one::
+    Each ``iter()`` iterates the loader once, and yields pairs ``(batch, last)``. ``last`` is true
+    for the last micro-batch of a window, and the same on all processes. The last window of an epoch
+    may be shorter. Resuming from a loaded position begins a new window::
 
         for batch, last in fabric.accumulate(loader, steps=4):
             with fabric.no_backward_sync(model, enabled=not last):
@@ -33,29 +33,30 @@ class Windows:
     checkpoint does not contain accumulated gradients.
 
     Args:
-        loader: what ``setup_dataloaders`` returned.
-        steps: micro-batches in a window, 1 or more.
+        loader: the loader that ``setup_dataloaders`` returned.
+        steps: number of micro-batches in a window, 1 or more.
 
     Raises:
-        ArgumentTypeError: another kind of loader.
+        ArgumentTypeError: the loader is not set up.
         ConfigurationError: ``steps`` is less than 1, or not an integer.
         UsageError: processes may have different numbers of batches, and ``uneven`` does not say
             how that is handled.
     """
 
     def __init__(self, loader: FabricDataLoader, steps: int) -> None:
-        request = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
+        call_text = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
         if not isinstance(loader, FabricDataLoader):
             raise ArgumentTypeError(
-                request,
+                call_text,
                 problem="the loader is not set up",
                 suggestion="fabric.setup_dataloaders(loader)",
             )
+        # type(...), since True is an instance of int.
         if type(steps) is not int or steps < 1:
-            raise ConfigurationError(request, expected="an integer number of steps, 1 or more")
+            raise ConfigurationError(call_text, expected="an integer number of steps, 1 or more")
         if loader._may_end_unevenly():
             raise UsageError(
-                request,
+                call_text,
                 problem="fabric does not shard this data: processes with more batches would wait "
                 "for ever",
                 suggestion='fabric.setup_dataloaders(loader, uneven="shortest")',
@@ -73,29 +74,42 @@ class Windows:
         return self.loader.resumed_at
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        # Not a generator: the iteration begins when iter() is called, as that of the loader does.
         position, batches = self.loader._begin(finds_final=True)
         return self._pairs(position, batches)
 
     def _pairs(self, position: EpochPosition, batches: Any) -> Iterator[tuple[Any, bool]]:
+        """Yield each batch, and whether it is the last one of a window.
+
+        Args:
+            position: the position of the iteration. The loader sets ``is_final`` before each batch.
+                This method sets ``micro_batch``, which :func:`check_no_window` reads.
+            batches: the generator of the loader's batches. It is closed if the user breaks the
+                loop, so that the iteration ends.
+        """
         with closing(batches):
-            for number, batch in enumerate(batches):
-                micro_batch = number % self.steps + 1
-                is_last = micro_batch == self.steps or position.is_final
-                position.window = None
+            for index, batch in enumerate(batches):
+                number = index % self.steps + 1
+                is_last = number == self.steps or position.is_final
+                position.micro_batch = None
                 if not is_last:
-                    position.window = (micro_batch, self.steps)
+                    position.micro_batch = MicroBatch(number, window_length=self.steps)
                 yield batch, is_last
 
 
 def check_no_window(active_loops: Sequence[ActiveLoop]) -> None:
-    """Raise a CheckpointError if a window of one of these loops is open."""
+    """Raise a CheckpointError if one of these loops is inside a window of ``fabric.accumulate``.
+
+    ``fabric.save`` calls this function, since a checkpoint has no accumulated gradients.
+    """
     for _, position in active_loops:
-        if position.window is not None:
-            micro_batch, steps = position.window
+        micro_batch = position.micro_batch
+        if micro_batch is not None:
             raise CheckpointError(
                 "fabric.save(...) inside a window of fabric.accumulate",
-                problem=f"micro-batch {micro_batch} of {steps} is out, at batch "
-                f"{position.received} of epoch {position.epoch}: gradients so far are in no "
-                "checkpoint",
+                problem=f"the loop is at micro-batch {micro_batch.number} of "
+                f"{micro_batch.window_length}, batch {position.received_batches} of epoch "
+                f"{position.epoch}: a checkpoint would lack the gradients that have been "
+                "accumulated",
                 suggestion="if last: optimizer.step(); optimizer.zero_grad(); fabric.save(...)",
             )

@@ -1,10 +1,11 @@
 """Copies of batches to a device.
 
 [Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device is still
-computing the step before. On the *compute stream*, the current one at that moment, the copy would
-wait for that step. So the copy runs on a *side stream*, and the compute stream waits for it.
-``record_stream`` marks the copies as used on the compute stream, so that their memory is not reused
-for the next copy too early. Batches are fetched from the loader no earlier than in the plain loop.
+computing the step before. A copy on the *compute stream*, which is the current stream at that
+moment, would wait for that step. So the copy runs on a *side stream*, and the compute stream waits
+for the copy. ``record_stream`` marks the copied tensors as used on the compute stream, so that
+torch does not reuse their memory for the next copy too early. Batches are fetched from the loader
+no earlier than in the plain loop.
 """
 
 from collections import deque
@@ -21,7 +22,8 @@ from fabric.tree import flatten, map_tensors, to_device
 
 __all__ = ["OverlappedCopies", "mover"]
 
-_MAX_STEPS_AHEAD = 2  # each step that is not computed yet keeps its batch in the device's memory
+# Each step that is not computed yet keeps its batch in the device's memory.
+_MAX_STEPS_AHEAD = 2
 
 
 def mover(
@@ -29,7 +31,7 @@ def mover(
 ) -> Callable[[Any], Any] | None:
     """Return a function that moves a batch, or None if batches stay where they are.
 
-    Turns on ``pin_memory`` of a loader with workers.
+    Called once, when a loader is set up. Mutates ``loader.pin_memory`` for overlapped copies.
 
     Args:
         loader: the prepared loader.
@@ -39,11 +41,11 @@ def mover(
     if device is None or device.type == "cpu":
         return None
     if device.type == "cuda" and overlap_copies:
-        # If there are no workers, a dataset may yield tensors that are on a device already, for
-        # which torch would raise.
-        pins = not loader.pin_memory and loader.num_workers == 0
-        loader.pin_memory = not pins
-        return OverlappedCopies(device, pins=pins)
+        # Without workers, a dataset may yield tensors on a device. torch's pinning would raise for
+        # these tensors, so OverlappedCopies pins, unless the user asked the loader to.
+        should_pin_here = not loader.pin_memory and loader.num_workers == 0
+        loader.pin_memory = not should_pin_here
+        return OverlappedCopies(device, pins=should_pin_here)
     return partial(to_device, device=device, non_blocking=bool(loader.pin_memory))
 
 
@@ -54,11 +56,14 @@ class OverlappedCopies:
     with every CUDA tensor, to use it on a third stream, wait for the compute stream and call
     ``record_stream``.
 
-    A batch is copied on the compute stream if something in it is on a device already, requires
-    gradients, is not strided, or is an object with a ``to`` but neither entries nor
-    ``record_stream``: its memory or readiness cannot be tracked. If ``pins`` is true, and a tensor
-    is pinned already, the CPU waits for the copy: the tensor may be a buffer that the next batch
-    overwrites.
+    A batch is copied on the compute stream if the memory or the readiness of a part of it cannot be
+    tracked. Such a part is one of:
+
+    - A tensor that is on a device already, requires gradients or is not strided.
+    - An object with a method ``to``, but with neither entries nor ``record_stream``.
+
+    If ``pins`` is true, and a tensor is pinned already, the CPU waits for the copy: the tensor may
+    be a buffer that the dataset overwrites with the next batch.
 
     The CPU waits if it is more than two steps ahead of the device, so that at most three batches
     are in the device's memory.
@@ -67,60 +72,70 @@ class OverlappedCopies:
         device: where batches go.
         pins: whether to copy tensors to pinned memory first, since copies are asynchronous only
             from there. False if the loader pins them.
-        cuda: the module whose streams are used.
+        cuda: the module whose streams are used. Tests pass another one.
 
     Attributes:
-        side: the side stream.
+        side_stream: the CUDA stream on which batches are copied.
     """
 
     def __init__(self, device: torch.device, *, pins: bool, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._pins = pins
         self._cuda = cuda
-        self.side = cuda.Stream(device)
-        self._steps: deque[Any] = deque()  # an event at the end of each step
+        self.side_stream = cuda.Stream(device)
+        # For each of the latest steps, a CUDA event at the end of the step on the compute stream.
+        self._step_events: deque[Any] = deque()
 
     def __call__(self, batch: Any) -> Any:
         """Move the tensors of a batch as :func:`fabric.tree.to_device` does.
 
-        Does not wait for the copies.
+        The loader calls the object for each batch. The call does not wait for the copies, unless
+        the class says so.
         """
         buffers = _buffers_in(batch)
         if not all(map(_can_be_tracked, buffers)):
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
             if any(map(_is_pinned, buffers)):
+                # The tensor may be overwritten with the next batch, so this copy blocks.
                 return to_device(batch, self._device)
             batch = map_tensors(methodcaller("pin_memory"), batch)
         compute_stream = self._cuda.current_stream(self._device)
         self._limit_steps_ahead(compute_stream)
-        with self._cuda.stream(self.side):
+        with self._cuda.stream(self.side_stream):
             moved = to_device(batch, self._device, non_blocking=True)
-        compute_stream.wait_stream(self.side)
+        compute_stream.wait_stream(self.side_stream)
         moved_buffers = _buffers_in(moved)
         for buffer in moved_buffers:
-            if not hasattr(buffer, "record_stream"):  # its memory cannot be tracked
+            if not hasattr(buffer, "record_stream"):
+                # A user's ``to`` returned an object whose memory cannot be tracked: copy again.
                 return to_device(batch, self._device)
         for buffer in moved_buffers:
+            # A user's ``to`` may leave a tensor on the CPU, where no stream uses its memory.
             if not isinstance(buffer, Tensor) or buffer.device.type == self._device.type:
                 buffer.record_stream(compute_stream)
         return moved
 
     def _limit_steps_ahead(self, compute_stream: Any) -> None:
-        self._steps.append(compute_stream.record_event())
-        if len(self._steps) > _MAX_STEPS_AHEAD:
-            self._steps.popleft().synchronize()
+        """Wait until the device is at most ``_MAX_STEPS_AHEAD`` steps behind the CPU.
+
+        Called before the copy of each batch, when the work of the step before is on the stream.
+        """
+        self._step_events.append(compute_stream.record_event())
+        if len(self._step_events) > _MAX_STEPS_AHEAD:
+            self._step_events.popleft().synchronize()
 
 
 def _buffers_in(batch: Any) -> list[Any]:
-    """Return the tensors of a batch, and the objects with a ``to``.
+    """Return the tensors of a batch, and the other objects that a copy has to move.
 
-    Mappings that are leaves are searched, too.
+    These have a method ``to`` or ``record_stream``. Mappings that are leaves are searched, too.
     """
     buffers: list[Any] = []
     leaves, _ = flatten(batch)
     for leaf in leaves:
         if isinstance(leaf, Mapping):
+            # flatten() opens a dict, but not every Mapping.
             buffers += _buffers_in(dict(leaf))
         elif hasattr(leaf, "record_stream") or hasattr(leaf, "to"):
             buffers.append(leaf)
@@ -128,6 +143,11 @@ def _buffers_in(batch: Any) -> list[Any]:
 
 
 def _can_be_tracked(buffer: Any) -> bool:
+    """Return whether a tensor or object may be copied on another stream than the compute stream.
+
+    Its values must be ready (no kernel is writing them), and ``record_stream`` must cover all
+    memory of the copy.
+    """
     if isinstance(buffer, Tensor):
         is_on_cpu = buffer.device.type == "cpu"
         return is_on_cpu and buffer.layout is torch.strided and not buffer.requires_grad

@@ -109,14 +109,14 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     if spec.num_replicas == 1 or spec.worker_seed is not None:
         return _UNKNOWN
     order_length = _order_length(spec)
-    before = replace(position, received=position.received - 1)
+    before = replace(position, received_batches=position.received_batches - 1)
     entries = None
     if order_length is not None:
         entries = order_length - spec.cursor(before)
     samples_of_rank = None
     shard_length = spec.shard_length(position)
     if spec.unit == "samples" and shard_length is not None:
-        remaining = shard_length - before.received * spec.entries_per_batch
+        remaining = shard_length - before.received_batches * spec.entries_per_batch
         samples_of_rank = min(spec.entries_per_batch, remaining)
     return _BatchSize(entries, samples_of_rank)
 

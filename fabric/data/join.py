@@ -1,7 +1,8 @@
 """Loops in which ranks may have different numbers of batches; ``fabric.join``.
 
-torch's ``Join`` has the ranks without batches answer the collectives of the others. This file
-checks that they can, and keeps what torch does not know equal on all ranks.
+torch's ``Join`` makes the ranks without batches take part in the collectives of the other ranks.
+This file checks that these ranks can do so, and it makes optimizers and the loss scaler equal on
+all ranks at the end, which torch does only for modules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +38,16 @@ class JoinedPasses:
     """The forward passes of joined modules on this rank: counted, and checked for their order.
 
     Args:
-        guards: the guards of the joined modules, in the order of the call.
+        guards: the guards of the joined modules, in the order of the call. A guard watches the
+            passes of one module.
         rank: rank of this process.
 
     Attributes:
-        number: how many forward passes this rank has made.
+        forward_count: how many forward passes this rank has made.
     """
 
     def __init__(self, guards: Sequence[BypassGuard], rank: int) -> None:
-        self.number = 0
+        self.forward_count = 0
         self._guards = guards
         self._rank = rank
 
@@ -53,23 +55,26 @@ class JoinedPasses:
     def checked(
         self, bypass: BypassChecks, recorder: FlightRecorder, detector: UnevenInputDetector
     ) -> Iterator[None]:
-        """Check forward passes and collectives in the block.
+        """Check forward passes and collectives in the block, which is the body of ``fabric.join``.
 
         Args:
-            bypass: reports forward passes.
-            recorder: reports collectives. Its checks of phases, which all ranks must start
-                together, are off in the block.
+            bypass: calls :meth:`_on_forward` at each forward pass.
+            recorder: calls :meth:`_refuse_collective` at each collective of fabric. The recorder's
+                checks of phases are off in the block, since all ranks would have to start a phase
+                together.
             detector: off in the block, in which ranks may take different numbers of steps.
 
         Raises:
-            UsageError: another block is open.
+            UsageError: another block of ``fabric.join`` is open.
         """
-        if detector.is_paused:
+        is_inside_join = detector.is_paused
+        if is_inside_join:
             raise UsageError(
                 "fabric.join inside of fabric.join", suggestion="with fabric.join([first, second]):"
             )
         phase_checks = recorder.phase_checks
         recorder.phase_checks = ()
+        # Placed first, so that this error is raised instead of an error of a later check.
         recorder.checks = (self._refuse_collective, *recorder.checks)
         bypass.on_forward.append(self._on_forward)
         try:
@@ -77,65 +82,88 @@ class JoinedPasses:
                 yield
         finally:
             bypass.on_forward.remove(self._on_forward)
-            # The detector may have added a check of its own in the meantime.
+            # Only this check is removed: the detector may have added a check during the block.
             checks = [check for check in recorder.checks if check != self._refuse_collective]
             recorder.checks = tuple(checks)
             recorder.phase_checks = phase_checks
 
     def _refuse_collective(self, entry: Entry, collective: Collective) -> None:
+        """Raise a UsageError for a collective over all ranks.
+
+        The recorder calls this check before a collective in the block. A rank that has no batches
+        left would not take part in the collective.
+        """
         if entry.group == JOB:
             raise UsageError(
                 f"a collective over all ranks inside of fabric.join on rank {self._rank}",
-                problem="a rank without batches takes no part",
-                expected='it after the block; or uneven="longest"',
+                problem="ranks without batches do not take part in the collective",
+                expected='the collective after the block; or uneven="longest"',
             )
 
     def _on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
         """Raise unless joined modules run in the order in which ranks without batches shadow them.
 
-        Those ranks issue, module by module, the collectives of a forward and a backward pass. In
-        another order, collectives of different modules would be matched.
+        A rank without batches issues the collectives of a forward and a backward pass, module by
+        module. In another order, collectives of different modules would be matched.
+
+        Called before each forward pass in the block.
+
+        Args:
+            contract: the contract of the module that runs.
+            guard: the guard of the module. None if the module has no guard.
+
+        Raises:
+            UsageError: the pass is out of order, or without gradients.
         """
-        if guard is None or guard not in self._guards:
+        is_joined = guard is not None and guard in self._guards
+        if not is_joined:
             return
-        turn = self.number % len(self._guards)
-        previous = self._guards[turn - 1]
+        turn = self.forward_count % len(self._guards)
         expected = self._guards[turn]
+        # For turn 0 this is the last module, whose backward pass ends the previous batch.
+        previous = self._guards[turn - 1]
+        problem = None
         if not torch.is_grad_enabled():
-            problem = "it is without gradients, and ranks that have no batches would wait for them"
+            problem = (
+                "the pass is without gradients, and ranks that have no batches would wait for its "
+                "backward pass"
+            )
         elif previous.awaits_backward:
             problem = f"the backward pass of {previous.contract.title} has not been made"
         elif guard is not expected:
-            problem = f"the next one is {expected.contract.title}"
-        else:
-            self.number += 1
-            return
-        raise UsageError(
-            f"a forward pass of {guard.contract.title} in fabric.join on rank {self._rank}",
-            problem,
-            expected="for each batch a forward and a backward pass of each joined module, in the "
-            "order of fabric.join",
-            suggestion="model.module(x), or the end of the with block, for a pass without "
-            "gradients",
-        )
+            problem = f"the next module is {expected.contract.title}"
+        if problem is not None:
+            raise UsageError(
+                f"a forward pass of {contract.title} in fabric.join on rank {self._rank}",
+                problem,
+                expected="for each batch a forward and a backward pass of each joined module, in "
+                "the order of fabric.join",
+                suggestion="model.module(x), or the end of the with block, for a pass without "
+                "gradients",
+            )
+        self.forward_count += 1
 
 
 def follow_last_rank(
     communicator: Communicator, device: torch.device, passes: int, objects: Sequence[Stateful]
 ) -> None:
-    """Load the states of the rank that stepped last. Collective.
+    """Load the states of the rank that stepped last, at the end of ``fabric.join``. Collective.
 
-    torch does the same for the modules.
+    Ranks without batches do not step their optimizers. torch's ``Join`` copies the modules from the
+    last rank. This function does the same for other objects.
 
     Args:
         communicator: all ranks.
         device: this process's device.
         passes: how many forward passes of joined modules this rank has made.
-        objects: the optimizers of the joined modules, and the loss scaler if there is one.
+        objects: the optimizers of the joined modules, and the loss scaler if there is one. Their
+            order is the same on all ranks.
     """
-    # The source is the last of the ranks that have made the most passes.
-    last = all_reduce(communicator, passes * communicator.size + communicator.rank, Reduce.MAX)
-    source = last % communicator.size
+    # The source is the highest of the ranks that have made the most passes. One maximum finds it:
+    # ``% size`` recovers the rank.
+    rank_by_passes = passes * communicator.size + communicator.rank
+    highest = all_reduce(communicator, rank_by_passes, Reduce.MAX)
+    source = highest % communicator.size
     states = [stateful.state_dict() for stateful in objects]
     states = broadcast(communicator, states, source, device)
     if communicator.rank != source:

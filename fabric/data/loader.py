@@ -240,7 +240,7 @@ class FabricDataLoader(_Base):
             position = EpochPosition(self._epoch)
         else:
             skip = entries_to_skip(saved, self._spec)
-            position = EpochPosition(saved["epoch"], skip, replay=saved["drawn"])
+            position = EpochPosition(saved["epoch"], skip, states_to_replay=saved["drawn"])
         self._forward_epoch(position.epoch)
         self._epoch = position.epoch + 1
         self._latest = position
@@ -282,7 +282,7 @@ class FabricDataLoader(_Base):
         sampler's own generators continue from there instead.
         """
         spec = self._spec
-        replayed = spec.streams.generators if position.replay else ()
+        replayed = spec.streams.generators if position.states_to_replay else ()
         generators: list[torch.Generator] = []
         for generator in spec.generators:
             if generator not in replayed:
@@ -343,7 +343,7 @@ class FabricDataLoader(_Base):
         if self._latest is None:
             return 0
         entries_per_step = self._spec.shards * self._spec.entries_per_batch
-        return -(-self._latest.skip // entries_per_step)
+        return -(-self._latest.skipped_entries // entries_per_step)
 
     def __repr__(self) -> str:
         return f"FabricDataLoader({self.loader!r})"
@@ -498,7 +498,7 @@ class FabricDataLoader(_Base):
         try:
             for batch in batches:
                 if not position.is_repeat:
-                    position.received += 1
+                    position.received_batches += 1
                 attributes["_latest"] = position
                 if not active_loops or active_loops[-1] is not loop:
                     if loop in active_loops:

@@ -9,19 +9,20 @@ from fabric.errors import CheckpointError
 
 __all__ = ["check_saved_position", "entries_to_skip", "is_inside_epoch", "saved_position"]
 
-_FORMAT = 1
+_FORMAT = 1  # raise it when the meaning of an entry changes
 
 
 def saved_position(
     spec: LoaderSpec, position: EpochPosition, *, has_begun: bool, dataset_state: Any
 ) -> State:
-    """Return a position as plain dicts, numbers, strings and tensors.
+    """Return a position as plain dicts, numbers, strings and tensors, for ``state_dict()``.
 
     Args:
         spec: the loader's spec.
-        position: the position in the epoch; that of the next epoch if the last one has ended.
+        position: the position in the epoch. After the end of an epoch, the start of the next one.
         has_begun: whether an iteration over the epoch has begun, even if it has yielded no batch.
         dataset_state: the dataset's own state, if it has one and is iterated in this process.
+            Otherwise None.
     """
     return {
         "format": _FORMAT,
@@ -29,7 +30,7 @@ def saved_position(
         "epoch": position.epoch,
         "begun": has_begun,
         "cursor": spec.cursor(position),
-        "drawn": dict(position.drawn),
+        "drawn": dict(position.drawn_states),
         "generators": [generator.get_state() for generator in spec.generators],
         "dataset": dataset_state,
     }
@@ -40,6 +41,8 @@ def check_saved_position(
 ) -> None:
     """Raise if this loader would yield different samples from a saved position on.
 
+    ``load_state_dict`` calls it before it changes anything.
+
     Args:
         saved: the saved position.
         spec: the loader's spec.
@@ -48,13 +51,16 @@ def check_saved_position(
             state.
 
     Raises:
-        CheckpointError: ``saved`` is not the state of a loader; a property differs other than the
-            number of ranks and (unless the order is of batches) the batch size; or the position
-            cannot be restored.
+        CheckpointError: in one of these cases:
+
+            - ``saved`` is not the state of a loader.
+            - A property differs. The number of ranks may differ, and the batch size too, unless
+              the entries of the order are batches.
+            - The position cannot be restored.
     """
     _check_format(saved, spec)
     _check_same_samples(saved, spec)
-    # Called for its error: this number of ranks may be unable to continue from there.
+    # Called for its error: this number of ranks may be unable to continue at the saved position.
     entries_to_skip(saved, spec)
     if is_inside_epoch(saved, spec):
         has_dataset_state = keeps_dataset_state and saved["dataset"] is not None
@@ -62,38 +68,48 @@ def check_saved_position(
 
 
 def is_inside_epoch(saved: Mapping[str, Any], spec: LoaderSpec) -> bool:
-    """Return whether a saved position is inside an epoch, and not at the start of an epoch."""
+    """Return whether a saved position is inside an epoch.
+
+    At the start of an epoch, the loader can begin as usual, with nothing to replay.
+    """
     if spec.sharded_sampler is not None:
-        # The sampler has drawn its order once an iteration has begun.
+        # The sampler has drawn its order once an iteration has begun, even before the first batch.
         return saved["begun"]
     return saved["cursor"] > 0
 
 
 def _check_format(saved: Any, spec: LoaderSpec) -> None:
+    """Raise a CheckpointError unless :func:`saved_position` made a value, in this format."""
     needed = {"epoch", "begun", "cursor", "drawn", "generators", "dataset", *spec.summary()}
-    if (
-        not isinstance(saved, Mapping)
-        or saved.get("format") != _FORMAT
-        or not needed.issubset(saved)
-    ):
+    is_saved_position = (
+        isinstance(saved, Mapping) and saved.get("format") == _FORMAT and needed.issubset(saved)
+    )
+    if not is_saved_position:
         raise CheckpointError(
             f"loader.load_state_dict({type(saved).__name__})",
-            problem=f"it is not what state_dict() of a set-up loader returned, in format {_FORMAT}",
+            problem="the state is not what state_dict() of a set-up loader returns, in format "
+            f"{_FORMAT}",
         )
 
 
 def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
-    saved_summary = {**saved, "generators": len(saved["generators"])}
-    summary = {**spec.summary(), "generators": len(spec.generators)}
+    """Raise a CheckpointError unless the loader's order has the entries of the saved order.
+
+    The number of ranks may differ: the remaining entries are sharded again. The batch size may
+    differ unless the order yields whole batches.
+    """
+    # Of the generators, only their number is compared.
+    saved_properties = {**saved, "generators": len(saved["generators"])}
+    properties = {**spec.summary(), "generators": len(spec.generators)}
     may_differ = {"num_replicas"}
     if spec.unit != "batches":
         may_differ.add("batch_size")
-    for name, value in summary.items():
-        if name not in may_differ and saved_summary[name] != value:
+    for name, value in properties.items():
+        if name not in may_differ and saved_properties[name] != value:
             raise CheckpointError(
                 f"loader.load_state_dict() at epoch {saved['epoch']}, {saved['cursor']} "
                 f"{saved['unit']} into it",
-                problem=f"the saved loader has {name} {saved_summary[name]!r}, this one has "
+                problem=f"the saved loader has {name} {saved_properties[name]!r}, this one has "
                 f"{value!r}: it would yield other samples",
                 suggestion="make the loader as it was when the state was saved, or start it from "
                 "the beginning without this state",
@@ -103,14 +119,25 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
 def _check_restorable(
     saved: Mapping[str, Any], spec: LoaderSpec, is_in_order: bool, has_dataset_state: bool
 ) -> None:
-    """Raise a CheckpointError if this position inside an epoch cannot be restored."""
+    """Raise a CheckpointError if this position inside an epoch cannot be restored.
+
+    Args:
+        saved: the saved position.
+        spec: the loader's spec.
+        is_in_order: whether the loader yields batches in the order in which they were requested.
+        has_dataset_state: whether ``saved`` has a state of the dataset, which the dataset can load.
+    """
+    # Without a sharded sampler, the dataset is iterable.
+    is_iterable = spec.sharded_sampler is None
+    problem = ""
+    suggestion = ""
     if not is_in_order:
         problem = (
-            "workers with in_order=False yield batches as they are ready: which batches were "
-            "received is not known"
+            "workers with in_order=False yield batches as soon as they are ready: it is not known "
+            "which batches were received"
         )
         suggestion = "DataLoader(..., in_order=True)"
-    elif spec.sharded_sampler is None and not has_dataset_state:
+    elif is_iterable and not has_dataset_state:
         problem = (
             f"the {type(spec.dataset).__name__} is iterable: only the dataset itself knows how to "
             "continue from there"
@@ -119,34 +146,41 @@ def _check_restorable(
             "a dataset with state_dict() and load_state_dict(state), and a loader with "
             "num_workers=0"
         )
-    else:
-        return
-    raise CheckpointError(
-        f"loader.load_state_dict() {saved['cursor']} {saved['unit']} into epoch {saved['epoch']}",
-        problem,
-        expected="a state saved at the end of an epoch",
-        suggestion=suggestion,
-    )
+    if problem:
+        raise CheckpointError(
+            f"loader.load_state_dict() {saved['cursor']} {saved['unit']} into epoch "
+            f"{saved['epoch']}",
+            problem,
+            expected="a state saved at the end of an epoch",
+            suggestion=suggestion,
+        )
 
 
 def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
-    """Return :attr:`EpochPosition.skip` of an iteration that continues at the saved position.
+    """Return how many entries an iteration skips that continues at the saved position.
+
+    The result is :attr:`EpochPosition.skipped_entries`: entries of all ranks if fabric shards the
+    order, and entries of this rank if the sampler or the dataset shards.
 
     Raises:
-        CheckpointError: the sampler shards by itself, the cursor is not a multiple of its number
-            of ranks, and the order is not at its end; or ranks shard the data themselves, and
-            their number differs.
+        CheckpointError: the number of entries is not known for this number of ranks. Where the
+            sampler shards, the cursor is not a multiple of the number of ranks, and the order is
+            not at its end. Where the ranks shard the data themselves, their number differs.
     """
     cursor = saved["cursor"]
-    entries, remainder = divmod(cursor, spec.num_replicas // spec.shards)
+    # 1 if fabric shards the order, which makes the remainder 0.
+    ranks_per_shard = spec.num_replicas // spec.shards
+    entries, remainder = divmod(cursor, ranks_per_shard)
     is_known = remainder == 0
     if spec.is_sharded_by_user:
-        # Each rank reads a stream of its own, which only as many ranks can continue.
+        # Each rank reads a stream of its own, so only the same number of ranks can continue.
         is_known = cursor == 0 or saved["num_replicas"] == spec.num_replicas
     if is_known:
         return entries
     length = spec.shard_length(EpochPosition(0))
-    if length is not None and entries >= length:
+    is_at_end = length is not None and entries >= length
+    if is_at_end:
+        # Rounded up: the remainder belongs to entries that were received, too.
         return entries + 1
     expected = "as many ranks"
     if not spec.is_sharded_by_user:
@@ -154,8 +188,8 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with "
         f"{saved['num_replicas']}",
-        problem=f"where each rank of a {type(spec.order).__name__}, which shards itself, was after "
-        f"{cursor} {saved['unit']} of all ranks is not known",
+        problem=f"the data is a {type(spec.order).__name__}, which shards itself: it is not known "
+        f"where each rank was after {cursor} {saved['unit']} of all ranks",
         expected=expected,
         suggestion=f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )

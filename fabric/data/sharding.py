@@ -143,7 +143,7 @@ class ShardedSampler:
     def __iter__(self) -> Iterator[Any]:
         # The position is read now: at the first item, another iteration may have begun.
         position = self.position
-        if _DRAW in position.drawn:
+        if _DRAW in position.drawn_states:
             # To iterate this object without the loader, or twice, does not change the loader's
             # position.
             position = EpochPosition(position.epoch)
@@ -174,13 +174,13 @@ class ShardedSampler:
         return batch_sampler
 
     def _draw(self, phase: str, action: Callable[[], T]) -> T:
-        saved = self.position.replay.get(phase)
-        self.position.drawn[phase], result = self._streams.draw(action, saved)
+        saved = self.position.states_to_replay.get(phase)
+        self.position.drawn_states[phase], result = self._streams.draw(action, saved)
         return result
 
     def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
         """Return this rank's entries of an order, without those received before."""
-        skip = self.position.skip
+        skip = self.position.skipped_entries
         if self.num_replicas == 1:
             # At least one entry is read now: a lazy sampler draws its random numbers at the first
             # entry, and has to draw them before this method returns.
@@ -207,7 +207,7 @@ class ShardedSampler:
         # The first rounds are drawn from the process's own streams, so that the next epoch draws
         # another order.
         first_round = list(islice(order, self.num_replicas))
-        remaining = islice(chain(first_round, order), self.position.skip, None)
+        remaining = islice(chain(first_round, order), self.position.skipped_entries, None)
         next_round = list(islice(remaining, self.num_replicas))
         streams = RandomStreams(self._streams.streams.global_streams)
         return self._rounds(next_round, first_round, remaining, streams, streams.state())

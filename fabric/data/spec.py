@@ -133,7 +133,7 @@ class LoaderSpec:
         """Return the number of entries that this rank receives in an iteration. None if unknown."""
         if self.sharded_sampler is None or length_of(self.order) is None:
             return None
-        return self.sharded_sampler.length(position.skip)
+        return self.sharded_sampler.length(position.skipped_entries)
 
     def batch_count(self, position: EpochPosition) -> int | None:
         """Return the number of batches in an iteration on this rank. None if unknown."""
@@ -147,7 +147,7 @@ class LoaderSpec:
 
     def cursor(self, position: EpochPosition) -> int:
         """Return the number of entries that all ranks together have received in this epoch."""
-        received_entries = position.received * self.entries_per_batch
+        received_entries = position.received_batches * self.entries_per_batch
         length = self.shard_length(position)
         if length is not None:
             # The last batch may be short.
@@ -155,9 +155,9 @@ class LoaderSpec:
         if self.shards == self.num_replicas:
             # Fabric shards the order, and ``skip`` counts the entries of all ranks. Entries that
             # are repeated to fill the last round count as received.
-            return position.skip + received_entries * self.num_replicas
+            return position.skipped_entries + received_entries * self.num_replicas
         # The sampler or the dataset shards, and both numbers count the entries of this rank.
-        return (position.skip + received_entries) * self.num_replicas
+        return (position.skipped_entries + received_entries) * self.num_replicas
 
     def summary(self) -> State:
         """Return the properties that must match to load a saved position."""

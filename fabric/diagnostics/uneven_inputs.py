@@ -37,7 +37,7 @@ __all__ = ["UnevenInputDetector"]
 class _Position(Protocol):
     """The position of an iteration over a loader."""
 
-    received: int
+    received_batches: int
     is_finished: bool
 
 
@@ -162,7 +162,7 @@ class UnevenInputDetector:
         count = self._counts.publish(loader, batches, shuffles)
         self._previous_batches = 0
         if self._latest is not None:
-            self._previous_batches = self._latest.position.received
+            self._previous_batches = self._latest.position.received_batches
         self._latest = _Iteration(
             loader=loader, count=count, position=position, unread_ranks=list(self._neighbors)
         )
@@ -212,7 +212,7 @@ class UnevenInputDetector:
             return
         is_first = (
             latest is not self._trained
-            and latest.position.received > 0
+            and latest.position.received_batches > 0
             and not latest.position.is_finished
         )
         # Ranks whose counts differ may be in different iterations.
@@ -357,7 +357,7 @@ class UnevenInputDetector:
             collectives=_PerNeighbor(
                 collectives - self._collectives_of_peers, collectives - self._collectives_of_all
             ),
-            batches=iterations[0].position.received,
+            batches=iterations[0].position.received_batches,
         )
         self._store.publish("end", end)
         for neighbor, step in self._read_steps(self._neighbors).items():
