@@ -1,15 +1,16 @@
 """Buckets: the flat buffers in which the leaves of a collection are sent.
 
 [Note: Buckets] The leaves of one dtype are sent in one flat, contiguous buffer and thus in one
-collective, in the order in which :func:`fabric.tree.flatten` visits the leaves. Nothing here writes
-into what the caller passed. gloo reduces the wrong elements of a non-contiguous view
-(pytorch#192920). So a buffer is a copy if it is written to or if it is not contiguous. Results are
-copies of parts of the buffer: a result that is kept, saved or changed does not affect other
-results. 0-dim results without a gradient lie side by side in one storage, but each is a tensor with
-its own version, not a view. Python floats travel as float64, ints as int64, complex numbers as
-complex128. Dtypes that a backend does not carry travel in a dtype that holds all their values.
-16-bit floats whose mean is taken travel in float32, since their sum may overflow where the mean
-does not.
+collective. The order of the leaves is the order in which :func:`fabric.tree.flatten` visits them.
+
+- Nothing in this file writes into what the caller passed. A buffer is always a copy. gloo reduces
+  the wrong elements of a non-contiguous view (pytorch#192920), so a buffer is contiguous.
+- Results are copies of sections of the buffer: a result that is kept, saved or changed does not
+  affect other results. 0-dim results without a gradient share one storage, but each result is a
+  tensor with its own version counter, not a view.
+- Python floats travel as float64, ints as int64, and complex numbers as complex128.
+- A dtype that a backend does not carry travels in a dtype that holds all its values. 16-bit floats
+  whose mean is taken travel in float32, since their sum may overflow where the mean does not.
 
 [Note: Chunks] A tensor of shape ``(size, *s)`` has a chunk of shape ``s`` for each rank. Its buffer
 has shape ``(size, n)``, so that the chunks of one rank lie together.
@@ -50,20 +51,22 @@ WIRE_DTYPES = {
     torch.uint64: torch.int64,
     **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
 }
+# The dtype in which another dtype travels if its mean is taken.
 MEAN_WIRE_DTYPES = {
     **WIRE_DTYPES,
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
+# The dtype in which a Python number of each type travels.
 _NUMBER_DTYPES = {
     float: torch.float64,
     int: torch.int64,
     bool: torch.bool,
     complex: torch.complex128,
 }
-# Numbers of other libraries, such as numpy. The order matters: an Integral is Real and Complex,
-# too.
+# Numbers of other libraries, such as numpy, by their abstract type. The order matters: an Integral
+# is also a Real and a Complex.
 _ABSTRACT_NUMBERS: tuple[tuple[type, type], ...] = (
     (Integral, int),
     (Real, float),
@@ -82,88 +85,104 @@ class _Number(NamedTuple):
 
 @dataclass
 class Bucket:
-    """The leaves of one dtype, and their positions among all leaves: the tensors, then the numbers.
+    """The tensors and Python numbers of one dtype in a collection, which share one flat buffer.
 
     Attributes:
         dtype: the dtype of the leaves.
-        chunks: the number of chunks of each tensor, see ``[Note: Chunks]``. None if tensors are
-            sent whole.
+        num_chunks: the number of chunks of each tensor, see ``[Note: Chunks]``. None if tensors are
+            sent whole. A bucket with chunks has no numbers.
         tensors: the tensors.
-        tensor_positions: the position of each tensor among all leaves.
-        numbers: the Python numbers.
-        number_positions: the position of each number. Empty if the numbers are all the leaves.
-        stacked: the buffer of a bucket with 0-dim tensors only, if they could be stacked; else
-            None.
+        tensor_positions: the position of each tensor among all leaves of the collection.
+        numbers: the Python numbers. They follow the tensors in the buffer.
+        number_positions: the position of each number among all leaves of the collection.
+        stacked_tensors: a copy of all tensors in one, if the bucket holds all leaves of the
+            collection and they are 0-dim tensors. Else None.
     """
 
     dtype: torch.dtype
-    chunks: int | None = None
+    num_chunks: int | None = None
     tensors: list[Tensor] = field(default_factory=list)
     tensor_positions: list[int] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
     number_positions: list[int] = field(default_factory=list)
-    stacked: Tensor | None = None
+    stacked_tensors: Tensor | None = None
 
-    def buffer(self, device: torch.device, op: Reduce | None = None) -> Tensor:
+    def new_buffer(self, device: torch.device, op: Reduce | None = None) -> Tensor:
         """Return a new buffer that holds all leaves, in the dtype in which they travel.
+
+        The tensors come first and the numbers last. The caller may write to the buffer.
 
         Args:
             device: the device of the buffer.
-            op: the reduction. For a sum, integers are followed by their upper halves, whose sum
-                does not wrap around.
+            op: the reduction that is applied to the buffer. None if nothing is reduced.
 
         Returns:
-            A tensor of shape ``(n,)``, or ``(chunks, n)``.
+            A contiguous tensor of shape ``(n,)``, or ``(num_chunks, n)`` if tensors have chunks.
         """
         wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
-        dtype = wire_dtypes.get(self.dtype, self.dtype)
-        if self.stacked is not None:
-            return self.stacked.to(device, dtype)
+        # A dtype that is not in the table travels as it is.
+        wire_dtype = wire_dtypes.get(self.dtype, self.dtype)
+        if self.stacked_tensors is not None:
+            # Already a copy of what the caller passed.
+            return self.stacked_tensors.to(device, wire_dtype)
         if not self.tensors:
-            return self._number_tensor(op).to(device, dtype)
+            return self._number_tensor(op).to(device, wire_dtype)
         sections = [self._flatten_tensor(tensor.to(device)) for tensor in self.tensors]
         if self.numbers:
             sections.append(self._number_tensor(op).to(device))
-        # torch.cat makes a copy of a single section, too, and carries out a pending conjugation.
-        return torch.cat(sections, dim=-1).to(dtype)
+        # torch.cat also copies a single section, and carries out a pending conjugation.
+        return torch.cat(sections, dim=-1).to(wire_dtype)
 
-    def unpack(self, buffer: Tensor, leaves: list[Leaf], ranks: int | None = None) -> None:
-        """Put the results in a buffer at the positions of their leaves.
+    def unpack(self, buffer: Tensor, leaves: list[Leaf], num_ranks: int | None = None) -> None:
+        """Put the results of a collective, copied from its buffer, in place of their leaves.
 
         Args:
-            buffer: a tensor of shape ``(n,)``, or ``(ranks, n)`` if it holds the values of several
-                ranks.
-            leaves: the list of all leaves, which is changed.
-            ranks: the number of ranks whose values are in the buffer. Each tensor gets a first
+            buffer: the result of the collective, with the same layout as the buffer from
+                :meth:`new_buffer`. Its shape is ``(n,)``, or ``(num_ranks, n)``.
+            leaves: all leaves of the collection. The list is changed in place.
+            num_ranks: the number of ranks whose values are in the buffer. Each tensor gets a first
                 dimension of this size, and each number becomes a list. None, the default: the
                 buffer holds one value for each leaf.
         """
-        if self.stacked is not None and not buffer.requires_grad:
-            self._unpack_stacked(buffer, leaves, ranks)
+        has_gradient = buffer.requires_grad
+        if self.stacked_tensors is not None and not has_gradient:
+            self._unpack_stacked(buffer, leaves, num_ranks)
             return
         sections = self._split(buffer)
+        # A result that is the only section may keep the memory of the buffer.
         is_shared = len(sections) > 1
+        # Not strict: a last section may hold the numbers.
         for position, tensor, section in zip(
             self.tensor_positions, self.tensors, sections, strict=False
         ):
-            shape = tensor.shape if self.chunks is None else tensor.shape[1:]
-            if ranks is not None:
-                shape = (ranks, *shape)
-            if buffer.requires_grad and not tensor.requires_grad:
+            shape = tensor.shape
+            if self.num_chunks is not None:
+                shape = shape[1:]  # the shape of a chunk
+            if num_ranks is not None:
+                shape = (num_ranks, *shape)
+            if has_gradient and not tensor.requires_grad:
+                # Another tensor of this bucket requires a gradient, and this tensor does not.
                 section = section.detach()
             result = section.to(tensor.device, self.dtype, copy=is_shared)
             leaves[position] = result.reshape(shape)
         if self.numbers:
-            numbers = self._unpack_numbers(sections[-1], ranks)
-            self._place_numbers(numbers, leaves)
+            results = self._numbers_from(sections[-1], num_ranks)
+            for position, number in zip(self.number_positions, results, strict=True):
+                leaves[position] = number
 
     def _flatten_tensor(self, tensor: Tensor) -> Tensor:
-        if self.chunks is None:
+        """Return a tensor of shape ``(n,)``, or ``(num_chunks, n)`` if tensors have chunks."""
+        if self.num_chunks is None:
             return tensor.reshape(tensor.numel())
-        return tensor.reshape(self.chunks, tensor.numel() // self.chunks)
+        return tensor.reshape(self.num_chunks, tensor.numel() // self.num_chunks)
 
     def _number_tensor(self, op: Reduce | None) -> Tensor:
-        """Return the numbers as a tensor on the CPU; see :meth:`buffer`."""
+        """Return the Python numbers as a one-dimensional tensor on the CPU, in the bucket's dtype.
+
+        For a sum of integers (``op``), the numbers are followed by their upper 32 bits. The sum
+        over ranks may exceed 64 bits and wrap around, whereas the sum of the upper bits does not.
+        ``_exact_sum`` computes the true sum from both.
+        """
         numbers = self.numbers
         if op is Reduce.SUM and self.dtype is torch.int64:
             upper_halves = [number >> 32 for number in numbers]
@@ -171,72 +190,82 @@ class Bucket:
         array_code = _ARRAY_CODES.get(self.dtype)
         if array_code is None:
             return torch.tensor(numbers, dtype=self.dtype)
+        # Faster than torch.tensor(), which looks at the type of each number.
         return torch.frombuffer(array(array_code, numbers), dtype=self.dtype)
 
-    def _unpack_stacked(self, buffer: Tensor, leaves: list[Leaf], ranks: int | None) -> None:
-        values = buffer.to(self.tensors[0].device, self.dtype)
-        if ranks is not None:
+    def _unpack_stacked(self, buffer: Tensor, leaves: list[Leaf], num_ranks: int | None) -> None:
+        """Replace all leaves, which are 0-dim tensors, by the rows of a buffer.
+
+        See :meth:`unpack` for the arguments. The buffer has no gradient.
+        """
+        device = self.tensors[0].device
+        values = buffer.to(device, self.dtype)
+        if num_ranks is not None:
+            # From one row per rank to one row per leaf.
             values = values.t().contiguous()
+        # The results are not views to autograd: a change of one does not invalidate the others.
         with untracked_views():
             leaves[:] = values.unbind()
 
     def _split(self, buffer: Tensor) -> Sequence[Tensor]:
-        """Return the part of a buffer for each tensor, and last the part of all numbers."""
-        chunks = self.chunks or 1
-        lengths = [tensor.numel() // chunks for tensor in self.tensors]
+        """Split the last dimension of a buffer into its sections, which are views.
+
+        Returns:
+            A section for each tensor, in order. If the bucket has numbers, the last section holds
+            all of them.
+        """
+        num_chunks = self.num_chunks or 1
+        lengths = [tensor.numel() // num_chunks for tensor in self.tensors]
         if self.numbers:
             lengths.append(buffer.shape[-1] - sum(lengths))
         if len(lengths) == 1:
             return [buffer]
         return buffer.split(lengths, dim=-1)
 
-    def _unpack_numbers(self, section: Tensor, ranks: int | None) -> list[Any]:
-        if self.dtype is torch.bool:
-            section = section.bool()
-        if ranks is not None:
-            section = section.t()
-        numbers = section.tolist()
-        count = len(self.numbers)
-        if len(numbers) == count:
-            return numbers
-        # Integers that were summed: the totals are followed by the totals of the upper halves.
-        return list(map(_exact_sum, numbers[:count], numbers[count:]))
+    def _numbers_from(self, section: Tensor, num_ranks: int | None) -> list[Any]:
+        """Return the results for the Python numbers, in order, as Python objects.
 
-    def _place_numbers(self, numbers: list[Any], leaves: list[Leaf]) -> None:
-        if len(numbers) == len(leaves):
-            leaves[:] = numbers
-            return
-        for position, number in zip(self.number_positions, numbers, strict=True):
-            leaves[position] = number
+        Args:
+            section: the section of the numbers, of shape ``(n,)``, or ``(num_ranks, n)``.
+            num_ranks: if it is not None, each result is the list of the values of all ranks.
+        """
+        if self.dtype is torch.bool:
+            section = section.bool()  # booleans travel as uint8
+        if num_ranks is not None:
+            # From one row per rank to one row per number.
+            section = section.t()
+        results = section.tolist()
+        count = len(self.numbers)
+        if len(results) == count:
+            return results
+        # _number_tensor() has appended the upper halves of integers, to sum them, too.
+        return list(map(_exact_sum, results[:count], results[count:]))
 
 
 def pack(
-    leaves: list[Leaf], structure: Structure, numbers: bool = True, opaque: bool = False
+    leaves: list[Leaf],
+    structure: Structure,
+    sends_numbers: bool = True,
+    allows_opaque: bool = False,
 ) -> list[Bucket]:
     """Sort leaves into one bucket for each dtype, in the order in which the dtypes first occur.
+
+    Not a collective. The buckets hold the leaves themselves, not copies.
 
     Args:
         leaves: the leaves of a collection. Tensors and Python numbers travel. Other leaves are not
             in any bucket.
         structure: the structure of the collection, for error texts.
-        numbers: whether Python numbers travel. Default: True.
-        opaque: whether to accept leaves that look like data and do not travel: arrays of other
-            libraries, and containers that are not taken apart. Default: False.
+        sends_numbers: whether Python numbers travel. Default: True.
+        allows_opaque: whether to accept leaves that look like data and do not travel: arrays of
+            other libraries, and containers that are not taken apart. Default: False.
 
     Raises:
         ConfigurationError: a leaf cannot travel, or looks like data and would not travel.
     """
-    types = set(map(type, leaves))
-    if types == {Tensor}:
-        stacked = _stack(leaves)
-        if stacked is not None:
-            positions = list(range(len(leaves)))
-            bucket = Bucket(
-                stacked.dtype, tensors=leaves[:], tensor_positions=positions, stacked=stacked
-            )
-            return [bucket]
-    if types == {float} and numbers:
-        return [Bucket(torch.float64, numbers=leaves[:])]
+    bucket_of_all = _pack_alike(leaves, sends_numbers)
+    if bucket_of_all is not None:
+        return [bucket_of_all]
     buckets: dict[torch.dtype, Bucket] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -246,30 +275,34 @@ def pack(
             bucket.tensor_positions.append(position)
             continue
         number = _as_number(leaf)
-        if number is not None and numbers:
+        if number is None:
+            if not allows_opaque:
+                check_other_leaf(leaf, structure, position)
+        elif sends_numbers:
             _check_range(number, structure, position)
             bucket = buckets.setdefault(number.dtype, Bucket(number.dtype))
             bucket.numbers.append(number.value)
             bucket.number_positions.append(position)
-        elif number is None and not opaque:
-            check_other_leaf(leaf, structure, position)
     return list(buckets.values())
 
 
 def pack_chunks(
     leaves: list[Leaf], structure: Structure, size: int, operation: str
 ) -> list[Bucket]:
-    """Sort tensors that have a chunk for each rank into buckets, as :func:`pack` does.
+    """Sort tensors that have a chunk for each rank into buckets. See ``[Note: Chunks]``.
 
-    See ``[Note: Chunks]``.
+    Not a collective.
+
+    Args:
+        leaves: the leaves of a collection.
+        structure: the structure of the collection, for error texts.
+        size: the number of ranks, which is the length of each tensor's first dimension.
+        operation: the name of the user's call, for error texts.
 
     Raises:
         ConfigurationError: a leaf cannot travel, or is not a tensor with ``size`` chunks.
     """
     buckets = pack(leaves, structure)
-    for bucket in buckets:
-        bucket.chunks = size
-        bucket.stacked = None
     problems = []
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if isinstance(leaf, Tensor):
@@ -277,8 +310,9 @@ def pack_chunks(
         elif _as_number(leaf) is not None:
             shape = ()
         else:
-            continue
-        if shape[:1] != (size,):
+            continue  # does not travel
+        has_chunks = shape[:1] == (size,)
+        if not has_chunks:
             name = path or "it"
             problems.append(f"{name} is of shape {shape}")
     if problems:
@@ -289,6 +323,8 @@ def pack_chunks(
             suggestion=f"x.unflatten(0, ({size}, -1)) for a tensor whose length {size} divides; "
             "torch.tensor([...]) for numbers",
         )
+    for bucket in buckets:
+        bucket.num_chunks = size
     return buckets
 
 
@@ -296,63 +332,80 @@ def describe(
     structure: Structure,
     leaves: list[Leaf],
     buckets: list[Bucket],
-    grads: bool = False,
-    ragged: bool = False,
+    shows_gradients: bool = False,
+    is_ragged: bool = False,
 ) -> str:
-    """Return a text of what must be the same on all ranks.
+    """Return a text of what must be the same on all ranks, to be compared.
 
     The text has the names, then in the order of the leaves the dtype and shape of tensors and the
-    dtype of numbers.
+    dtype of numbers: ``"loss, weights: 1 float64, 2 float32[3, 4]"``.
 
     Args:
         structure: the structure of the collection.
-        leaves: the leaves of the collection.
+        leaves: the leaves of the collection. Only their number counts.
         buckets: the buckets of the leaves.
-        grads: whether the text says which tensors require a gradient. A rank whose tensor does not
-            require one would not take part in the collective of the backward pass. Default: False.
-        ragged: whether the lengths along the first dimension may differ. Default: False.
+        shows_gradients: whether the text says which tensors require a gradient. A rank whose tensor
+            does not require a gradient would not take part in the collective of the backward pass.
+            Default: False.
+        is_ragged: whether the lengths along the first dimension may differ, and are left out of the
+            text. Default: False.
     """
     names = describe_keys(structure)
-    kinds = _describe_leaves(leaves, buckets, grads, ragged).replace("torch.", "")
-    if names and kinds:
-        return f"{names}: {kinds}"
-    return names or kinds
+    leaf_texts = _describe_leaves(len(leaves), buckets, shows_gradients, is_ragged)
+    leaf_texts = leaf_texts.replace("torch.", "")
+    if names and leaf_texts:
+        return f"{names}: {leaf_texts}"
+    return names or leaf_texts
 
 
-def _describe_leaves(leaves: list[Leaf], buckets: list[Bucket], grads: bool, ragged: bool) -> str:
-    """Return the dtypes and shapes of the leaves, with a count for equal leaves that follow."""
+def _describe_leaves(
+    num_leaves: int, buckets: list[Bucket], shows_gradients: bool, is_ragged: bool
+) -> str:
+    """Return the dtypes and shapes of the leaves: ``"1 torch.float64, 2 torch.float32[3, 4]"``.
+
+    Equal leaves that follow each other are described once, with their number. A leaf that is in no
+    bucket has an empty description. See :func:`describe` for the arguments.
+    """
     if len(buckets) == 1:
-        # Collections of a thousand metrics are described in few steps.
+        # Shortcuts for a collection of a thousand metrics. The loop below returns the same texts.
         bucket = buckets[0]
-        if bucket.numbers and len(bucket.numbers) == len(leaves):
-            return f"{len(leaves)} {bucket.dtype}"
-        if bucket.stacked is not None and not grads:
-            return f"{len(leaves)} {bucket.dtype}[]"
-    kinds = [""] * len(leaves)
+        if len(bucket.numbers) == num_leaves:
+            return f"{num_leaves} {bucket.dtype}"
+        if bucket.stacked_tensors is not None and not shows_gradients:
+            return f"{num_leaves} {bucket.dtype}[]"
+    leaf_texts = [""] * num_leaves
     for bucket in buckets:
         for position, tensor in zip(bucket.tensor_positions, bucket.tensors, strict=True):
-            kinds[position] = _describe_tensor(tensor, grads, ragged)
+            leaf_texts[position] = _describe_tensor(tensor, shows_gradients, is_ragged)
         for position in bucket.number_positions:
-            kinds[position] = str(bucket.dtype)
-    runs = []
-    for kind, run in groupby(kinds):
-        count = len(list(run))
-        runs.append(f"{count} {kind}")
-    return ", ".join(runs)
+            leaf_texts[position] = str(bucket.dtype)
+    counted_texts = []
+    for leaf_text, equal_texts in groupby(leaf_texts):
+        count = len(list(equal_texts))
+        counted_texts.append(f"{count} {leaf_text}")
+    return ", ".join(counted_texts)
 
 
-def _describe_tensor(tensor: Tensor, grads: bool, ragged: bool) -> str:
+def _describe_tensor(tensor: Tensor, shows_gradients: bool, is_ragged: bool) -> str:
+    """Return the dtype and shape of a tensor: ``"torch.float32[3, 4] with gradient"``.
+
+    See :func:`describe` for the arguments.
+    """
     lengths = list(map(str, tensor.shape))
-    if ragged and lengths:
+    if is_ragged and lengths:
         lengths[0] = "*"
     text = f"{tensor.dtype}[{', '.join(lengths)}]"
-    if grads and tensor.requires_grad:
+    if shows_gradients and tensor.requires_grad:
         return f"{text} with gradient"
     return text
 
 
 def _as_number(leaf: Leaf) -> _Number | None:
-    """Return a leaf as a Python number, or None if it is not a number."""
+    """Return a leaf as a Python number, or None if it is not a number.
+
+    Numbers of other libraries, such as numpy, are converted. Members of an ``IntEnum`` are not
+    numbers here, since a result would not be a member.
+    """
     dtype = _NUMBER_DTYPES.get(type(leaf))
     if dtype is not None:
         return _Number(leaf, dtype)
@@ -365,6 +418,10 @@ def _as_number(leaf: Leaf) -> _Number | None:
 
 
 def _check_range(number: _Number, structure: Structure, position: int) -> None:
+    """Raise a ConfigurationError for a Python integer that does not fit into int64.
+
+    ``structure`` and ``position`` give the name of the leaf in the error.
+    """
     if number.dtype is torch.int64 and not -(2**63) <= number.value < 2**63:
         path = leaf_paths(structure)[position] or "a number"
         raise ConfigurationError(
@@ -373,30 +430,44 @@ def _check_range(number: _Number, structure: Structure, position: int) -> None:
 
 
 def _exact_sum(wrapped_sum: int, upper_sum: int) -> int:
-    """Return the sum of integers over ranks.
+    """Return the sum of 64-bit integers over ranks, which may itself exceed 64 bits.
 
     Args:
-        wrapped_sum: the sum modulo ``2**64``.
-        upper_sum: the sum of the upper halves of the integers.
+        wrapped_sum: the sum of the integers, modulo ``2**64``.
+        upper_sum: the sum of the upper 32 bits of the integers (``number >> 32``).
     """
-    # The lower halves add between 0 and 2**64 to the sum of the upper halves.
+    # The sum is least_sum plus the sum of the lower halves. With fewer than 2**32 ranks, the sum
+    # of the lower halves is at least 0 and less than 2**64, so its value modulo 2**64 is exact.
     least_sum = upper_sum << 32
     return least_sum + (wrapped_sum - least_sum) % 2**64
 
 
-def _stack(tensors: list[Tensor]) -> Tensor | None:
-    """Stack 0-dim tensors of one dtype in few steps, which matters for a thousand metrics.
+def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
+    """Pack floats only, or 0-dim tensors of one dtype only, in few steps.
+
+    :func:`pack` would take several steps for each leaf, which costs a millisecond for a collection
+    of a thousand metrics.
 
     Returns:
-        The stacked tensor, or None if the tensors cannot be stacked.
+        The bucket of all leaves. None if there are other leaves, or if the leaves cannot be sent
+        together.
     """
-    dtypes = {tensor.dtype for tensor in tensors}
-    if tensors[0].dim() > 0 or len(dtypes) > 1:
+    types = set(map(type, leaves))
+    positions = list(range(len(leaves)))
+    if types == {float} and sends_numbers:
+        return Bucket(torch.float64, numbers=leaves[:], number_positions=positions)
+    if types != {Tensor}:
+        return None
+    dtypes = {tensor.dtype for tensor in leaves}
+    if leaves[0].dim() > 0 or len(dtypes) > 1:
         return None
     try:
-        stacked = torch.stack(tensors)
+        stacked = torch.stack(leaves)
         check_can_send(stacked, None, 0)
     except (RuntimeError, ConfigurationError):
-        # The shapes or devices differ, or a tensor cannot be sent. pack() names that tensor.
+        # The shapes or devices differ, or a tensor cannot be sent. pack() then raises the error
+        # that names the tensor.
         return None
-    return stacked
+    return Bucket(
+        stacked.dtype, tensors=leaves[:], tensor_positions=positions, stacked_tensors=stacked
+    )

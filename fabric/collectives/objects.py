@@ -1,9 +1,13 @@
 """Objects that one rank sends to another as bytes: scatter, gather, send and receive.
 
-[Note: Messages] A message is one buffer of bytes: the length of a pickle, the pickle, in which a
-:class:`TensorMeta` stands for each tensor, and the values of the tensors one after the other. So
-the shapes may differ between ranks, and tensors are never pickled. Tensors arrive detached, in the
-dtype and shape in which they were sent. A tensor that was on the CPU arrives on the CPU, other
+[Note: Messages] A message is one buffer of bytes with three sections:
+
+- the length of the pickle, in 8 bytes;
+- the pickle of the object, in which a :class:`TensorMeta` stands for each tensor;
+- the values of the tensors, one after the other.
+
+So the shapes may differ between ranks, and tensors are never pickled. Tensors arrive detached, in
+the dtype and shape in which they were sent. A tensor that was on the CPU arrives on the CPU, other
 tensors on the device of the receiver. If a rank cannot send its object, it sends the error in place
 of the object, and every rank raises the error.
 """
@@ -30,24 +34,31 @@ from fabric.tree import PLAIN_TENSOR_TYPES, Leaf, Tree, check_can_send, flatten,
 
 __all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 
-_PREFIX_BYTES = 8  # the length of the pickle, at the start of a message
+# The number of bytes of the pickle's length, at the start of a message.
+_LENGTH_BYTES = 8
 
 
 class TensorMeta:
-    """The properties of a tensor that a receiver needs before the tensor arrives.
+    """The properties of a tensor that a receiver needs before the values arrive.
 
-    It is not a dataclass, since dataclasses are collections.
+    It is not a dataclass, since :func:`fabric.tree.flatten` takes dataclasses apart.
+
+    Attributes:
+        shape: the shape.
+        dtype: the dtype.
+        is_on_cpu: whether the tensor is on the CPU, and not on an accelerator.
+        requires_grad: whether a gradient has to flow back to the tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.on_cpu = tensor.device.type == "cpu"
+        self.is_on_cpu = tensor.device.type == "cpu"
         self.requires_grad = tensor.requires_grad and torch.is_grad_enabled()
 
     def device(self, process_device: torch.device) -> torch.device:
         """Return the device of the tensor in a process whose device is ``process_device``."""
-        if self.on_cpu:
+        if self.is_on_cpu:
             return torch.device("cpu")
         return process_device
 
@@ -64,7 +75,8 @@ class TensorMeta:
         """Return whether ``leaf`` is a dense tensor with these properties."""
         if not isinstance(leaf, Tensor) or type(leaf) not in PLAIN_TENSOR_TYPES:
             return False
-        return leaf.layout is torch.strided and vars(self) == vars(TensorMeta(leaf))
+        is_dense = leaf.layout is torch.strided
+        return is_dense and vars(self) == vars(TensorMeta(leaf))
 
 
 class _Packed(NamedTuple):
@@ -75,9 +87,18 @@ class _Packed(NamedTuple):
 
 
 def scatter(communicator: Communicator, parts: Any, src: int, device: torch.device) -> Any:
-    """Return this rank's part of what rank ``src`` passes; see :meth:`fabric.Fabric.scatter`.
+    """Return this rank's part of what rank ``src`` passes. Collective.
 
-    Tensors arrive on ``device``, the device of this process, or on the CPU.
+    See :meth:`fabric.Fabric.scatter`.
+
+    Args:
+        communicator: the ranks.
+        parts: the objects by rank. Only the argument of rank ``src`` counts.
+        src: the rank of the sender.
+        device: the device of this process, where tensors arrive that were on an accelerator.
+
+    Raises:
+        FabricError: rank ``src`` cannot send its objects. Every rank raises the error.
     """
     communicator.check_rank(Operation.SCATTER, src)
     call = CallDescription("scatter", lambda: f"{src=}")
@@ -88,9 +109,10 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
         try:
             _check_parts(parts, communicator)
             messages = [_pack(part, communicator.device) for part in parts]
+            # The rows of a scatter have one length, so the messages are padded.
             rows = pad_sequence(messages, batch_first=True)
             row_length = rows.shape[1]
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+        except Exception as caught:  # noqa: BLE001 - the next call raises it on all ranks
             error = as_fabric_error(caught)
     row_length = communicator.broadcast_object(row_length, src, call, error)
     output = torch.empty(row_length, dtype=torch.uint8, device=communicator.device)
@@ -101,43 +123,61 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
 def gather(
     communicator: Communicator, tree: Tree, dst: int, device: torch.device
 ) -> list[Tree] | None:
-    """Return the objects of all ranks on rank ``dst``, else None; see :meth:`fabric.Fabric.gather`.
+    """Return the objects of all ranks on rank ``dst``, and None on the other ranks. Collective.
 
-    Tensors arrive on ``device``, the device of this process, or on the CPU.
+    See :meth:`fabric.Fabric.gather`.
+
+    Args:
+        communicator: the ranks.
+        tree: the object of this rank.
+        dst: the rank of the receiver.
+        device: the device of this process, where tensors arrive that were on an accelerator.
+
+    Raises:
+        FabricError: a rank cannot send its object, or ranks pass different ``dst``. Every rank
+            raises an error.
     """
     communicator.check_rank(Operation.GATHER, dst)
     call = CallDescription("gather", lambda: f"{dst=}")
     message, error = _pack_or_error(tree, communicator.device)
-    # Raises the error of any rank.
+    # This call raises the error of any rank.
     lengths_and_destinations = communicator.gather_objects((len(message), dst), call, error)
     lengths = [length for length, _ in lengths_and_destinations]
     destinations = [destination for _, destination in lengths_and_destinations]
     if len(set(destinations)) > 1:
-        request = f"gather(..., dst={dst}) on rank {communicator.rank}"
-        raise peer_mismatch_error(request, destinations)
-    padded = pad(message, (0, max(lengths) - len(message)))
-    rows = communicator.gather(padded, dst, call)
+        call_text = f"gather(..., dst={dst}) on rank {communicator.rank}"
+        raise peer_mismatch_error(call_text, destinations)
+    # The buffers of a gather have one length. _unpack() ignores the padding.
+    padded_message = pad(message, (0, max(lengths) - len(message)))
+    rows = communicator.gather(padded_message, dst, call)
     if rows is None:
         return None
     return [_unpack(row, device, rank) for rank, row in enumerate(rows)]
 
 
 def send(communicator: Communicator, tree: Tree, dst: int) -> None:
-    """Send an object to rank ``dst``; see :meth:`fabric.Fabric.send`.
+    """Send an object to rank ``dst``, which has to call :func:`recv`.
 
-    Returns when the message is on its way, at the latest when the message has arrived.
+    See :meth:`fabric.Fabric.send`. Returns when the message is on its way, at the latest when the
+    message has arrived.
+
+    Raises:
+        FabricError: the object cannot be sent. Rank ``dst`` raises the error, too.
     """
     message, error = _pack_or_error(tree, communicator.device)
-    communicator.send(torch.tensor([len(message)], device=communicator.device), dst)
+    length = torch.tensor([len(message)], device=communicator.device)
+    communicator.send(length, dst)
     communicator.send(message, dst)
+    # Raised last, so that rank ``dst`` gets a message and does not wait forever.
     if error is not None:
         raise error
 
 
 def recv(communicator: Communicator, src: int, device: torch.device) -> Tree:
-    """Return the object that rank ``src`` sends; see :meth:`fabric.Fabric.recv`.
+    """Return the object that rank ``src`` sends with :func:`send`, or raise its error.
 
-    Tensors arrive on ``device``, the device of this process, or on the CPU.
+    See :meth:`fabric.Fabric.recv`. Tensors that were on an accelerator arrive on ``device``, the
+    device of this process.
     """
     length = torch.empty(1, dtype=torch.int64, device=communicator.device)
     communicator.recv(length, src)
@@ -147,10 +187,13 @@ def recv(communicator: Communicator, src: int, device: torch.device) -> Tree:
 
 
 def _pack_or_error(tree: Tree, device: torch.device) -> _Packed:
-    """Return the message of a collection, or of the error if the collection cannot be sent."""
+    """Return the message of an object, or a message of the error if the object cannot be sent.
+
+    In a message of the error, the other ranks get the error in place of the object.
+    """
     try:
         return _Packed(_pack(tree, device))
-    except Exception as caught:  # noqa: BLE001 - raised on all ranks
+    except Exception as caught:  # noqa: BLE001 - sent to the other ranks, which raise it
         error = as_fabric_error(caught)
         return _Packed(_pack(None, device, error), error)
 
@@ -158,7 +201,13 @@ def _pack_or_error(tree: Tree, device: torch.device) -> _Packed:
 def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) -> Tensor:
     """Return a message on ``device``, a one-dimensional tensor of bytes.
 
-    See ``[Note: Messages]``.
+    The message has the length of the pickle in 8 bytes, the pickle with a :class:`TensorMeta` for
+    each tensor, and the values of the tensors one after the other.
+
+    Args:
+        tree: the object to send.
+        device: the device of the communicator.
+        error: an error to send in place of ``tree``. :func:`_unpack` raises the error.
     """
     leaves, structure = flatten(tree)
     tensors: list[Tensor] = []
@@ -169,46 +218,62 @@ def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) ->
             tensors.append(tensor)
             leaves[position] = TensorMeta(tensor)
     pickled = to_pickle(unflatten(structure, leaves), error)
-    prefix = len(pickled).to_bytes(_PREFIX_BYTES, "little")
+    prefix = len(pickled).to_bytes(_LENGTH_BYTES, "little")
     sections = [to_tensor(prefix + pickled).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
-        # Not reshaped: a tensor with fewer than two elements is contiguous with any strides, and
-        # would keep them.
-        flat = values.as_strided((values.numel(),), (1,))
-        sections.append(flat.view(torch.uint8))
+        # as_strided() and not reshape(): a tensor with fewer than two elements is contiguous with
+        # any strides, reshape() keeps such strides, and the view as bytes needs a stride of 1.
+        flat_values = values.as_strided((values.numel(),), (1,))
+        sections.append(flat_values.view(torch.uint8))
     return torch.cat(sections)
 
 
 def _unpack(message: Tensor, device: torch.device, src: int) -> Tree:
-    """Return the object in a message from rank ``src``, or raise the error in its place."""
-    pickle_length = int.from_bytes(to_bytes(message[:_PREFIX_BYTES]), "little")
-    end = _PREFIX_BYTES + pickle_length
-    pickled = to_bytes(message[_PREFIX_BYTES:end])
+    """Return the object in a message from :func:`_pack` on rank ``src``.
+
+    Args:
+        message: the message, which may be padded at the end.
+        device: the device of this process, for tensors that were on an accelerator.
+        src: the rank of the sender.
+
+    Raises:
+        FabricError: the message holds an error in place of an object.
+    """
+    pickle_length = int.from_bytes(to_bytes(message[:_LENGTH_BYTES]), "little")
+    end = _LENGTH_BYTES + pickle_length
+    pickled = to_bytes(message[_LENGTH_BYTES:end])
     leaves, structure = flatten(from_pickle(pickled, src))
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, TensorMeta):
             start = end
             end = start + leaf.shape.numel() * leaf.dtype.itemsize
-            # Cloned as bytes: the values may begin where a number of their dtype may not.
+            # The clone starts at an aligned address. The bytes in the message may not, and could
+            # then not be viewed in their dtype.
             values = message[start:end].clone().view(leaf.dtype)
             leaves[position] = values.reshape(leaf.shape).to(leaf.device(device))
     return unflatten(structure, leaves)
 
 
 def _check_parts(parts: Any, communicator: Communicator) -> None:
-    request = f"scatter(parts, ...) on rank {communicator.rank}"
+    """Check the argument ``parts`` of :func:`scatter`, on the sender only.
+
+    Raises:
+        ArgumentTypeError: it is not a sequence. Text is not a sequence here.
+        ConfigurationError: it does not have one object for each rank.
+    """
+    call_text = f"scatter(parts, ...) on rank {communicator.rank}"
     expected = f"a list or tuple of {communicator.size} objects, by rank"
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
         raise ArgumentTypeError(
-            request,
+            call_text,
             problem=f"parts is a {type(parts).__name__}",
             expected=expected,
             suggestion="list(x), or x.unbind(0)",
         )
     if len(parts) != communicator.size:
         raise ConfigurationError(
-            request,
+            call_text,
             problem=f"there are {len(parts)} parts",
             expected=expected,
             suggestion="one part for each rank",

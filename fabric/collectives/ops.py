@@ -5,12 +5,17 @@ communicator must call these functions, with collections of the same structure, 
 Nothing writes into the arguments.
 
 [Note: Gradients] A gradient through a collective is the gradient of the sum over ranks of each
-rank's local loss. The backward pass of an all-reduce is the same all-reduce. The backward pass of
-an all-gather is a reduce-scatter with a sum, and the other way round. The backward pass of an
-all-to-all is an all-to-all. The backward pass of a broadcast is the sum over ranks, which arrives
-at the source. All of them can be differentiated again. Every rank has to run the backward pass if
-it ran the forward pass. A leaf that requires no gradient is returned without one, even if it was
-sent in one buffer with leaves that require a gradient.
+rank's local loss. Every backward pass is itself a collective:
+
+- all-reduce: the same all-reduce;
+- all-gather: a reduce-scatter with a sum;
+- reduce-scatter: an all-gather, divided by the number of ranks if the reduction is a mean;
+- all-to-all: an all-to-all;
+- broadcast: an all-reduce with a sum, whose result only the source uses.
+
+All of them can be differentiated again. Every rank has to run the backward pass if it ran the
+forward pass. A leaf that requires no gradient is returned without a gradient, even if it was sent
+in one buffer with leaves that require a gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,20 +43,22 @@ __all__ = [
 
 
 class _BufferedBucket(NamedTuple):
+    """A bucket, and the buffer with its leaves that is sent."""
+
     bucket: Bucket
     buffer: Tensor
 
 
 def all_reduce(communicator: Communicator, tree: Tree, op: Reduce, *, numbers: bool = True) -> Tree:
-    """Reduce a collection over the ranks; see :meth:`fabric.Fabric.all_reduce`.
+    """Reduce a collection over the ranks. Collective. See :meth:`fabric.Fabric.all_reduce`.
 
     Python numbers are reduced, too, unless ``numbers`` is False.
     """
-    return _exchange(communicator, Operation.ALL_REDUCE, tree, op, numbers=numbers)
+    return _exchange(communicator, Operation.ALL_REDUCE, tree, op, sends_numbers=numbers)
 
 
 def reduce_scatter(communicator: Communicator, tree: Tree, op: Reduce) -> Tree:
-    """Reduce chunks over the ranks, and return the chunk of this rank.
+    """Reduce chunks over the ranks, and return the chunk of this rank. Collective.
 
     See :meth:`fabric.Fabric.reduce_scatter`.
     """
@@ -59,7 +66,7 @@ def reduce_scatter(communicator: Communicator, tree: Tree, op: Reduce) -> Tree:
 
 
 def all_to_all(communicator: Communicator, tree: Tree) -> Tree:
-    """Send a chunk to each rank, and return the received chunks.
+    """Send a chunk to each rank, and return the received chunks. Collective.
 
     See :meth:`fabric.Fabric.all_to_all`.
     """
@@ -67,7 +74,7 @@ def all_to_all(communicator: Communicator, tree: Tree) -> Tree:
 
 
 def all_gather(communicator: Communicator, tree: Tree, *, sync_grads: bool = False) -> Tree:
-    """Gather the collections of all ranks; see :meth:`fabric.Fabric.all_gather`.
+    """Gather the collections of all ranks. Collective. See :meth:`fabric.Fabric.all_gather`.
 
     Tensors of shape ``s`` become tensors of shape ``(size, *s)``, and numbers become lists.
     """
@@ -75,7 +82,10 @@ def all_gather(communicator: Communicator, tree: Tree, *, sync_grads: bool = Fal
 
 
 def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.device) -> Tree:
-    """Return the object of rank ``src`` on every rank; see :meth:`fabric.Fabric.broadcast`.
+    """Return the object of rank ``src`` on every rank. Collective.
+
+    See :meth:`fabric.Fabric.broadcast`. The object is sent in two steps: first the structure with a
+    :class:`TensorMeta` for each tensor, then the tensors.
 
     Args:
         communicator: the ranks.
@@ -83,70 +93,94 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
             the sender requires a gradient, and this rank passes a tensor of the same description,
             the tensor of this rank gets a gradient of zeros.
         src: the rank of the sender in the communicator.
-        device: the device of this process. Tensors arrive there that were on an accelerator at the
-            sender.
+        device: the device of this process, where tensors arrive that were on an accelerator.
+
+    Raises:
+        FabricError: rank ``src`` cannot send its object. Every rank raises the error.
     """
     call = CallDescription("broadcast", lambda: f"{src=}")
+    is_source = communicator.rank == src
     error = None
-    metas = None
+    tree_of_metas = None
     leaves, structure = flatten(None)
-    if communicator.rank == src:
+    if is_source:
         try:
             leaves, structure = flatten(tree)
-            # Packed only for the errors: nothing may be sent if this rank cannot send all of it.
-            pack(leaves, structure, numbers=False, opaque=True)
-            metas = unflatten(structure, _describe_tensors(leaves))
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+            # Called for its errors: nothing may be sent if this rank cannot send all of it.
+            pack(leaves, structure, sends_numbers=False, allows_opaque=True)
+            tree_of_metas = unflatten(structure, _describe_tensors(leaves))
+        except Exception as caught:  # noqa: BLE001 - the next call raises it on all ranks
             error = as_fabric_error(caught)
-    received = communicator.broadcast_object(metas, src, call, error)
-    if communicator.rank != src:
+    received = communicator.broadcast_object(tree_of_metas, src, call, error)
+    if not is_source:
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
-    buckets = pack(leaves, structure, numbers=False, opaque=True)
-    buffered = [_BufferedBucket(bucket, bucket.buffer(communicator.device)) for bucket in buckets]
-    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buffered, leaves)
+    # Numbers and other objects have arrived with the structure. Only tensors are sent now.
+    buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
+    buffered = [
+        _BufferedBucket(bucket, bucket.new_buffer(communicator.device)) for bucket in buckets
+    ]
+    template = Collective(Operation.BROADCAST, peer=src, call=call)
+    _run_for_buckets(communicator, template, buffered, leaves)
     return unflatten(structure, leaves)
 
 
 def all_gather_ragged(
     communicator: Communicator, tree: Tree, *, sync_grads: bool = False, concat: bool = False
 ) -> Tree:
-    """Gather collections whose first dimensions differ between ranks.
+    """Gather collections whose first dimensions differ between ranks. Collective.
 
     See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. This costs an exchange of
     the lengths, and one collective for each dtype, in which every rank sends as much as the
     longest.
+
+    Args:
+        communicator: the ranks.
+        tree: the collection of this rank.
+        sync_grads: whether gradients flow through the collective. Default: False.
+        concat: whether to concatenate the tensors of all ranks. Default: False, which returns a
+            list of tensors in place of each tensor.
     """
     with _raise_on_all_ranks(communicator, Operation.ALL_GATHER):
         leaves, structure = flatten(tree)
         buckets = pack(leaves, structure)
         has_grads = sync_grads and torch.is_grad_enabled()
-        text = describe(structure, leaves, buckets, has_grads, ragged=True)
+        description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
     call = CallDescription(
         "all_gather",
-        arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {text}",
-        text=f"all_gather({concat=}, {text})",
+        arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {description}",
+        text=f"all_gather({concat=}, {description})",
         reads_result=True,
     )
-    lengths = _gather_lengths(communicator, leaves, call)
-    for position, rank_lengths in lengths.items():
+    lengths_by_position = _gather_lengths(communicator, leaves, call)
+    for position, lengths_of_ranks in lengths_by_position.items():
         leaf = leaves[position]
-        padding = leaf.new_zeros(max(rank_lengths) - len(leaf), *leaf.shape[1:])
+        padding = leaf.new_zeros(max(lengths_of_ranks) - len(leaf), *leaf.shape[1:])
         leaves[position] = torch.cat([leaf, padding])
-    # The exchange of the lengths has carried the signature.
+    # Not signed: the exchange of the lengths has compared the call between the ranks.
     gathered = _exchange(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
     for position, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
-            gathered[position] = _cut_rows(rows, lengths.get(position), concat)
+            lengths_of_ranks = lengths_by_position.get(position)
+            gathered[position] = _cut_rows(rows, lengths_of_ranks, concat)
     return unflatten(structure, gathered)
 
 
 def _gather_lengths(
     communicator: Communicator, leaves: list[Leaf], call: CallDescription
 ) -> dict[int, list[int]]:
-    """Return the lengths on all ranks of each leaf with a first dimension, by its position."""
+    """Return the lengths, on all ranks, of each tensor along its first dimension. Collective.
+
+    Args:
+        communicator: the ranks.
+        leaves: the leaves of a ragged collection, as many on all ranks.
+        call: the user's call. Its signature travels with the lengths.
+
+    Returns:
+        The lengths in rank order, by the position of the leaf. 0-dim tensors are left out.
+    """
     positions = []
     lengths = []
     for position, leaf in enumerate(leaves):
@@ -155,24 +189,29 @@ def _gather_lengths(
             lengths.append(len(leaf))
     buffer = torch.tensor(lengths, dtype=torch.int64, device=communicator.device)
     rows = communicator.run(Collective(Operation.ALL_GATHER, buffer, call=call))
-    return dict(zip(positions, rows.t().tolist(), strict=True))
+    # From one row per rank to one row per leaf.
+    lengths_of_ranks = rows.t().tolist()
+    return dict(zip(positions, lengths_of_ranks, strict=True))
 
 
-def _cut_rows(rows: Tensor, lengths: list[int] | None, concat: bool) -> Tensor | list[Tensor]:
+def _cut_rows(
+    rows: Tensor, lengths_of_ranks: list[int] | None, concat: bool
+) -> Tensor | list[Tensor]:
     """Return the gathered tensors of all ranks without their padding.
 
     Args:
         rows: the padded tensors, one for each rank.
-        lengths: the length of each tensor. None for 0-dim tensors, which have no padding.
+        lengths_of_ranks: the length of each tensor. None for 0-dim tensors, which have no padding.
         concat: whether to concatenate the tensors.
     """
-    if lengths is None:
+    if lengths_of_ranks is None:
         if concat:
             return rows
         return [row.clone() for row in rows]
-    tensors = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    tensors = [row[:length] for row, length in zip(rows, lengths_of_ranks, strict=True)]
     if concat:
         return torch.cat(tensors)
+    # Clones, so that a change of one result does not change the others.
     return [tensor.clone() for tensor in tensors]
 
 
@@ -182,35 +221,39 @@ def _exchange(
     tree: Tree,
     op: Reduce | None = None,
     *,
-    numbers: bool = True,
+    sends_numbers: bool = True,
     sync_grads: bool = True,
     is_signed: bool = True,
 ) -> Tree:
-    """Make one collective for each dtype of a collection, whose structure is equal on all ranks.
+    """Make one collective for each dtype of a collection, and return the results. Collective.
+
+    The structure of the collection is the same on all ranks.
 
     Args:
         communicator: the ranks.
         operation: the collective.
         tree: the collection.
-        op: the reduction, if the operation has one.
-        numbers: whether Python numbers take part. Default: True.
+        op: the reduction. None if the operation has no reduction.
+        sends_numbers: whether Python numbers take part. Default: True.
         sync_grads: whether gradients flow through the collective. Default: True.
-        is_signed: whether the first message carries a signature. Default: True.
+        is_signed: whether the first message carries a signature, by which the ranks notice that
+            their calls differ. Default: True.
     """
     with _raise_on_all_ranks(communicator, operation):
         leaves, structure = flatten(tree)
         if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
             buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
         else:
-            buckets = pack(leaves, structure, numbers)
+            buckets = pack(leaves, structure, sends_numbers)
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
         buffered = [
-            _BufferedBucket(bucket, bucket.buffer(communicator.device, op)) for bucket in buckets
+            _BufferedBucket(bucket, bucket.new_buffer(communicator.device, op))
+            for bucket in buckets
         ]
 
     reduction = "" if op is None else f"{op.value} of "
-    # Gradients are off within the collective, where the arguments are described.
+    # Read now: autograd is off within the collective, which may call describe_arguments().
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:
@@ -229,32 +272,33 @@ def _exchange(
         reads_result=any(bucket.numbers for bucket in buckets),
     )
     template = Collective(operation, reduce=op, call=call)
-    _run(communicator, template, buffered, leaves, detach=not sync_grads)
+    _run_for_buckets(communicator, template, buffered, leaves, detach=not sync_grads)
     if op is Reduce.PRODUCT:
         _check_product_of_integers(communicator, buckets)
     return unflatten(structure, leaves)
 
 
-def _run(
+def _run_for_buckets(
     communicator: Communicator,
     template: Collective,
     buffered: list[_BufferedBucket],
     leaves: list[Leaf],
     detach: bool = False,
 ) -> None:
-    """Make one collective for each bucket, and put the results at the positions of the leaves.
+    """Make one collective for each bucket, and put the results in place of the leaves. Collective.
 
     Args:
         communicator: the ranks.
-        template: the collective without its buffer. Only the first message carries its signature.
-        buffered: the buckets, which are taken out of the list: a buffer is freed as soon as its
-            results have been copied.
-        leaves: the leaves of the collection, which are replaced.
+        template: the collective without its buffer. Only the first message carries the signature of
+            the call.
+        buffered: the buckets with their buffers. The list is emptied, so that the memory of a
+            buffer is freed as soon as its results have been copied.
+        leaves: the leaves of the collection. The list is changed in place.
         detach: whether to cut the results off from the graph. Default: False.
     """
-    ranks = None
+    num_ranks = None
     if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
-        ranks = communicator.size
+        num_ranks = communicator.size
     while buffered:
         bucket, buffer = buffered.pop(0)
         collective = template._replace(buffer=buffer.detach())
@@ -262,14 +306,20 @@ def _run(
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
-        bucket.unpack(result, leaves, ranks)
+        bucket.unpack(result, leaves, num_ranks)
         if template.call is not None:
-            template = template._replace(call=template.call._replace(text=None))
+            call_without_signature = template.call._replace(text=None)
+            template = template._replace(call=call_without_signature)
 
 
 @contextmanager
 def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Iterator[None]:
-    """Let the other ranks raise, too, if the block raises and this rank cannot make its call."""
+    """Let the other ranks raise, too, if this rank raises in the block and cannot make its call.
+
+    The block prepares this rank's call and has no collectives. If it raises, this rank answers the
+    first collective of the other ranks with a signature that cannot match, so that they do not
+    wait forever. Then this rank raises its own error.
+    """
     try:
         yield
     except Exception as error:
@@ -277,11 +327,14 @@ def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Ite
             raise
         problem = f"nothing: {type(error).__name__}: {error}"
         buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
-        # The empty text becomes a checksum that matches no other; see [Note: Signatures] in
+        # The empty text becomes a checksum that matches no other. See [Note: Signatures] in
         # communicators/checked.py.
         call = CallDescription(operation.value, lambda: problem, text="", reads_result=True)
-        with suppress(Exception):  # this rank raises its own error
-            communicator.run(Collective(Operation.ALL_GATHER, buffer, call=call))
+        # The message with the signature is the same for every operation. An all-gather of nothing
+        # will do.
+        mismatched_collective = Collective(Operation.ALL_GATHER, buffer, call=call)
+        with suppress(Exception):  # the mismatch is an error here, too
+            communicator.run(mismatched_collective)
         raise
 
 
@@ -322,16 +375,22 @@ def _allocate(leaves: list[Leaf], local_tree: Tree, device: torch.device) -> Non
 def _check_reduction(
     op: Reduce, buckets: Sequence[Bucket], structure: Structure, operation: Operation
 ) -> None:
-    """Check that a reduction is defined for all leaves.
+    """Check that a reduction is defined for all leaves. Not a collective.
+
+    Args:
+        op: the reduction.
+        buckets: the buckets of all leaves that are reduced.
+        structure: the structure of the collection, for the name of a leaf in the error.
+        operation: the user's call, for the error.
 
     Raises:
         ConfigurationError: the reduction has no meaning. The error names a leaf and a remedy.
     """
     for bucket in buckets:
         positions = [*bucket.tensor_positions, *bucket.number_positions]
-        trained_positions = []
+        positions_with_gradient = []
         if op in ORDERED and torch.is_grad_enabled():
-            trained_positions = _positions_with_gradient(bucket)
+            positions_with_gradient = _positions_with_gradient(bucket)
         dtype = bucket.dtype
         is_inexact = dtype.is_floating_point or dtype.is_complex
         if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
@@ -344,25 +403,25 @@ def _check_reduction(
             problem = f"{op.value} is over the bits of integers and booleans"
             suggestion = "x.long(), or x > 0"
         elif dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
+            # uint64 travels as int64, where large values are negative.
             problem = f"no backend carries uint64, and as int64 its {op.value} is another"
             suggestion = "x.long(), for values below 2**63"
         elif dtype.is_complex and op in ORDERED:
             problem = f"complex numbers have no {op.value} over ranks"
             suggestion = "fabric.all_gather(x).prod(0), or x.abs()"
-        elif trained_positions:
+        elif positions_with_gradient:
             problem = f"the {op.value} over ranks has no gradient, and this tensor requires one"
             suggestion = "x.detach()"
-            positions = trained_positions
+            positions = positions_with_gradient
         else:
             continue
-        # A bucket without positions holds all leaves in order.
-        first_position = min(positions, default=0)
-        leaf = leaf_paths(structure)[first_position] or "the tensor or number"
+        leaf = leaf_paths(structure)[min(positions)] or "the tensor or number"
         request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({dtype})"
         raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
 def _positions_with_gradient(bucket: Bucket) -> list[int]:
+    """Return the positions, among all leaves, of the tensors that require a gradient."""
     positions = []
     for position, tensor in zip(bucket.tensor_positions, bucket.tensors, strict=True):
         if tensor.requires_grad:
@@ -371,12 +430,14 @@ def _positions_with_gradient(bucket: Bucket) -> list[int]:
 
 
 def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Bucket]) -> None:
-    """Check that the products of Python integers fit into 64 bits.
+    """Check that the products of Python integers over ranks fit into 64 bits.
 
-    Collective if there are Python integers: it multiplies them as floats.
+    Called after the products have been computed as int64, where a large product wraps around
+    without an error. Collective if there are Python integers: this function multiplies them again
+    as floats.
 
     Raises:
-        ConfigurationError: a product is beyond 64 bits.
+        ConfigurationError: a product is beyond 64 bits. Every rank raises the error.
     """
     factors = []
     for bucket in buckets:
@@ -385,7 +446,7 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
     if not factors:
         return
     products = all_reduce(communicator, factors, Reduce.PRODUCT)
-    # The limit is a little below 2**63, where a rounded product may be on either side.
+    # Products of floats are rounded. Near 2**63 a rounded product may be on the wrong side.
     limit = 0.999 * 2**63
     if any(abs(product) > limit for product in products):
         raise ConfigurationError(
@@ -397,25 +458,41 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective whose backward pass is a collective; see ``[Note: Gradients]``."""
+    """A collective whose backward pass is a collective. See ``[Note: Gradients]``."""
 
     @staticmethod
     def forward(
         ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor
     ) -> Tensor:
-        # ctx must not hold the call: the call's description holds the results, and the graph of the
-        # results holds ctx. Such a cycle is never collected. The backward pass does not need the
-        # buffer, so its memory is freed.
+        """Make the collective with a copy of ``buffer``, and return its result. Collective.
+
+        Autograd calls this method within ``apply``. The backward pass calls ``apply``, too: then
+        ``buffer`` is a gradient.
+
+        Args:
+            ctx: the context of autograd. It gets the communicator, and the collective without its
+                buffer and call, for :meth:`backward`.
+            communicator: the ranks.
+            collective: the collective. Its own buffer is not used.
+            buffer: the buffer as a part of the graph.
+        """
         ctx.communicator = communicator
+        # Without the call: the call's description holds the results, and the graph of the results
+        # holds ctx. Such a cycle is never collected. Without the buffer: its memory is freed.
         ctx.collective = collective._replace(buffer=None, call=None)
-        # The communicator writes to the buffer, so it gets a contiguous copy. In a backward pass,
-        # the buffer is a gradient, which may be an expanded view or be used elsewhere.
-        copied = buffer.detach().clone(memory_format=torch.contiguous_format)
-        copied = copied.resolve_conj().resolve_neg()
-        return communicator.run(collective._replace(buffer=copied))
+        # A copy, since some collectives write to their buffer. It has to be contiguous: a gradient
+        # may be an expanded view.
+        copied_buffer = buffer.detach().clone(memory_format=torch.contiguous_format)
+        copied_buffer = copied_buffer.resolve_conj().resolve_neg()
+        return communicator.run(collective._replace(buffer=copied_buffer))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        """Return the gradient of ``buffer``, from the gradient of the result. Collective.
+
+        The collective goes through ``apply``, so that this gradient can be differentiated again.
+        """
+        (grad_of_result,) = grads
         communicator = ctx.communicator
         collective = ctx.collective
         operation = collective.operation
@@ -429,11 +506,16 @@ class _Differentiable(torch.autograd.Function):
             case Operation.BROADCAST:
                 operation = Operation.ALL_REDUCE
                 op = Reduce.SUM
-        grad = _Differentiable.apply(communicator, Collective(operation, grads[0], op), grads[0])
+            # All-reduce and all-to-all are their own backward passes.
+        backward_collective = Collective(operation, grad_of_result, op)
+        grad = _Differentiable.apply(communicator, backward_collective, grad_of_result)
         if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
             grad = grad / communicator.size
-        if collective.operation is Operation.BROADCAST and communicator.rank != collective.peer:
-            # Zeros that are a part of the graph: all ranks take part in the backward pass.
+        is_broadcast = collective.operation is Operation.BROADCAST
+        if is_broadcast and communicator.rank != collective.peer:
+            # Only the source's buffer has an effect on the result. These zeros are computed from
+            # the gradient, so that this rank takes part if the gradient is differentiated again.
             everywhere = torch.ones((), dtype=torch.bool, device=grad.device)
             grad = grad.masked_fill(everywhere, 0)
+        # The communicator and the collective have no gradient.
         return None, None, grad
