@@ -93,7 +93,10 @@ _EntryFilters = Mapping[str, Callable[[str, Any], bool]] | None
 
 
 class _Seeding(NamedTuple):
-    """The arguments of the latest ``seed_everything``, which started processes repeat."""
+    """The arguments of the latest call of :meth:`Fabric.seed_everything`.
+
+    A process that is started later makes the same call.
+    """
 
     seed: int
     workers: bool
@@ -180,6 +183,7 @@ class Fabric:
         check_training: bool = True,
         timings: bool = False,
     ) -> None:
+        # Raises for arguments that cannot work. No process is started, and no device is touched.
         self._plan = resolve_plan(
             accelerator=accelerator,
             strategy=strategy,
@@ -196,15 +200,16 @@ class Fabric:
         )
         self._callbacks = as_list(callbacks)
         self._loggers = Loggers(as_list(loggers))
-        self._check_training = check_training
-        self._timings = timings
-        self._seeding: _Seeding | None = None
-        self._session: Session | None = None
-        self._closed = False
+        self._should_check_training = check_training
+        self._should_measure_timings = timings
+        self._seeding: _Seeding | None = None  # None until seed_everything() is called
+        self._session: Session | None = None  # begun by _ensure_session()
+        self._is_closed = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a call of a subclass's own ``run`` launch the job."""
+        """Wrap the ``run`` method of a subclass, so that calling the method launches the job."""
         super().__init_subclass__(**kwargs)
+        # An inherited run has been wrapped when its own class was defined.
         if "run" in cls.__dict__:
             cls.run = _launch_on_call(cls.__dict__["run"])
 
@@ -235,22 +240,23 @@ class Fabric:
         ``"model_parallel"`` has one from the start, and ``"fsdp"`` after ``setup``.
         """
         meshes = self._ensure_session("device_mesh").runtime.meshes
+        # The mesh of the strategy is the first one that was made.
         return next(iter(meshes.values()), None)
 
     @property
     def global_rank(self) -> int:
         """The rank of this process among all processes of the job."""
-        return self._world("global_rank").rank
+        return self._connected_world("global_rank").rank
 
     @property
     def local_rank(self) -> int:
         """The rank of this process among the processes of its node."""
-        return self._world("local_rank").local_rank
+        return self._connected_world("local_rank").local_rank
 
     @property
     def node_rank(self) -> int:
         """The number of the node of this process."""
-        return self._world("node_rank").node_rank
+        return self._connected_world("node_rank").node_rank
 
     @property
     def world_size(self) -> int:
@@ -283,12 +289,12 @@ class Fabric:
     ) -> Any:
         """Start the processes of the job and connect them.
 
-        Nothing is started on one device, or in processes made by torchrun, ``fabric run``, SLURM or
-        MPI. There the call may be left out: the first call that needs a device or other ranks
-        connects the processes.
+        Nothing is started on one device, or in processes that torchrun, ``fabric run``, SLURM or
+        MPI has started. The call may be left out in these cases: the first call that needs a device
+        or other ranks connects the processes.
 
-        With the start method ``popen`` every process runs the script again. In the process that
-        starts the others this call does not return: it exits with the exit code of the ranks. With
+        With the start method ``popen`` every process runs the script again. The process that starts
+        the others does not return from this call: it exits with the exit code of the ranks. With
         ``spawn``, ``fork`` and ``forkserver`` each process runs ``function(fabric, *args,
         **kwargs)``.
 
@@ -308,8 +314,10 @@ class Fabric:
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
+        # Raises in a process that imports the script of the launching process: each process of the
+        # job would start a job of its own.
         refuse_while_importing_main()
-        if self._closed:
+        if self._is_closed:
             raise self._not_running_error("launch()")
         self._check_launch(function_and_args, kwargs)
         function: Callable[..., Any] = _return_none
@@ -318,13 +326,14 @@ class Fabric:
             function, *args = function_and_args
 
         plan = self._plan
-        if plan.world is None:
+        if plan.world is None:  # this process is not a rank of the job: it starts the ranks
             spec = plan.launch_spec
             if not return_result:
                 spec = replace(spec, results="none")
             elif return_all:
                 spec = replace(spec, results="all")
-            return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
+            rank_args = (self, function, args, kwargs)
+            return plan.launcher.launch(_run_in_rank, rank_args, {}, spec)
 
         self._ensure_session("launch")
         result = function(self, *args, **kwargs)
@@ -335,56 +344,70 @@ class Fabric:
         return result
 
     def _check_launch(self, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise a UsageError for a missing function, or for a second launch without a function."""
+        """Check the arguments of ``launch()`` before a process is started.
+
+        Args:
+            function_and_args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call, which are for the function.
+
+        Raises:
+            UsageError: a function is needed and missing, or this is a second ``launch()`` without a
+                function.
+        """
         plan = self._plan
+        is_rank = plan.world is not None  # False in a process that is about to start the ranks
         if function_and_args:
-            has_function = callable(function_and_args[0])
-            request = f"fabric.launch({function_and_args[0]!r})"
+            call_text = f"fabric.launch({function_and_args[0]!r})"
+            lacks_function = not callable(function_and_args[0])
         else:
-            starts_function = plan.world is None and plan.launcher.runs_function
-            has_function = not kwargs and not starts_function
-            request = "fabric.launch()"
-        if not has_function:
+            call_text = "fabric.launch()"
+            starts_function = not is_rank and plan.launcher.runs_function
+            lacks_function = starts_function or bool(kwargs)
+        if lacks_function:
             raise UsageError(
-                request,
+                call_text,
                 problem=f"start method {plan.launcher.name!r} has no function to run in each "
                 "process with these arguments",
                 suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
             )
-        if plan.world is not None and self._session is not None and not function_and_args:
+        # With a function, a second launch() runs the function in the ranks that exist.
+        if is_rank and self._session is not None and not function_and_args:
             raise UsageError(
-                f"fabric.launch() on rank {plan.world.rank}",
-                problem="the job has been launched already, or begun by a call before launch() "
-                "that needs it",
+                f"fabric.launch() on rank {self.global_rank}",
+                problem="the job has been launched already, by an earlier launch() or by an "
+                "earlier call that needs a device or other ranks",
             )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the loop of a subclass in every process of the job, after launching the job.
+        """Run the loop of a subclass in every process of the job.
 
-        A subclass defines its loop as ``run``. A call from outside of the job launches the job.
+        A subclass defines its loop as a method ``run``. A call of the method launches the job if
+        the job is not running yet.
 
         Raises:
             UsageError: the class defines no ``run``.
         """
         raise UsageError(
             f"{type(self).__name__}.run()",
-            problem="it has no loop of its own",
+            problem="this class does not define a loop",
             expected="a method run(self, ...) of a subclass; or fabric.launch(main), with the loop "
             "in main(fabric)",
         )
 
     def teardown(self) -> None:
         """Close the strategy, the process group and the loggers. A second call does nothing."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        # A stack closes everything even if one of the callbacks raises.
+        # Set first, so that an error below does not let a second call close anything again.
+        self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        # When the block ends, the stack calls the callbacks in reverse order: the session closes
+        # before the loggers. All of them are called, even if one raises.
         with ExitStack() as stack:
-            if self._is_first():
-                status = "success"
-                if sys.exc_info()[0] or getattr(sys, "last_value", None):
-                    status = "failed"
+            if self._is_rank0_or_launcher():
+                # An exception is being handled, or an uncaught one has ended the program.
+                has_failed = sys.exc_info()[0] or getattr(sys, "last_value", None)
+                status = "failed" if has_failed else "success"
                 stack.callback(self._loggers.close, status)
             if self._session is not None:
                 stack.callback(self._session.close)
@@ -399,6 +422,7 @@ class Fabric:
         exception: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Tell the strategy about an exception in the block, and call :meth:`teardown`."""
         try:
             if exception is not None and self._session is not None:
                 self.strategy.on_exception(exception)
@@ -408,12 +432,12 @@ class Fabric:
             except CheckpointError as error:
                 if exception is None:
                     raise
-                # The exception often is the cause of a failed background save, and must not be
-                # replaced by the failure.
-                exception.add_note(f"Besides: {error}")
+                # A save in the background has failed, often because of the exception. The user has
+                # to see the exception itself, and not the failed save.
+                exception.add_note(f"In addition: {error}")
 
-    # The overloads overlap: the result is no tuple without optimizers, and every module is also a
-    # callable. A type checker takes the first overload that fits.
+    # The overloads overlap: without optimizers the result is not a tuple, and every module is also
+    # a callable. A type checker takes the first overload that fits.
     @overload
     def setup(  # pyright: ignore[reportOverlappingOverload]
         self, module: M, *, scheduler: None = ..., move_to_device: bool = ...
@@ -457,12 +481,12 @@ class Fabric:
             module, the optimizers and the scheduler.
 
         Raises:
-            ArgumentTypeError: ``module`` is no module.
+            ArgumentTypeError: ``module`` is not a module.
             UsageError: the module or an optimizer has been set up already, or an optimizer has none
                 of the module's parameters.
         """
         session = self._ensure_session("setup")
-        session.check_setup(module, optimizers)
+        session.check_setup(module, optimizers)  # raises before anything has changed
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
         return _single_or_tuple(model, *optimizers, scheduler)
@@ -478,7 +502,7 @@ class Fabric:
 
         The arguments and errors are described in :meth:`setup`.
         """
-        self._ensure_session("setup_module")
+        self._ensure_session("setup_module")  # for its error, which names this method
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
@@ -495,14 +519,15 @@ class Fabric:
             scheduler: a learning-rate scheduler of one of the optimizers. None if there is none.
 
         Returns:
-            One optimizer by itself. Several, or an optimizer and a scheduler, as a tuple.
+            A single optimizer itself. Several optimizers, or optimizers and a scheduler, as a
+            tuple.
 
         Raises:
             UsageError: an optimizer has been set up already, or has no parameter of a set-up
                 module.
         """
         session = self._ensure_session("setup_optimizers")
-        session.check_setup(None, optimizers)
+        session.check_setup(None, optimizers)  # raises before anything has changed
         session.setup_optimizers(optimizers)
         return _single_or_tuple(*optimizers, scheduler)
 
@@ -532,22 +557,25 @@ class Fabric:
             use_distributed_sampler: whether to shard the data over the processes. If not, each
                 process sees all of the data.
             move_to_device: whether batches move to this process's device.
-            overlap_copies: whether a CUDA device gets each batch during the step before, from
-                pinned memory and on a separate stream. Batches in host memory must not be written
-                to then, and workers must return CPU tensors.
-            uneven: what happens if some processes would have fewer samples. ``"pad"`` repeats
-                samples, and ``"drop"`` leaves samples out. Data that fabric does not shard by index
-                needs ``"shortest"`` or ``"longest"``; see :class:`fabric.data.FabricDataLoader`.
+            overlap_copies: whether each batch is copied to a CUDA device during the previous step,
+                from pinned memory and on a separate stream. Then batches in host memory must not be
+                written to, and workers must return CPU tensors.
+            uneven: what happens if some processes would have fewer samples than others. ``"pad"``
+                repeats samples, and ``"drop"`` leaves samples out. Data that fabric does not shard
+                by index needs ``"shortest"`` or ``"longest"``; see
+                :class:`fabric.data.FabricDataLoader`.
 
         Returns:
             The :class:`fabric.data.FabricDataLoader`, or a list of them for several loaders.
 
         Raises:
-            ArgumentTypeError: an argument is no DataLoader.
+            ArgumentTypeError: an argument is not a DataLoader.
             ConfigurationError: a loader is set up already, or ``uneven`` does not fit its data.
         """
         session = self._ensure_session("setup_dataloaders")
         device = session.runtime.device if move_to_device else None
+        # The argument `workers` of the latest seed_everything(), which is True by default.
+        seed_workers = self._seeding is None or self._seeding.workers
         prepared: list[FabricDataLoader] = []
         for dataloader in (loader, *more):
             fabric_loader = session.setup_loader(
@@ -556,31 +584,34 @@ class Fabric:
                 overlap_copies=overlap_copies,
                 uneven=uneven,
                 device=device,
-                seed_workers=self._seeding is None or self._seeding.workers,
+                seed_workers=seed_workers,
             )
             prepared.append(fabric_loader)
-        return prepared if more else prepared[0]
+        if more:
+            return prepared
+        return prepared[0]
 
     def init_module(
         self, empty_init: bool = False, source: _Source = "every_rank"
     ) -> AbstractContextManager[object]:
         """Create modules in a context on this process's device, in the dtype of the precision.
 
-        A strategy that shards builds modules on the CPU, with the values of a plain build, in
-        scratch space on disk instead of memory. ``setup`` moves them to the device shard by shard.
-        The scratch space takes room for the whole model, once for each process of the node, in the
-        folder for temporary files, which ``TMPDIR`` names.
+        A strategy that shards builds modules on the CPU instead, with the same values, in scratch
+        space on disk instead of memory. ``setup`` moves the modules to the device shard by shard.
+        The scratch space is in the folder for temporary files, which ``TMPDIR`` names. Each process
+        of the node needs room for the whole model.
 
         Args:
             empty_init: whether to fill parameters with nan instead of their initial values, for a
-                model that a checkpoint fills. It takes no scratch space.
-            source: the ranks that have values. ``"rank0"`` matters only to a strategy that shards:
-                only rank 0 has values and scratch space then, code on other ranks cannot read large
-                parameters, and exiting the context is collective.
+                model whose values come from a checkpoint. Scratch space is not needed then.
+            source: the ranks that have values, ``"every_rank"`` or ``"rank0"``. ``"rank0"`` matters
+                only to a strategy that shards. Then only rank 0 has values and needs scratch space,
+                code on other ranks cannot read large parameters, and exiting the context is
+                collective.
 
         Raises:
             ConfigurationError: ``source`` has another value.
-            UsageError: the scratch space is full, on entering the context or within.
+            UsageError: the scratch space is full, when the context is entered or in the context.
         """
         strategy = self._ensure_session("init_module").strategy
         return strategy.module_init_context(empty_init, source)
@@ -624,7 +655,7 @@ class Fabric:
         if isinstance(obj, FabricDataLoader):
             return obj.loader
         if isinstance(obj, nn.Module):
-            inner = uncompiled(obj)
+            inner = uncompiled(obj)  # the user may have compiled the set-up module
             if isinstance(inner, FabricModule):
                 return inner.module
         return obj
@@ -639,8 +670,8 @@ class Fabric:
     ) -> None:
         """Compute gradients, instead of ``tensor.backward(*args, **kwargs)``.
 
-        Scales the loss if the precision needs it. Collective where gradients are synchronized. A
-        weight adds one message to a step.
+        The loss is scaled if the precision needs a loss scale. Collective where gradients are
+        synchronized. A step whose losses have weights sends one more message.
 
         Args:
             tensor: the loss.
@@ -648,9 +679,10 @@ class Fabric:
             weight: the number of terms that the loss sums up on this process, zero or more.
                 ``clip_gradients`` or ``step`` then turns the gradients into those of the sum of all
                 losses divided by the sum of all weights, over all processes and all losses since
-                the last step or ``zero_grad``. A weight on a CUDA device is not waited for. None
-                leaves the loss as it is.
-            optimizer: the optimizers that the loss is for. None means all that are set up.
+                the last step or ``zero_grad``. A weight may be a tensor on a CUDA device, which is
+                not waited for. None leaves the loss as it is.
+            optimizer: the optimizer or optimizers that the loss is for. None means all that are set
+                up.
             **kwargs: the keyword arguments of ``Tensor.backward``.
 
         Raises:
@@ -663,31 +695,36 @@ class Fabric:
         if session is not None:
             for spec, position in session.active_loops:
                 if spec.uneven == "longest":
+                    # A batch that only repeats an earlier one gets a loss and a weight of zero.
                     tensor, weight = without_repeats(position, tensor, weight)
-        is_weighted = weight is not None or optimizer is not None
+        needs_loss_weights = weight is not None or optimizer is not None
+        # After the first weight, all losses pass through the loss weights, which refuse to add up
+        # losses with and without a weight.
         if session is not None and session.loss_weights is not None:
-            is_weighted = True
-        if is_weighted:
+            needs_loss_weights = True
+        if needs_loss_weights:
             session = self._ensure_session("backward")
+            # The loss weights apply the loss scale, too.
             tensor = session.ensure_loss_weights().scale_loss(tensor, weight, optimizer)
-        elif session is None:
+        elif session is None:  # nothing has been set up
             tensor.backward(*args, **kwargs)
             return
         elif session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
 
+        hooks = session.backward_hooks
         try:
-            for call in session.backward_hooks.before:
-                call()
+            for function in hooks.before:
+                function()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
-            session.strategy._explain(error)
-            for call in session.backward_hooks.after:
-                call(tensor, error)
+            session.strategy._explain(error)  # adds a note to the error
+            for function in hooks.after:
+                function(tensor, error)
             raise
-        # A copy of the list: a function may remove itself.
-        for call in (*session.backward_hooks.after,):
-            call(tensor, None)
+        # A copy of the list, since a function may remove itself from the list.
+        for function in list(hooks.after):
+            function(tensor, None)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Run code outside of a forward pass in the autocast context of the precision.
@@ -709,8 +746,8 @@ class Fabric:
         """Clip the gradients of an optimizer's parameters in place, and return their norm.
 
         Collective if gradients are sharded or weighted. A loss scale is removed from the gradients
-        first. If scaled gradients have overflowed, the step will be skipped, and the norm is no
-        error. Exactly one of ``clip_val`` and ``max_norm`` is given.
+        first. If scaled gradients have overflowed, the step will be skipped, and a norm that is not
+        finite is not an error. Pass exactly one of ``clip_val`` and ``max_norm``.
 
         Args:
             module: the set-up module of the parameters, several modules, or a module around them.
@@ -737,9 +774,9 @@ class Fabric:
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last ``step`` of an optimizer was skipped because of an overflow.
 
-        Gradients can overflow under ``"16-mixed"``. Use the method for what counts steps: ``if not
-        fabric.step_was_skipped(optimizer): scheduler.step()``. The result is the same on all
-        processes, and False without loss scaling. Not a collective.
+        Gradients can overflow under ``"16-mixed"``. Use the method to count only the steps that
+        were made: ``if not fabric.step_was_skipped(optimizer): scheduler.step()``. The result is
+        the same on all processes, and False without loss scaling. Not a collective.
 
         Raises:
             UsageError: the optimizer is not set up.
@@ -751,8 +788,8 @@ class Fabric:
     ) -> AbstractContextManager[object]:
         """Do not synchronize gradients in a context, to accumulate gradients.
 
-        Use the context for all micro-batches of an accumulation but the last. It has to contain the
-        forward and the backward pass.
+        Use the context for all micro-batches of an accumulation but the last. The context has to
+        contain the forward and the backward pass.
 
         Args:
             module: the set-up module, or several.
@@ -760,9 +797,13 @@ class Fabric:
         """
         models = find_fabric_modules("no_backward_sync", module)
         if enabled and self._session is not None and self._session.scaler is not None:
+            # Ranks have different gradients until the next synchronization. The scaler then has to
+            # ask all ranks before it changes the scale.
             self._session.scaler.accumulates = True
         prepared: list[nn.Module] = []
         for model in models:
+            # The gradients of a parameter list are averaged before the step, not in the backward
+            # pass, so the strategy cannot postpone the average.
             if not isinstance(model.module, PARAMETER_LISTS):
                 prepared.append(model._fabric_prepared)
         return without_sync(self.strategy, prepared, enabled)
@@ -784,13 +825,13 @@ class Fabric:
     def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[object]:
         """Split the sequences of a batch over ranks, for one forward and backward pass.
 
-        Collective over the ranks that have parts of the same sequences. All of them pass the same
+        Collective over the ranks that have parts of the same sequences. These ranks pass the same
         batch. Without a ``"sequence"`` dimension in the mesh the batch is not split. See
         :func:`fabric.strategies.sequence_parallel.sequence_parallel`.
 
         Args:
-            batch: any collection. It contains everything that depends on a token's position, with
-                labels that are already shifted.
+            batch: any collection. The batch contains everything that depends on the position of a
+                token, with labels that are already shifted.
             dim: the dimension of the tokens. Tensors without this dimension are not split.
 
         Returns:
@@ -812,11 +853,11 @@ class Fabric:
 
         Args:
             module: the set-up module.
-            decay: the weight of the old average in an update, in ``[0, 1]``, or a function of the
-                number of updates so far that returns it.
+            decay: the weight of the old average in an update, in ``[0, 1]``, or a function that
+                returns the weight for the number of updates so far.
             buffers: whether to average the buffers, too. If not, the module's own buffers are used.
         """
-        [model] = find_fabric_modules("ema", module)
+        [model] = find_fabric_modules("ema", module)  # exactly one
         return ExponentialMovingAverage(model, decay, buffers)
 
     def join(
@@ -824,10 +865,10 @@ class Fabric:
     ) -> AbstractContextManager[None]:
         """Let processes have different numbers of batches in a training loop under DDP. Collective.
 
-        Every process enters the context, and exits it once all have finished. A process without
-        further batches answers the collectives of the others with gradients of zero. Afterwards
-        every process has the modules, their optimizers and the loss scale of a process that stepped
-        last. Schedulers stay as they are.
+        Every process enters the context. A process leaves the context once all processes have
+        finished. A process without further batches answers the collectives of the others with
+        gradients of zero. Afterwards every process has the modules, optimizers and loss scale of a
+        process that made the last step. Schedulers stay as they are.
 
         Args:
             module: the set-up module that is trained, or several, in the order of their passes.
@@ -836,8 +877,9 @@ class Fabric:
                 number of processes that still have batches.
 
         Raises:
-            UsageError: the strategy cannot join, as FSDP. Within the context: a collective of the
-                whole job, or a forward pass without gradients.
+            UsageError: the strategy does not support different numbers of batches, as FSDP does
+                not. Within the context: a collective of the whole job, or a forward pass without
+                gradients.
         """
         models = find_fabric_modules("join", module)
         session = self._ensure_session("join")
@@ -867,6 +909,7 @@ class Fabric:
             CollectiveMismatchError: the calls differ between processes.
         """
         op = Reduce(reduce_op)
+        # A sum or product over the whole job counts data that several ranks hold only once.
         communicator = self._communicator("all_reduce", group, op)
         return collectives.all_reduce(communicator, data, op)
 
@@ -960,6 +1003,7 @@ class Fabric:
         """
         session = self._ensure_session("gather_for_metrics")
         communicator = session.strategy._data_parallel_communicator()
+        # The running loops know which samples of a batch repeat earlier ones.
         return gather_batch(communicator, session.active_loops, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
@@ -973,7 +1017,9 @@ class Fabric:
             The result of ``metrics.compute()``, the same on every process.
         """
         session = self._ensure_session("compute_metrics")
-        return compute_metrics(session.strategy._loss_communicator(), metrics)
+        # The ranks that hold different data, so that each sample counts once.
+        communicator = session.strategy._loss_communicator()
+        return compute_metrics(communicator, metrics)
 
     def all_to_all(self, data: T, group: Group = None) -> T:
         """Send row i of every tensor to process i. Collective and differentiable.
@@ -1066,7 +1112,7 @@ class Fabric:
         return collectives.recv(self._communicator("recv", group), src, self.device)
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
-        """Wait until every process has called it. Collective.
+        """Wait until every process has called this method. Collective.
 
         Args:
             name: a name for the error that is raised if a process does not call it.
@@ -1091,11 +1137,11 @@ class Fabric:
         return self._communicator("new_group").new_group(ranks)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all processes decided so, or any of them. Collective.
+        """Return whether the decision of all processes, or of any process, is True. Collective.
 
         Args:
             decision: the decision of this process.
-            all: whether all processes must agree. False asks for any process.
+            all: True asks whether all decisions are True. False asks whether any decision is True.
         """
         strategy = self._ensure_session("reduce_boolean_decision").strategy
         return strategy.reduce_boolean_decision(decision, all)
@@ -1104,24 +1150,30 @@ class Fabric:
     def should_stop(self) -> bool:
         """Whether it is time to save and stop. Every process has to read it equally often.
 
-        All processes get the same answer. It becomes true after SIGTERM, SIGHUP or SIGUSR2 to any
-        process, under SLURM also after SIGUSR1, at ``time_limit``, and before the end of a SLURM
-        job. Only the read at which the processes agree to stop communicates. From the first read
-        until ``teardown`` these signals no longer end this process.
+        All processes get the same answer. The answer becomes true
+
+        - after SIGTERM, SIGHUP or SIGUSR2 to any process, and under SLURM also after SIGUSR1,
+        - at ``time_limit``,
+        - before the end of a SLURM job.
+
+        Only the read at which the processes agree to stop communicates. From the first read until
+        ``teardown`` these signals no longer end this process.
         """
         return self._ensure_session("should_stop").stop_request.is_due()
 
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
         """End this process with code 75, which asks for a restart. Collective.
 
-        Unfinished saves are waited for.
+        The call waits until unfinished saves are complete.
 
         Args:
             requeue: whether rank 0 requeues the SLURM job, or this task of a job array. It has no
                 effect without SLURM.
         """
+        # No process exits until all have come here. A collective of another process would fail.
         self.barrier("exit_preempted")
-        exit_preempted(self.teardown, requeue and self._is_first())
+        is_requeued_here = requeue and self.global_rank == 0
+        exit_preempted(self.teardown, is_requeued_here)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Run a block on rank 0 first, then on the other ranks. Use it for downloads. Collective.
@@ -1131,7 +1183,8 @@ class Fabric:
                 share.
 
         Raises:
-            UsageError: on the other ranks, if the block failed on rank 0. The text has the error.
+            UsageError: on the other ranks, if the block failed on rank 0. The text contains the
+                error of rank 0.
         """
         runtime = self._ensure_session("rank_zero_first").runtime
         if local:
@@ -1169,28 +1222,30 @@ class Fabric:
     ) -> PendingSave | None:
         """Write a checkpoint. Collective.
 
-        After any failure the path has the old checkpoint or the new one, never a torn one.
+        After any failure the path has the complete old checkpoint or the complete new one.
 
         Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as
         their state, and plain values as they are. The loss scale and the random states of all
-        processes are added. A single entry of nothing but tensors, such as ``model.state_dict()``,
-        is written as it is, for :meth:`load_raw` and torch.
+        processes are added. If ``state`` is a mapping of nothing but tensors, such as
+        ``model.state_dict()``, a checkpoint in one file contains the mapping alone, for
+        :meth:`load_raw` and torch.
 
         The checkpoint is one file that the first process writes. Under FSDP, unless
         ``state_dict_type="full"``, it is a folder into which every process writes its shards. The
         ``checkpoint_io`` of the strategy takes precedence over both formats.
 
         Args:
-            path: the file or folder. It is new, or a checkpoint of the same kind, which is
-                replaced. URLs such as ``s3://...`` work, too.
+            path: the file or folder, which does not exist yet or is a checkpoint of the same kind.
+                An existing checkpoint is replaced. URLs such as ``s3://...`` work, too.
             state: the objects and values by name.
-            filter: functions ``(name, value) -> bool`` by names of ``state``, which say what
-                entries of the object are kept. In a folder of shards, sharded values are DTensors.
-                None keeps everything.
+            filter: functions ``(name, value) -> bool`` by names of ``state``. A function returns
+                whether an entry of that object's state is kept. In a folder of shards, sharded
+                values are DTensors. None keeps everything.
             trainable_only: whether to leave out parameters without ``requires_grad``. Buffers are
                 kept. Load such a checkpoint with ``strict=False``.
-            async_: whether to return as soon as everything is copied to host memory, which is kept
-                for the next save. The next ``save``, ``load`` or ``teardown`` waits for the write.
+            async_: whether to return as soon as everything is copied to host memory. The memory is
+                used again by the next save. The next ``save``, ``load`` or ``teardown`` waits until
+                the checkpoint is written.
 
         Returns:
             The :class:`fabric.checkpoint.PendingSave` with ``async_``, else None.
@@ -1198,10 +1253,12 @@ class Fabric:
         Raises:
             ArgumentTypeError: an object could not be loaded again. Nothing was written.
             CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
-                the path has something of another kind.
+                the path exists and is not a checkpoint of the same kind.
         """
-        with self._ensure_session("save").checkpoints("save") as checkpoints:
-            return checkpoints.save(path, state, filter, trainable_only, async_)
+        with self._ensure_session("save").checkpoints("save") as coordinator:
+            return coordinator.save(
+                path, state, filter=filter, trainable_only=trainable_only, async_=async_
+            )
 
     def checkpoints(
         self, folder: _Path, keep: int = 3, best: tuple[str, Literal["min", "max"]] | None = None
@@ -1209,7 +1266,8 @@ class Fabric:
         """Keep the newest checkpoints of a run, and the best by a metric, in a folder. Collective.
 
         Args:
-            folder: a folder for this run alone. It is created. URLs such as ``s3://...`` work, too.
+            folder: a folder for this run alone, which is created if it does not exist. URLs such as
+                ``s3://...`` work, too.
             keep: the number of newest checkpoints to keep, 1 or more.
             best: the name of a metric, and whether its best value is the least (``"min"``) or the
                 largest (``"max"``). None keeps no best checkpoint.
@@ -1222,6 +1280,7 @@ class Fabric:
             ConfigurationError: ``keep`` or ``best`` is not valid.
             CheckpointError: another job saves into the folder, or the folder cannot be written.
         """
+        # The method, not a session: the checkpoints ask for the running session at each call.
         return checkpoint.Checkpoints(self._ensure_session, folder, keep, best)
 
     def load(
@@ -1237,8 +1296,8 @@ class Fabric:
 
         Objects are restored in place, and plain values are replaced in ``state``. Everything is
         checked before anything changes, and no code of the checkpoint runs. A checkpoint loads
-        under any strategy and number of processes. From a folder each process reads only what it
-        will hold.
+        under any strategy and number of processes. From a folder each process reads only the data
+        that this process will hold.
 
         Args:
             path: the file or folder.
@@ -1246,23 +1305,24 @@ class Fabric:
                 stored.
             strict: whether an entry that the checkpoint or an object lacks is an error. If not, the
                 entries that fit by name are loaded.
-            rng: whether each process continues its random streams. If there are more processes than
-                there were, only the first ones do.
+            rng: whether each process continues its random streams. If the job has more processes
+                than the checkpoint has random states, the additional processes keep their streams.
             weights_only: False rebuilds any object in a file, which runs the code that the file
                 names. Use it only for a file whose writer you trust. None means True, as for torch.
                 A folder never needs it.
 
         Returns:
-            The entries that ``state`` does not name. Of a folder, the entries without tensors: to
-            read others, name them in ``state`` with None.
+            The entries that ``state`` does not name. The result of a folder has only entries
+            without tensors. To read an entry with tensors, name the entry in ``state`` with None.
 
         Raises:
             CheckpointNotFoundError: there is no such file or folder.
             CheckpointError: the checkpoint is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the checkpoint holds code, which was not run.
         """
-        with self._ensure_session("load").checkpoints("load") as checkpoints:
-            return checkpoints.load(path, state, strict, rng, weights_only is not False)
+        refuses_code = weights_only is not False  # None means True
+        with self._ensure_session("load").checkpoints("load") as coordinator:
+            return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
     def load_raw(
         self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True
@@ -1274,15 +1334,16 @@ class Fabric:
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
             strict: whether an entry that the file or the object lacks is an error.
             weights_only: whether the file may only hold tensors and plain values, as for
-                :meth:`load`.
+                :meth:`load`. None means True.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
             CheckpointError: the file is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the file holds code, which was not run.
         """
-        with self._ensure_session("load_raw").checkpoints("load_raw") as checkpoints:
-            checkpoints.load_raw(path, obj, strict, weights_only is not False)
+        refuses_code = weights_only is not False
+        with self._ensure_session("load_raw").checkpoints("load_raw") as coordinator:
+            coordinator.load_raw(path, obj, strict=strict, weights_only=refuses_code)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """Return the full state dict of a module, for other formats. Collective.
@@ -1293,8 +1354,9 @@ class Fabric:
         Returns:
             Copies on the CPU of the first process. An empty dict on the other processes.
         """
-        with self._ensure_session("get_state_dict").checkpoints("save") as checkpoints:
-            return checkpoints.state_dict(module)
+        # Hang reports describe the call as a save, which it is a part of.
+        with self._ensure_session("get_state_dict").checkpoints("save") as coordinator:
+            return coordinator.state_dict(module)
 
     def seed_everything(
         self, seed: int | None = None, workers: bool = True, per_rank: bool = False
@@ -1313,15 +1375,18 @@ class Fabric:
         Raises:
             ConfigurationError: the seed is out of range.
         """
+        # In Lightning the method is static. A call on the class passes the seed as `self`.
         if not isinstance(self, Fabric):
             raise UsageError(
                 "Fabric.seed_everything(...)",
-                problem="it was called on the class: write fabric = Fabric(...), then "
-                "fabric.seed_everything(1)",
+                problem="seed_everything was called on the class",
+                suggestion="fabric = Fabric(...), then fabric.seed_everything(1)",
             )
+        # Before the launch this process is seeded as rank 0, and the ranks repeat the call later.
         world = self._plan.world or World()
-        if seed is None and world.world_size > 1:
-            self._ensure_session("seed_everything")
+        must_draw_on_rank0 = seed is None and world.world_size > 1
+        if must_draw_on_rank0:
+            self._ensure_session("seed_everything")  # for its error, which names this method
             if self.is_global_zero:
                 seed = seed_everything(None)
             seed = self.broadcast(seed)
@@ -1333,8 +1398,8 @@ class Fabric:
     def logger(self) -> Any:
         """The first logger, or None.
 
-        It is the user's own object: if it is called directly, it writes on every process. See
-        :meth:`log`.
+        The logger is the object that the user passed. A direct call of its methods writes on every
+        process. :meth:`log` writes on the first process only.
         """
         return next(iter(self._loggers.user_loggers), None)
 
@@ -1367,7 +1432,7 @@ class Fabric:
                 all steps. A step ends with each ``step()`` of the first optimizer that was stepped.
 
         Raises:
-            ConfigurationError: ``steps`` is no contiguous range.
+            ConfigurationError: ``steps`` is not a contiguous range.
             UsageError: another profile is active; or, on the other ranks, rank 0 cannot write the
                 file.
             OSError: on rank 0, this rank cannot write the file.
@@ -1379,9 +1444,9 @@ class Fabric:
     def timings(self) -> "Timings":
         """Return the time per phase of the latest steps. Collective.
 
-        The result says what rank the others wait for.
+        The result names the rank that the other ranks wait for.
 
-        The steps are measured under ``Fabric(timings=True)``. See
+        Steps are measured only under ``Fabric(timings=True)``. See
         :class:`fabric.tools.timeline.Timings`.
         """
         from fabric.tools.timeline import timings  # few programs need it
@@ -1399,7 +1464,7 @@ class Fabric:
         """
         if all_ranks:
             print_texts_of_ranks(self._communicator("print"), args, kwargs)
-        elif self._is_first():
+        elif self._is_rank0_or_launcher():
             print(*args, **kwargs)
 
     def progress(
@@ -1407,11 +1472,11 @@ class Fabric:
     ) -> Iterable[T]:
         """Iterate over batches and write a progress line on the first process.
 
-        The line goes to standard error. It is written over in a terminal and a notebook, and a new
-        line follows every 30 s elsewhere. It has the position in the loop, the metrics, the samples
-        per second of all processes, the time left and the peak memory. The samples are counted by
-        dim 0 of the first tensor of a batch. A set-up loader whose position was loaded counts on
-        from that position.
+        The line goes to standard error. In a terminal and a notebook the line is overwritten.
+        Elsewhere a new line follows every 30 s. The line shows the position in the loop, the
+        metrics, the samples per second of all processes, the time left and the peak memory. The
+        samples are counted by dim 0 of the first tensor of a batch. A set-up loader whose position
+        was loaded counts on from that position.
 
         Args:
             batches: a loader, or any iterable.
@@ -1422,19 +1487,26 @@ class Fabric:
         Returns:
             An iterable over the same batches.
         """
+        # None if this process reads all of the data.
         sampler_kwargs = self._ensure_session("progress").strategy.distributed_sampler_kwargs
         num_replicas = 1
         if sampler_kwargs is not None:
             num_replicas = sampler_kwargs["num_replicas"]
-        return Progress(batches, desc, metrics, num_replicas, self._is_first())
+        return Progress(
+            batches,
+            description=desc,
+            metrics=metrics,
+            num_replicas=num_replicas,
+            is_shown=self._is_rank0_or_launcher(),
+        )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, in their order, on this process.
 
         Args:
             hook_name: the name of the method.
-            *args: its arguments.
-            **kwargs: its keyword arguments.
+            *args: the arguments of the method.
+            **kwargs: the keyword arguments of the method.
         """
         for callback in self._callbacks:
             hook = getattr(callback, hook_name, None)
@@ -1460,9 +1532,9 @@ class Fabric:
             step: the training step, or None.
 
         Raises:
-            ArgumentTypeError: a value is no number and no tensor of one element.
+            ArgumentTypeError: a value is neither a number nor a tensor of one element.
         """
-        if self._is_first():
+        if self._is_rank0_or_launcher():
             self._loggers.log_metrics(metrics, step)
 
     def log_hyperparams(self, params: Any) -> None:
@@ -1472,7 +1544,7 @@ class Fabric:
             params: a mapping, or an object whose attributes are the parameters, such as
                 ``argparse.Namespace``.
         """
-        if self._is_first():
+        if self._is_rank0_or_launcher():
             self._loggers.log_hyperparams(params)
 
     def add_logger(self, logger: Any) -> None:
@@ -1484,20 +1556,28 @@ class Fabric:
             logger: a logger; see :mod:`fabric.loggers`.
 
         Raises:
-            ArgumentTypeError: the object is no logger.
+            ArgumentTypeError: the object is not a logger.
         """
         self._loggers.add(logger)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A started rank gets the plan and the attributes of a subclass, without what belongs to the
-        # launching process.
+        """Return the attributes that a started rank gets, when the launcher pickles this object.
+
+        They include the attributes of a subclass. The launcher and the session belong to the
+        launching process alone, and the launcher may not be picklable.
+        """
         plan = replace(self._plan, launcher=InlineLauncher())
-        return {**vars(self), "_plan": plan, "_session": None, "_closed": False}
+        return {**vars(self), "_plan": plan, "_session": None, "_is_closed": False}
 
     def _join_job(self, world: World | None) -> None:
-        """Join the job in a process that was just started for it."""
+        """Connect a process that a function launcher has started to the job. Collective.
+
+        Args:
+            world: the rank of this process.
+        """
         self._plan = replace(self._plan, world=world)
         self._ensure_session("launch")
+        # The launching process was seeded before this process existed.
         if self._seeding is not None:
             self.seed_everything(
                 self._seeding.seed,
@@ -1505,38 +1585,40 @@ class Fabric:
                 per_rank=self._seeding.per_rank,
             )
 
-    def _ensure_session(self, call: str) -> Session:
-        """Return the session.
+    def _ensure_session(self, method_name: str) -> Session:
+        """Return the session, and begin it at the first call. The first call is collective.
 
-        The session begins now if this process is the whole job or was made by a launcher.
+        A session exists only in a rank of the job: a process that is the whole job, or a process
+        that a launcher has started.
 
         Args:
-            call: the name of the method that needs the session, for errors.
+            method_name: the name of the method that needs the session, for errors.
 
         Raises:
-            UsageError: the processes are not connected yet, or the Fabric is closed.
+            UsageError: the processes are not started yet, or the Fabric is closed.
         """
         if self._session is None:
             world = self._plan.world
-            if self._closed or world is None:
-                raise self._not_running_error(call)
-            self._session = Session(self._plan, world, check_training=self._check_training)
-            if self._timings:
+            if self._is_closed or world is None:
+                raise self._not_running_error(method_name)
+            self._session = Session(self._plan, world, check_training=self._should_check_training)
+            if self._should_measure_timings:
                 from fabric.tools.timeline import Timeline  # few programs need it
 
                 self._session.attach(Timeline(self._session))
-            atexit.register(self._at_exit)
+            atexit.register(self._close_at_exit)
         return self._session
 
-    def _not_running_error(self, call: str) -> UsageError:
-        if self._closed:
+    def _not_running_error(self, method_name: str) -> UsageError:
+        """Return the error of a method that needs a session, after teardown or before launch."""
+        if self._is_closed:
             return UsageError(
-                f"fabric.{call}",
+                f"fabric.{method_name}",
                 problem="teardown() has closed this Fabric",
                 suggestion="a new Fabric(...)",
             )
         return UsageError(
-            f"fabric.{call}",
+            f"fabric.{method_name}",
             problem=f"this Fabric is for {self.world_size} processes, and they are not connected "
             "before launch()",
             expected="everything that needs a device or other ranks, after fabric.launch()",
@@ -1545,33 +1627,44 @@ class Fabric:
         )
 
     def _communicator(
-        self, call: str, group: Group = None, op: Reduce | None = None
+        self, method_name: str, group: Group = None, op: Reduce | None = None
     ) -> Communicator:
-        return self._ensure_session(call).strategy.communicator(group, op)
+        """Return the collectives over ``group``, or over the whole job if ``group`` is None.
 
-    def _world(self, call: str) -> World:
+        Args:
+            method_name: the name of the method that needs them, for errors.
+            group: a result of :meth:`new_group`, a process group of torch, or None.
+            op: the reduction. A sum or product over the whole job counts data that several ranks
+                hold only once.
+        """
+        return self._ensure_session(method_name).strategy.communicator(group, op)
+
+    def _connected_world(self, method_name: str) -> World:
+        """Return the ranks of this process, or raise a UsageError in the launching process."""
         if self._plan.world is None:
-            raise self._not_running_error(call)
+            raise self._not_running_error(method_name)
         return self._plan.world
 
-    def _is_first(self) -> bool:
-        """Return whether this process is rank 0, or the one that will start the ranks."""
+    def _is_rank0_or_launcher(self) -> bool:
+        """Return whether this process is rank 0, or the process that will start the ranks."""
         return self._plan.world is None or self._plan.world.rank == 0
 
-    def _at_exit(self) -> None:
-        # After an uncaught exception the other ranks may wait for a call that this rank will never
-        # make.
+    def _close_at_exit(self) -> None:
+        """Close this Fabric when the interpreter exits, if the user did not call ``teardown``."""
+        # Python sets sys.last_value for an uncaught exception. Then the other ranks may wait for a
+        # call that this rank will never make, and closing would wait for them.
         if getattr(sys, "last_value", None) is not None and self._session is not None:
             self._session.runtime.abort()
         try:
             self.teardown()
         except BaseException:
+            # An exception in an exit handler does not change the exit code of the process.
             exit_with_late_error()
             raise
 
 
 def _single_or_tuple(*results: Any) -> Any:
-    """Return one result by itself, and several as a tuple. A result that is None is left out."""
+    """Return a single result itself, and several as a tuple. A result that is None is left out."""
     results = tuple(result for result in results if result is not None)
     if len(results) == 1:
         return results[0]
@@ -1579,26 +1672,40 @@ def _single_or_tuple(*results: Any) -> Any:
 
 
 def _return_none(fabric: Fabric) -> None:
-    """Return None: the function of a ``launch()`` that only connects the processes."""
+    """Stand in for the user's function in a ``launch()`` that only connects the processes."""
 
 
 def _run_in_rank(
     fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Join the job and run a function, in a process that a function launcher has started."""
+    """Run the user's function in a process that a launcher has started. The launcher calls this.
+
+    Args:
+        fabric: the copy of the user's Fabric that this process has received.
+        function: the function that the user passed to ``launch``.
+        args: the positional arguments of the function, after the fabric.
+        kwargs: the keyword arguments of the function.
+    """
+    # The launcher has put the rank of this process into the environment.
     fabric._join_job(World.from_env(os.environ))
     with fabric:
         return function(fabric, *args, **kwargs)
 
 
 def _launch_on_call(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``run`` that launches the job if it is called outside of the job."""
+    """Wrap the ``run`` method of a subclass, so that calling the method launches the job.
+
+    Without a session the wrapper launches itself. In each rank, ``launch`` begins the session and
+    then calls the wrapper with the rank's Fabric, and the wrapper calls ``run``.
+    """
 
     @functools.wraps(run)
     def launch_or_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+        """Call ``run`` in a rank whose session is running. Launch the job otherwise."""
         if self._session is not None:
             return run(self, *args, **kwargs)
-        # Not run: a started process finds this function by the name of the method.
+        # Launch the wrapper and not run: functions are pickled by name, and the name of the method
+        # stands for the wrapper. launch() passes the Fabric as the first argument.
         return self.launch(launch_or_run, *args, **kwargs)
 
     return launch_or_run
