@@ -1,7 +1,7 @@
-"""The frozen plan of a job, and the rules for arguments of ``Fabric`` and their combinations.
+"""The plan of a job, and the rules for the arguments of ``Fabric`` and their combinations.
 
-Strings become objects here and nowhere else. No process is started and no device is touched, so an
-argument that cannot work is an error before anything happens.
+Names such as ``"ddp"`` become objects here and nowhere else. To make a plan starts no process and
+initializes no device, so that an argument that cannot work is an error before the job begins.
 """
 
 import os
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -41,6 +41,7 @@ __all__ = [
 
 K = TypeVar("K")
 
+# The names of strategies that are DDP, with the ways in which they start processes.
 _DDP_START_METHODS = {
     "ddp": "popen",
     "ddp_spawn": "spawn",
@@ -51,13 +52,10 @@ _DDP_START_METHODS = {
 }
 
 
-# Modules that few jobs need are imported when one of these functions is called.
+# The next two classes are looked up when a function is called: `fabric.strategies` imports their
+# large modules at the first access.
 def _make_fsdp(**options: Any) -> Strategy:
     return strategies.FSDPStrategy(**options)
-
-
-def _make_fsdp_cpu_offload(**options: Any) -> Strategy:
-    return strategies.FSDPStrategy(cpu_offload=True, **options)
 
 
 def _make_model_parallel(**options: Any) -> Strategy:
@@ -65,7 +63,10 @@ def _make_model_parallel(**options: Any) -> Strategy:
 
 
 def _build_strategy_table() -> dict[str, Callable[..., Strategy]]:
-    """Return the functions that make a strategy, by the names of the strategies."""
+    """Return the classes or functions that make strategies, by the names of the strategies.
+
+    Errors list the names in the order of the table.
+    """
     table: dict[str, Callable[..., Strategy]] = {
         "single_device": SingleDeviceStrategy,
         "dp": strategies.DataParallelStrategy,
@@ -78,13 +79,14 @@ def _build_strategy_table() -> dict[str, Callable[..., Strategy]]:
         )
     table["fsdp"] = _make_fsdp
     table["model_parallel"] = _make_model_parallel
-    table["fsdp_cpu_offload"] = _make_fsdp_cpu_offload
+    table["fsdp_cpu_offload"] = partial(_make_fsdp, cpu_offload=True)
     return table
 
 
 STRATEGIES = _build_strategy_table()
 
-# The environment variables that `fabric run` sets, by the argument of Fabric that they stand for.
+# The environment variables that `fabric run` sets for its options, by the argument of `Fabric` to
+# which a variable gives a value.
 RUN_VARIABLES = {
     "accelerator": "FABRIC_ACCELERATOR",
     "strategy": "FABRIC_STRATEGY",
@@ -92,7 +94,8 @@ RUN_VARIABLES = {
     "num_nodes": "FABRIC_NUM_NODES",
     "precision": "FABRIC_PRECISION",
 }
-# The suffix of these variables for options that came after the script.
+# The suffix of the variables for options that the user wrote after the name of the script, where
+# `fabric run` leaves them to the script.
 AFTER_SCRIPT_SUFFIX = "_AFTER_SCRIPT"
 
 _Options = dict[str, Any]  # the arguments of Fabric by name
@@ -110,25 +113,31 @@ _DEFAULTS: Mapping[str, Any] = {
     "time_limit": None,
     "stop_margin": None,
 }
+# The arguments that are durations.
 _DURATIONS = ("timeout", "watchdog", "time_limit", "stop_margin")
-_OPEN = ("auto", None)  # the values of an argument that leave the choice to others
-_OFF = ("", "0", "false", "no", "off")  # the values of FABRIC_CHECK that do not turn it on
-# Seconds. The stores of torch count milliseconds in 64 bits, and gloo in fewer.
-_LONGEST = 10_000_000
+# The values of the environment variable FABRIC_CHECK that do not turn checked mode on.
+_CHECK_OFF = ("", "0", "false", "no", "off")
+# About 116 days. torch's stores and gloo count milliseconds, and gloo in less than 64 bits.
+_MAX_SECONDS = 10_000_000
 
 _Devices = tuple[torch.device, ...]
 
 
 class _ExistingJob(NamedTuple):
-    """The job that this process was started for."""
+    """A job whose processes a launcher has started already; this process is one of them.
+
+    Attributes:
+        environment: the launcher that was recognized by its environment variables.
+        world: the rank of this process in the job.
+    """
 
     environment: Environment
     world: World
 
     @property
     def started_by(self) -> str:
-        """The name of what started this process."""
-        # The ranks of fabric's own launchers have the variables of torchrun, too.
+        """The name of the launcher, for messages."""
+        # fabric's own launchers set the variables of torchrun. Only they pass a store.
         if self.world.store is not None:
             return "fabric"
         return self.environment.name
@@ -136,18 +145,18 @@ class _ExistingJob(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is decided before a process starts.
+    """The decisions about a job that are made before a process starts.
 
     Attributes:
         accelerator: the hardware.
         devices: the devices of this node: one for each process, or the replicas of a process that
             drives several devices.
         num_nodes: the number of nodes.
-        precision: the dtypes.
+        precision: the dtypes of parameters, computation and outputs.
         strategy: the parallel strategy.
-        world: the rank of this process. None if the processes are still to be started.
-        launcher: the launcher of the processes.
-        launch_spec: what the launcher starts on each node.
+        world: the rank of this process. None if the launcher is still to start the processes.
+        launcher: the launcher of the processes. It starts nothing if they exist already.
+        launch_spec: the number and the kind of the processes that the launcher starts on each node.
         started_by: the name of what starts the processes of this job.
         check_collectives: whether the ranks compare each collective before they make it.
         timeout: how long a collective may wait.
@@ -175,13 +184,13 @@ class Plan:
     @property
     def world_size(self) -> int:
         """The number of processes of the job."""
-        # Nodes may have different numbers of processes. The launcher that started them knows.
+        # Nodes may have different numbers of processes, which only the launcher knows.
         if self.world is not None:
             return self.world.world_size
         return self.launch_spec.num_processes * self.num_nodes
 
     def describe(self) -> list[str]:
-        """Return a line about each decision."""
+        """Return a line about each decision, for ``Fabric.describe``."""
         devices = ", ".join(map(str, self.devices))
         lines = [
             f"accelerator  {self.accelerator.name}, {devices}",
@@ -202,7 +211,7 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
     """Return the plan of one job.
 
     Args:
-        env: the environment variables. None is ``os.environ``.
+        env: the environment variables. None means ``os.environ``.
         **arguments: arguments of :class:`fabric.Fabric`, with the same defaults.
 
     Raises:
@@ -214,9 +223,9 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
     options, requested_strategy = _merge_options(arguments, env)
     precision = parse_precision(options["precision"])
 
-    job = _find_job(options["environment"], env)
+    job = _find_existing_job(options["environment"], env)
     accelerator = _parse_accelerator(options["accelerator"])
-    # A strategy that is still to be chosen has no devices of its own.
+    # If the strategy is still to be chosen, any DDPStrategy stands for it: it has no own devices.
     devices = _parse_devices(
         accelerator, options["devices"], requested_strategy or DDPStrategy(), job
     )
@@ -226,9 +235,9 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
     _refuse_unconnected_processes(strategy, len(devices) * num_nodes)
 
     num_processes = 1 if strategy.drives_all_devices else len(devices)
-    spec = LaunchSpec(num_processes=num_processes, device_type=accelerator.name)
+    launch_spec = LaunchSpec(num_processes=num_processes, device_type=accelerator.name)
     world = _find_world(job, num_processes)
-    launcher = _choose_launcher(options, strategy, spec, world, job)
+    launcher = _choose_launcher(options, strategy, launch_spec, world, job)
 
     return Plan(
         accelerator=accelerator,
@@ -238,10 +247,10 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
         strategy=strategy,
         world=world,
         launcher=launcher,
-        launch_spec=spec,
+        launch_spec=launch_spec,
         started_by=_started_by(job, world, launcher),
-        check_collectives=_checks_collectives(options, env),
-        timeout=_timeout(options),
+        check_collectives=_should_check_collectives(options, env),
+        timeout=_choose_timeout(options),
         watchdog=options["watchdog"],
         deadline=_deadline(options),
         stop_margin=options["stop_margin"],
@@ -251,26 +260,39 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
 def _merge_options(
     arguments: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[_Options, Strategy | None]:
-    """Merge the arguments of ``Fabric`` with ``fabric run`` and the strategy's constructor.
+    """Merge the three sources of options, which must not contradict each other.
+
+    The sources are the arguments of ``Fabric``, the options of ``fabric run``, and the arguments of
+    the strategy's constructor.
+
+    Args:
+        arguments: the arguments of ``Fabric``. Those that are missing get their default.
+        env: the environment variables, in which ``fabric run`` passes its options.
 
     Returns:
-        All arguments, and the strategy that is asked for, or None if it is still to be chosen.
+        The merged arguments of ``Fabric``, in which durations are timedeltas, and the strategy, or
+        None if the strategy is ``"auto"``.
     """
     options = {**_DEFAULTS, **arguments}
     for argument in _DURATIONS:
         if options[argument] is not None:
             options[argument] = _parse_duration(argument, options[argument])
+    # Before the strategy is made: `fabric run` may give its name, and the precision that its
+    # constructor takes.
     _add_run_options(options, env)
     precision = parse_precision(options["precision"])
     strategy = parse_strategy(options["strategy"], precision=precision)
     if strategy is not None:
         _add_strategy_options(options, strategy)
+    # Last: an option after the script is refused only if no source gives a value.
     _refuse_late_options(options, env)
     return options, strategy
 
 
 def _add_run_options(options: _Options, env: Mapping[str, str]) -> None:
-    """Add the options of ``fabric run`` to the arguments of ``Fabric``."""
+    """Add the options of ``fabric run`` to ``options``, which hold the arguments of ``Fabric``."""
+    # The processes of `fabric run` keep its variables. A Fabric with environment="none" begins a
+    # job of its own inside of such a process.
     if options["environment"] == "none":
         return
     for argument, variable in RUN_VARIABLES.items():
@@ -284,7 +306,11 @@ def _add_run_options(options: _Options, env: Mapping[str, str]) -> None:
 
 
 def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
-    """Add the arguments of a strategy's constructor that are arguments of ``Fabric``, too."""
+    """Add the constructor arguments of a strategy to ``options``, the arguments of ``Fabric``.
+
+    Only the arguments that ``Fabric`` has as well are added. In ``strategy_options``, None means
+    that the strategy's constructor was not given a value.
+    """
     devices = strategy.parallel_devices
     accelerator: Any = strategy.accelerator
     if accelerator is None and devices:
@@ -293,42 +319,57 @@ def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
         "accelerator": accelerator,
         "devices": devices,
         "precision": strategy._requested_precision,
+        # The defaults of the constructor are not a request.
         "num_nodes": None if strategy.num_nodes == 1 else strategy.num_nodes,
         "environment": strategy.cluster_environment,
         "timeout": None if strategy.timeout == DEFAULT_TIMEOUT else strategy.timeout,
     }
     for argument, value in strategy_options.items():
         if value is not None:
-            source = f"{_spelling(argument, value)!r} in the strategy"
+            source = f"{_comparable_text(argument, value)!r} in the strategy"
             _add_option(options, argument, value, source)
 
 
 def _add_option(options: _Options, argument: str, value: Any, source: str) -> None:
-    """Set an argument of ``Fabric`` to the value from a second source.
+    """Set an argument of ``Fabric`` to a value from another source, unless the user gave it, too.
+
+    Args:
+        options: the arguments of ``Fabric`` by name. Changed in place.
+        argument: the name of the argument.
+        value: the value from the other source.
+        source: a description of the value and its source, for the error.
 
     Raises:
-        ConfigurationError: the argument has another value already.
+        ConfigurationError: ``options`` has a different value already.
     """
-    current = options[argument]
-    if current in _OPEN:
+    current_value = options[argument]
+    if _is_undecided(current_value):
         options[argument] = value
         return
-    spelling = _spelling(argument, current)
-    # A number of devices agrees with a list of as many devices.
-    if isinstance(value, tuple) and spelling == str(len(value)):
-        return
-    if spelling == _spelling(argument, value):
+    current_text = _comparable_text(argument, current_value)
+    # Fabric(devices=2) agrees with a strategy that has a list of two devices.
+    is_number_of_devices = isinstance(value, tuple) and current_text == str(len(value))
+    if is_number_of_devices or current_text == _comparable_text(argument, value):
         return
     raise ConfigurationError(
-        f"Fabric({argument}={current!r}) with {source}",
+        f"Fabric({argument}={current_value!r}) with {source}",
         problem="the two differ",
         expected="the value in one of the two places, or the same in both",
         suggestion=f"Fabric() without {argument}=",
     )
 
 
-def _spelling(argument: str, value: Any) -> str:
-    """Return a text that is equal for equal values of an argument, whatever their types."""
+def _is_undecided(value: Any) -> bool:
+    """Return whether a value of an argument of ``Fabric`` leaves the choice to other sources."""
+    return value is None or value == "auto"
+
+
+def _comparable_text(argument: str, value: Any) -> str:
+    """Return a text that is equal for equal values of an argument, whatever their types.
+
+    The values ``2``, ``"2"``, ``[0, 1]``, ``"0,1"`` and ``CUDAAccelerator()`` come from different
+    sources.
+    """
     if argument == "precision":
         return parse_precision(value).name
     if isinstance(value, Accelerator | Strategy):
@@ -342,36 +383,45 @@ def _spelling(argument: str, value: Any) -> str:
 
 
 def _flag(argument: str) -> str:
-    """Return the option of ``fabric run`` for an argument of ``Fabric``."""
+    """Return the command-line option of ``fabric run`` for an argument of ``Fabric``."""
     return "--" + argument.replace("_", "-")
 
 
 def _refuse_late_options(options: _Options, env: Mapping[str, str]) -> None:
-    """Raise for options of ``fabric run`` after the script, which the job would ignore."""
+    """Raise if options of ``fabric run`` follow the script, and nothing else gives their values.
+
+    Such an option is an argument of the script. It is a mistake if the script passes no value to
+    ``Fabric``: the job would ignore the option. ``fabric run`` cannot know this, and so passes the
+    options in variables.
+
+    Args:
+        options: the merged arguments of ``Fabric``.
+        env: the environment variables.
+    """
     late_options: list[str] = []
     for argument, variable in RUN_VARIABLES.items():
         value = env.get(variable + AFTER_SCRIPT_SUFFIX)
-        if value and options[argument] in _OPEN:
+        if value and _is_undecided(options[argument]):
             late_options.append(f"{_flag(argument)}={value}")
     if not late_options:
         return
     text = " ".join(late_options)
     raise ConfigurationError(
         f"fabric run script.py {text}",
-        problem="what comes after the script is the script's own, and its Fabric() leaves these "
-        "open",
-        expected="options of `fabric run` before the script; or Fabric(...) with what the script "
-        "reads from its arguments",
+        problem="arguments after the script belong to the script, and its Fabric() has no value "
+        "for these",
+        expected="options of `fabric run` before the script; or a script that passes its own "
+        "arguments to Fabric(...)",
         suggestion=f"fabric run {text} script.py",
     )
 
 
 def parse_strategy(strategy: Strategy | strategies.StrategyName, **options: Any) -> Strategy | None:
-    """Return the strategy of a name, or None for ``"auto"``. A strategy is returned unchanged.
+    """Return the strategy that has a name, or None for ``"auto"``.
 
     Args:
-        strategy: the name or the strategy.
-        **options: keyword arguments for the constructor of a strategy of fabric.
+        strategy: the name. A strategy is returned unchanged.
+        **options: keyword arguments for the constructor, if the name is one of fabric's own.
     """
     if strategy == "auto":
         return None
@@ -385,93 +435,124 @@ def _default_strategy(num_devices: int, num_nodes: int, precision: Precision) ->
 
 
 def _parse_accelerator(accelerator: Any) -> Accelerator:
+    """Return the accelerator of a name. ``"auto"`` is the first one that this machine has.
+
+    Raises:
+        ConfigurationError: the machine has no such hardware.
+    """
     if accelerator == "auto":
+        # The CPU is last in the table, and always available.
         return next(kind() for kind in ACCELERATORS.values() if kind().is_available())
     parsed = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not parsed.is_available():
-        problem = "there is none on this machine, or torch was built without it"
-        expected = '"auto" or "cpu"'
-        raise ConfigurationError(f"accelerator={parsed.name!r}", problem, expected)
+        raise ConfigurationError(
+            f"accelerator={parsed.name!r}",
+            problem="there is none on this machine, or torch was built without it",
+            expected='"auto" or "cpu"',
+        )
     return parsed
 
 
 def _parse_name(
-    argument: str, value: Any, table: Mapping[str, Any], kind: type[K], **options: Any
+    argument: str, value: Any, table: Mapping[str, Any], base_class: type[K], **options: Any
 ) -> K:
-    """Return the object that a name stands for, in a table or among the entry points.
+    """Return the object that a name stands for, in a table or among the entry points of packages.
 
     Args:
-        argument: the argument of ``Fabric``.
-        value: the name. An object of the class is returned unchanged.
-        table: the objects by name, or functions that make them.
-        kind: the class of the objects.
+        argument: the argument of ``Fabric``: "strategy", "accelerator" or "launcher".
+        value: the name, in any case. An instance of ``base_class`` is returned unchanged.
+        table: fabric's own objects by name, or functions that make them.
+        base_class: the class of the objects.
         **options: keyword arguments for a function of the table.
+
+    Raises:
+        ConfigurationError: nothing has this name.
+        ArgumentTypeError: ``value`` is neither a name nor an object of the class.
     """
-    if isinstance(value, kind):
+    if isinstance(value, base_class):
         return value
     name = value.lower() if isinstance(value, str) else ""
     if name in table:
-        return _make(table[name], kind, **options)
-    # Only for names that are not ours: looking through all installed packages takes milliseconds.
+        return _make_from_entry(table[name], base_class, **options)
+    # Looked up after the table: to read the entry points of all packages takes milliseconds. A
+    # group of entry points has the name of the module of its base class.
     group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
     plugins = {plugin.name: plugin for plugin in entry_points(group=group)}
     if name in plugins:
-        return _make(plugins[name].load(), kind)
+        return _make_from_entry(plugins[name].load(), base_class)
 
     names = ["auto", *table, *plugins]
-    expected = ", ".join(map(repr, names))
-    closest = [*get_close_matches(name, names, n=1), "auto"][0]
-    error = ArgumentTypeError
-    problem = f"this {type(value).__name__} is no {argument}"
+    suggested_name = next(iter(get_close_matches(name, names, n=1)), "auto")
     if isinstance(value, str):
         error = ConfigurationError
         problem = f"there is no {argument} of that name"
+    else:
+        error = ArgumentTypeError
+        problem = f"an object of type {type(value).__name__} does not name a {argument}"
     raise error(
         f"{argument}={value!r}",
-        problem,
-        f"{expected}, or an object of a subclass of {group}.{kind.__name__}",
-        f'Fabric({argument}="{closest}")',
+        problem=problem,
+        expected=f"{', '.join(map(repr, names))}, or an object of a subclass of "
+        f"{group}.{base_class.__name__}",
+        suggestion=f'Fabric({argument}="{suggested_name}")',
     )
 
 
-def _make(entry: Any, kind: type[K], **options: Any) -> K:
-    """Return an entry of a table, or the object that it makes."""
-    if isinstance(entry, kind):
+def _make_from_entry(entry: Any, base_class: type[K], **options: Any) -> K:
+    """Return an entry that is an instance of ``base_class``, or else call it with ``options``."""
+    if isinstance(entry, base_class):
         return entry
     return entry(**options)
 
 
 def _parse_duration(argument: str, value: Any) -> timedelta:
-    """Return a duration that is given in seconds, as a timedelta or as a text.
+    """Return a duration as a timedelta.
 
-    Zero is valid only for the watchdog, which it turns off.
+    Args:
+        argument: the argument of ``Fabric``. Zero is valid only for the watchdog, which it turns
+            off.
+        value: seconds, a timedelta, or a text such as ``"1-12:00:00"``.
+
+    Raises:
+        ConfigurationError: ``value`` is not a duration in the valid range.
     """
     seconds = to_seconds(value)
     can_be_zero = argument == "watchdog"
     is_number = isinstance(seconds, int | float)
-    if is_number and 0 <= seconds <= _LONGEST and (seconds > 0 or can_be_zero):
+    if is_number and 0 <= seconds <= _MAX_SECONDS and (seconds > 0 or can_be_zero):
         return timedelta(seconds=seconds)
     minimum = "at least 0 (off)" if can_be_zero else "more than 0"
     raise ConfigurationError(
         f"Fabric({argument}={value!r})",
-        problem="it is no length of time",
-        expected=f"seconds, a timedelta or 'D-HH:MM:SS', {minimum} and at most {_LONGEST:,} s",
+        problem="it is not a valid length of time",
+        expected=f"seconds, a timedelta or 'D-HH:MM:SS', {minimum} and at most {_MAX_SECONDS:,} s",
     )
 
 
-def _find_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob | None:
-    """Return the job that this process was started for, or None if it was started by itself."""
+def _find_existing_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob | None:
+    """Return the job that this process was started for, or None if no launcher started it.
+
+    Args:
+        environment: the argument of ``Fabric``: None to try all known launchers, ``"none"`` to
+            ignore them, or the :class:`Environment` of the launcher.
+        env: the environment variables.
+
+    Raises:
+        ArgumentTypeError: ``environment`` is not one of these values.
+        ConfigurationError: the given launcher did not start this process.
+    """
     if environment == "none":
         return None
     if environment is None:
-        detected = detect(env)
-        if detected is None:
+        environment_and_world = detect(env)
+        if environment_and_world is None:
             return None
-        return _ExistingJob(*detected)
+        return _ExistingJob(*environment_and_world)
+    # The name or the class of an environment is a likely mistake.
     if isinstance(environment, str | type):
         raise ArgumentTypeError(
             f"environment={environment!r}",
-            problem="it is no environment",
+            problem="it is not an environment",
             expected='None to detect one, "none" to detect nothing, or an object such as '
             "SlurmEnvironment()",
         )
@@ -479,8 +560,8 @@ def _find_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob | None:
     if world is None:
         raise ConfigurationError(
             f"environment={environment!r}",
-            problem="this process was not started by it: its variables are missing",
-            expected="an environment whose launcher made this process",
+            problem="its launcher did not start this process: its variables are missing",
+            expected="the environment of the launcher that started this process",
             suggestion="Fabric() to detect the environment, or start the script with that launcher",
         )
     return _ExistingJob(environment, world)
@@ -489,50 +570,62 @@ def _find_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob | None:
 def _parse_devices(
     accelerator: Accelerator, devices: Any, strategy: Strategy, job: _ExistingJob | None
 ) -> _Devices:
-    """Return the devices of this node, one for each process of an existing job.
+    """Return the devices of this node, as many as the existing job has processes on this node.
 
     Args:
         accelerator: the hardware.
         devices: the argument of ``Fabric``.
-        strategy: the strategy. Devices of its own take precedence.
+        strategy: the strategy. Its ``parallel_devices`` take precedence unless they are None.
         job: the job that this process was started for, or None.
+
+    Raises:
+        ConfigurationError: the devices do not fit the processes of the job.
     """
     if job is None or (strategy.drives_all_devices and job.world.world_size == 1):
         return strategy.parallel_devices or accelerator.parse_devices(devices)
     _refuse_one_process_strategy(strategy, job)
-    rank = job.world.rank
     num_processes = job.world.local_world_size
     if devices == "auto":
-        devices = num_processes
         if accelerator.name != "cpu":
-            count = accelerator.device_count()
-            # A scheduler may show each process its own device only.
-            if count == 1:
+            device_count = accelerator.device_count()
+            # A scheduler may hide from each process all devices but its own.
+            if device_count == 1:
                 return accelerator.parse_devices(1) * num_processes
-            if count < num_processes:
-                raise ConfigurationError(
-                    f"{num_processes} processes on this node, made by {job.started_by}, on "
-                    f"{accelerator.name}",
-                    problem=f"there are {count} {accelerator.name} devices on it (rank {rank} sees "
-                    "them)",
-                    expected=f"at most {count} processes",
-                    suggestion=f"{job.started_by} with {count} processes a node, or "
-                    'Fabric(accelerator="cpu")',
-                )
+            if device_count < num_processes:
+                _refuse_too_many_processes(accelerator, device_count, job)
+        devices = num_processes
     parsed = strategy.parallel_devices or accelerator.parse_devices(devices)
     if len(parsed) != num_processes:
         raise ConfigurationError(
             f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank "
-            f"{rank})",
-            problem=f"{job.started_by} has made {num_processes} process(es) on it",
+            f"{job.world.rank})",
+            problem=f"{job.started_by} has started {num_processes} process(es) on this node",
             expected=f'devices="auto", or {num_processes}',
             suggestion='Fabric(devices="auto")',
         )
     return parsed
 
 
+def _refuse_too_many_processes(
+    accelerator: Accelerator, device_count: int, job: _ExistingJob
+) -> NoReturn:
+    """Raise because an existing job has more processes on this node than the node has devices."""
+    raise ConfigurationError(
+        f"{job.world.local_world_size} processes on this node, started by {job.started_by}, on "
+        f"{accelerator.name}",
+        problem=f"rank {job.world.rank} sees only {device_count} {accelerator.name} devices on "
+        "this node",
+        expected=f"at most {device_count} processes",
+        suggestion=f"{job.started_by} with {device_count} processes a node, or "
+        'Fabric(accelerator="cpu")',
+    )
+
+
 def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
-    """Raise for a strategy that works in one process, in a job of several processes."""
+    """Raise if a strategy for one process is used in an existing job of several processes.
+
+    ``Strategy.check`` does not see the processes of the job.
+    """
     world = job.world
     needs_one_device = isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
     if not strategy.drives_all_devices and not needs_one_device:
@@ -540,22 +633,28 @@ def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
     raise ConfigurationError(
         f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} "
         f"node(s) by {job.started_by} (rank {world.rank})",
-        problem="it works in one process, and each of these would train on its own",
-        expected="one process: the script started by itself, or torchrun with --nproc-per-node 1",
-        suggestion='strategy="ddp" in these; or Fabric(strategy=..., environment="none") for a job '
-        "of this "
-        "process alone",
+        problem="the strategy works in one process, and each of these processes would train alone",
+        expected="one process: start the script directly, or by torchrun with --nproc-per-node 1",
+        suggestion='strategy="ddp" in these processes; or Fabric(strategy=..., environment="none") '
+        "for a job of this process alone",
     )
 
 
-def _refuse_unconnected_processes(strategy: Strategy, num_processes: int) -> None:
-    """Raise for several processes that a strategy would not connect: each would train alone."""
-    if num_processes == 1 or strategy.connects_processes or strategy.drives_all_devices:
+def _refuse_unconnected_processes(strategy: Strategy, num_devices: int) -> None:
+    """Raise if a strategy needs several processes but does not connect them.
+
+    Only a user's own strategy class can be like this.
+
+    Args:
+        strategy: the strategy.
+        num_devices: the number of devices of all nodes.
+    """
+    if num_devices == 1 or strategy.connects_processes or strategy.drives_all_devices:
         return
     name = type(strategy).__name__
     raise ConfigurationError(
-        f"Fabric(strategy={name}(...)) with {num_processes} devices",
-        problem=f"{num_processes} processes would each train a model on their own",
+        f"Fabric(strategy={name}(...)) with {num_devices} devices",
+        problem=f"{num_devices} processes would each train a model on their own",
         expected=f"{name}.connects_processes = True, or drives_all_devices = True for one process "
         "that drives all devices",
         suggestion="devices=1",
@@ -563,16 +662,25 @@ def _refuse_unconnected_processes(strategy: Strategy, num_processes: int) -> Non
 
 
 def _parse_num_nodes(num_nodes: Any, job: _ExistingJob | None) -> int:
-    actual = 1 if job is None else job.world.num_nodes
-    if num_nodes == "auto" or str(num_nodes).strip() == str(actual):
-        return actual
+    """Return the number of nodes of the job, which is 1 unless a launcher started the job.
+
+    Args:
+        num_nodes: the argument of ``Fabric``, ``"auto"`` or a number. A number is only compared
+            with the actual one, since fabric cannot start processes on other nodes.
+        job: the job that this process was started for, or None.
+
+    Raises:
+        ConfigurationError: the job has another number of nodes.
+    """
+    actual_num_nodes = 1 if job is None else job.world.num_nodes
+    if num_nodes == "auto" or str(num_nodes).strip() == str(actual_num_nodes):
+        return actual_num_nodes
     raise ConfigurationError(
         f"num_nodes={num_nodes!r}",
-        problem=f"this process belongs to a job of {actual} node(s), and fabric starts processes "
-        "on its own node only",
-        expected=f'num_nodes="auto", or {actual}; more with torchrun, `fabric run`, srun or mpirun '
-        "on every "
-        "node",
+        problem=f"this process belongs to a job of {actual_num_nodes} node(s), and fabric starts "
+        "processes on its own node only",
+        expected=f'num_nodes="auto", or {actual_num_nodes}; for more nodes, start torchrun, '
+        "`fabric run`, srun or mpirun on every node",
         suggestion=f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST "
         "script.py, with R from 0",
     )
@@ -581,7 +689,7 @@ def _parse_num_nodes(num_nodes: Any, job: _ExistingJob | None) -> int:
 def _choose_launcher(
     options: _Options,
     strategy: Strategy,
-    spec: LaunchSpec,
+    launch_spec: LaunchSpec,
     world: World | None,
     job: _ExistingJob | None,
 ) -> Launcher:
@@ -589,42 +697,55 @@ def _choose_launcher(
 
     Args:
         options: the arguments of ``Fabric``.
-        strategy: the strategy.
-        spec: what is to be started on this node.
+        strategy: the strategy, whose start method is used if ``Fabric`` has no launcher.
+        launch_spec: the processes of this node.
         world: the rank of this process. None if processes are to be started.
         job: the job that this process was started for, or None.
+
+    Raises:
+        ConfigurationError: no launcher has this name, or the launcher cannot start the processes.
     """
-    is_open = options["launcher"] in _OPEN
-    start_method = strategy.start_method if is_open else options["launcher"]
+    has_launcher = not _is_undecided(options["launcher"])
+    start_method = options["launcher"] if has_launcher else strategy.start_method
     launcher = _parse_name("launcher", start_method, LAUNCHERS, Launcher)
     _refuse_second_launch(launcher, job)
     if world is not None:
+        # All processes exist already. The launcher was parsed for its errors only.
         return InlineLauncher()
-    # The name of a strategy, such as "ddp", does not say how to start processes, and at a prompt
-    # there is no script to run again.
+    # In a notebook there is no script that "popen" could run again. A name such as "ddp" is not a
+    # request for "popen", but DDPStrategy(start_method="popen") may be one.
     has_strategy_name = isinstance(options["strategy"], str)
-    if is_open and has_strategy_name and launcher.name == "popen" and is_interactive():
+    may_replace_popen = not has_launcher and has_strategy_name and launcher.name == "popen"
+    if may_replace_popen and is_interactive():
         launcher = LAUNCHERS[notebook_start_method(has_cloudpickle())]
-    launcher.check(spec)
+    launcher.check(launch_spec)
     return launcher
 
 
 def _refuse_second_launch(launcher: Launcher, job: _ExistingJob | None) -> None:
-    """Raise for a start method with a function, in processes that are started already."""
+    """Raise if a launcher would run a function in new processes, but the job has its processes.
+
+    Processes that fabric itself started run the same ``Fabric(...)`` line again, with the launcher
+    that started them: this is not an error. They have a ``world.store``.
+    """
     if job is None or job.world.store is not None or job.world.world_size == 1:
         return
+    # These launchers do not start a function in new processes.
     if launcher.name in ("popen", "inline"):
         return
     raise ConfigurationError(
         f"launcher or start method {launcher.name!r} (rank {job.world.rank})",
-        problem=f"{job.environment.name} has made the processes of this job already",
-        expected="no launcher: these processes are used as they are",
+        problem=f"{job.environment.name} has started the processes of this job already",
+        expected="no launcher: fabric uses the processes that exist",
         suggestion='Fabric(strategy="ddp"), or python script.py in place of the launcher',
     )
 
 
 def _find_world(job: _ExistingJob | None, num_processes: int) -> World | None:
-    """Return the rank of this process, or None if processes are to be started."""
+    """Return the rank of this process, or None if the launcher is to start processes.
+
+    A job of one process runs in this process, without a launcher.
+    """
     if job is not None:
         return job.world
     if num_processes == 1:
@@ -633,6 +754,10 @@ def _find_world(job: _ExistingJob | None, num_processes: int) -> World | None:
 
 
 def _started_by(job: _ExistingJob | None, world: World | None, launcher: Launcher) -> str:
+    """Return the name of what starts the processes of the job, for ``Plan.describe``.
+
+    Without an existing job, ``world`` is None if ``launcher`` is to start processes.
+    """
     if job is not None:
         return job.started_by
     if world is None:
@@ -640,19 +765,22 @@ def _started_by(job: _ExistingJob | None, world: World | None, launcher: Launche
     return "this script"
 
 
-def _checks_collectives(options: _Options, env: Mapping[str, str]) -> bool:
+def _should_check_collectives(options: _Options, env: Mapping[str, str]) -> bool:
+    """Return whether the argument of ``Fabric`` or ``FABRIC_CHECK`` turns checked mode on."""
     text = env.get("FABRIC_CHECK", "").strip().lower()
-    return options["check_collectives"] or text not in _OFF
+    return options["check_collectives"] or text not in _CHECK_OFF
 
 
-def _timeout(options: _Options) -> timedelta:
+def _choose_timeout(options: _Options) -> timedelta:
+    """Return how long a collective may wait, from the merged arguments of ``Fabric``."""
     if options["timeout"] is None:
         return DEFAULT_TIMEOUT
-    # A timeout of the strategy has not been checked yet.
+    # _merge_options() has parsed the timeout of Fabric, but not one that the strategy was given.
     return _parse_duration("timeout", options["timeout"])
 
 
 def _deadline(options: _Options) -> float:
+    """Return when the time limit of ``Fabric`` ends, on the monotonic clock; infinity without."""
     if options["time_limit"] is None:
         return float("inf")
     return monotonic() + options["time_limit"].total_seconds()
