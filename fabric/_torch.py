@@ -1,6 +1,6 @@
-"""Private and renamed names of torch that the core relies on, each with the reason.
+"""The private and renamed names of torch that fabric's core uses, each with the reason.
 
-tests/test_torch_names.py tests each of them.
+``tests/test_torch_names.py`` tests each name with the installed torch.
 """
 
 import gc
@@ -24,51 +24,56 @@ from torch.utils import data
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader
 
-# Sees every ATen operation below autograd; its module is private, though torch's notes on extending
-# torch use it.
+# The base class of modes that see every ATen operation below autograd. Its module is private,
+# though torch's own notes on extending torch use the class.
 DispatchMode = TorchDispatchMode
 
-# A context within which new tensors are real, although a mode of fake tensors is on.
+# A context in which new tensors are real although a fake tensor mode is active, as in a dry run.
 real_tensors = unset_fake_temporarily
 
 
-# A context in which the views of a tensor without a gradient are to autograd tensors of their own,
-# with a version each: rows from ``torch.unbind`` count changes in place together, and changing one
-# would forbid the backward pass through another. ``torch.unsafe_split`` does the same for parts
-# that keep the dimension, at five times the time.
+# A context in which autograd does not know that views of a tensor without a gradient are views, so
+# that each view has a version counter of its own. Otherwise the rows from ``torch.unbind`` share
+# one counter: an in-place change of one row would make backward passes through the other rows
+# fail. ``torch.unsafe_split`` does the same for parts that keep the dimension, but takes five times
+# as long.
 untracked_views = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-# How many operations autograd has recorded in this thread: it numbers them, under private names
-# only.
+# Returns the sequence number that autograd gives to the next operation that this thread records.
+# torch has no public name for sequence numbers.
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
-# Collective: write a tensor of every rank into an output of ``(size * n,)``, or sum one of that
-# shape over ranks and write this rank's part into an output; all 1-D and contiguous. Called as
-# ``(output, tensor, group=group)``. Both functions were renamed in torch 2.13, where the old names
-# warn.
+# Two collectives, which are called as ``(output, tensor, group=group)``. All tensors are contiguous
+# and have one dimension. The all-gather writes the ``n`` elements of every rank into an output of
+# ``size * n`` elements. The reduce-scatter sums tensors of ``size * n`` elements over the ranks,
+# and writes this rank's ``n`` elements into the output. torch 2.13 renamed both functions, and
+# warns when the old names are used.
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
 
-# The kernels behind ``torch.amp.GradScaler``, which have no public names. With gradients of one
-# device and dtype, and ``found_inf`` and ``inverse_scale`` float32 tensors of one element there:
-# multiply the gradients by the latter in place, and note in the former any that is not finite.
+# Called as ``(gradients, found_inf, inverse_scale)``: multiplies the gradients in place by
+# ``inverse_scale``, and sets ``found_inf`` to 1 if any of them is not finite. The gradients have
+# one device and one dtype. The other two are float32 tensors of one element on this device. This
+# kernel and the next one are what ``torch.amp.GradScaler`` calls. They have no public names.
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
 
-# With the scale, an int32 count of good steps, ``found_inf``, and three numbers: after an overflow
-# the scale is multiplied by the second number, after as many good steps as the third says by the
-# first.
+# Called as ``(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)``:
+# updates ``scale`` and ``growth_tracker`` in place. After an overflow the scale is multiplied by
+# ``backoff_factor``. After ``growth_interval`` steps without an overflow, which the int32 tensor
+# ``growth_tracker`` counts, the scale is multiplied by ``growth_factor``.
 backoff_or_grow = torch._amp_update_scale_
 
-# Multiply tensors in place by one of shape ``()``, in one kernel where the device has one: torch
-# documents its foreach operations under names with an underscore only.
+# Called as ``(tensors, factor)`` with a tensor ``factor`` of shape ``()``: multiplies the tensors
+# in place, in one kernel if the device has such a kernel. torch has foreach operations only under
+# names with an underscore.
 foreach_multiply = torch.ops.aten._foreach_mul_.Tensor
 
-# How often a tensor has been changed in place.
+# Returns the version counter of a tensor, which counts the changes of the tensor in place.
 in_place_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -80,13 +85,13 @@ default_store = dist.distributed_c10d._get_default_store
 
 
 def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a collection that is registered with torch's pytree.
+    """Return the children of a container that is registered with torch's pytree.
 
-    Also return the function that builds the collection again from as many children. Return None
-    for any other object.
+    Return also the function that builds the container again from a list of as many children.
+    Return None for any other object, which is a leaf.
 
-    torch's pytree is the registry in which libraries register their containers (Hugging Face model
-    outputs do); torch has no public name for it yet.
+    torch's pytree is the registry in which libraries register their containers, such as the model
+    outputs of Hugging Face. torch has no public name for the registry yet.
     """
     if pytree.tree_is_leaf(tree):
         return None
@@ -95,85 +100,96 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
 
 
 def disable_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Undo what ``torch.distributed.algorithms.Join`` has changed in a DDP module.
+    """Restore a DDP module after a ``torch.distributed.algorithms.Join`` block.
 
-    torch leaves it switched on: forward passes go on notifying joined ranks, of which there are
-    none, and the reducer goes on dividing by the number of ranks that took part in the last of
-    them.
+    torch leaves joining switched on at the end of the block. Forward passes would go on sending
+    notifications to joined ranks, and the reducer would go on dividing gradients by the number of
+    ranks that took part in the last step of the block.
     """
     from torch.distributed.algorithms.join import _JoinConfig
 
     wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+    # No handle of a collective, and a division by the number of all ranks.
     wrapper.reducer._set_forward_pass_work_handle(None, True)  # pyright: ignore[reportArgumentType]  # declared without None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds, sharing its memory; any other tensor itself.
+    """Return this rank's shard of a DTensor, which shares memory with the DTensor.
 
-    Asked by attribute: ``torch.distributed.tensor`` takes a second to import, and without it no
-    tensor is a DTensor.
+    A plain tensor is returned unchanged. The attribute is read instead of an ``isinstance`` check,
+    since the class is in ``torch.distributed.tensor``, which takes a second to import.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
-    """Return a DTensor like ``tensor`` whose shard on this rank is ``local``, on any device.
+    """Return a DTensor with the shape and the placements of ``tensor``, whose shard is ``local``.
 
-    ``DTensor.from_local`` would move it to the device of the mesh.
+    The shard stays on its device. ``DTensor.from_local`` would move it to the device of the mesh,
+    but a background save needs a copy of the shards on the CPU.
     """
     return type(tensor)(local, tensor._spec, requires_grad=False)
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Collective for a DTensor: the full (unsharded) tensor; any other tensor itself."""
+    """Return the unsharded tensor of a DTensor. Collective over the DTensor's mesh.
+
+    A plain tensor is returned unchanged.
+    """
     if not hasattr(tensor, "full_tensor"):
         return tensor
-    from torch.distributed.tensor import Replicate  # takes a second to import; here it has been
+    # Imported here, since it takes a second. A program with a DTensor has imported it already.
+    from torch.distributed.tensor import Replicate
 
-    for number in range(1, tensor.device_mesh.ndim):
-        # One dimension of the mesh after the other, from the outermost: at once, torch warns of its
-        # own order.
-        tensor = tensor.redistribute(
-            placements=[Replicate()] * number + [*tensor.placements[number:]]
-        )
+    # Gather one dimension of the mesh after the other, beginning with the outermost. torch warns
+    # about the order in which it gathers if several dimensions are gathered at once.
+    for num_replicated in range(1, tensor.device_mesh.ndim):
+        replicated = [Replicate()] * num_replicated
+        tensor = tensor.redistribute(placements=[*replicated, *tensor.placements[num_replicated:]])
     return tensor.full_tensor()
 
 
 def concatenate_meshes(meshes: Sequence[Any], timeout: timedelta) -> Any:
-    """Join meshes, of which each becomes one dimension of the result. Collective.
+    """Return a mesh that has one dimension for each of ``meshes``. Collective.
 
-    FSDP2 shards layers that are split already only along parts of the mesh that they are on, and
-    torch has public names only for parts of whole dimensions.
+    FSDP2 can shard a layer that is split by tensor parallelism only along a mesh that is a part of
+    the layer's own mesh. torch has public names only for parts made of whole dimensions.
 
     Args:
-        meshes: parts of one mesh.
-        timeout: how long collectives along a dimension may wait that did not exist before.
+        meshes: parts of one mesh. A part of several dimensions is flattened to one dimension,
+            which creates a process group.
+        timeout: how long collectives over a created group may wait.
     """
-    dimensions: list[Any] = []
+    one_dimensional_meshes: list[Any] = []
     for mesh in meshes:
         if mesh.ndim > 1:
             mesh = mesh._flatten()
             set_group_timeout(mesh.get_group(), timeout)
-        dimensions.append(mesh)
-    return dist.DeviceMesh._concatenate(dimensions)
+        one_dimensional_meshes.append(mesh)
+    return dist.DeviceMesh._concatenate(one_dimensional_meshes)
 
 
 def clear_mesh_caches() -> None:
-    """Have DTensors look for the groups of a mesh anew.
+    """Clear torch's caches of DTensor operations. Called when a job with meshes ends.
 
-    torch reuses the plans cached for a mesh for every equal mesh, even one with other groups: it
-    finds groups by name, and another job in the same process may have used these names for other
-    groups.
+    torch caches how an operation redistributes its DTensors, and uses the entry for every equal
+    mesh. Meshes are equal if their ranks are equal, but a cached entry refers to process groups by
+    name. The next job in this process may use the same names for other groups.
     """
-    tensor: Any = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None:
-        planned = tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        # Not all of these functions exist in every supported release.
-        clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _do_nothing)
-        clear()
-        for cache in (planned, tensor._redistribute._gen_transform_infos):
-            clear = getattr(cache, "cache_clear", _do_nothing)
-            clear()
+    # Looked up instead of imported, which takes a second. Without the module there are no caches.
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")
+    if dtensor is None:
+        return
+    # The supported releases of torch differ in which of these functions they have.
+    clear_native_cache = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _do_nothing)
+    clear_native_cache()
+    propagator = dtensor.DTensor._op_dispatcher.sharding_propagator
+    for cached_function in (
+        propagator.propagate_op_sharding,
+        dtensor._redistribute._gen_transform_infos,
+    ):
+        clear_cache = getattr(cached_function, "cache_clear", _do_nothing)
+        clear_cache()
 
 
 def _do_nothing() -> None:
@@ -181,73 +197,84 @@ def _do_nothing() -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set how long collectives of an existing group of gloo or NCCL may wait.
+    """Set how long collectives of an existing process group may wait.
 
-    torch has no public way to change it.
-
-    The groups of a DeviceMesh have torch's own default, whatever that of the whole job is. Other
-    backends have nothing to set.
+    The groups of a DeviceMesh have torch's default timeout, even if the job has another timeout,
+    and torch has no public way to change the timeout. Groups with neither a gloo nor an NCCL
+    backend are left unchanged: their backends have no such setting.
     """
-    if {"gloo", "nccl"} & set(dist.get_backend_config(group).replace(",", ":").split(":")):
+    # A text such as "cpu:gloo,cuda:nccl".
+    backend_config = dist.get_backend_config(group)
+    names = backend_config.replace(",", ":").split(":")
+    if "gloo" in names or "nccl" in names:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def reset_iterator(loader: data.DataLoader[Any]) -> None:
-    """Make a loader begin anew at the next ``iter()``, and leave the workers that it had alone.
+    """Make the next ``iter()`` of a loader start workers of its own. Present workers go on running.
 
-    A DataLoader keeps the iterator of persistent workers in ``_iterator``, and a copy of it would
-    share them; torchdata's StatefulDataLoader also reads its own state from there. Set past the
-    ``__setattr__`` of a user's class.
+    A DataLoader with persistent workers keeps its iterator in ``_iterator``, so that a copy of the
+    loader would share the workers. torchdata's StatefulDataLoader also reads its state from
+    ``_iterator``. ``object.__setattr__`` passes by the ``__setattr__`` of a user's subclass.
     """
     object.__setattr__(loader, "_iterator", None)
 
 
 def datasets_iterated_in_full() -> list[str]:
-    """Return the types of the datasets that DataLoaders iterate over now, completely.
+    """Return the class names of the datasets that plain DataLoaders iterate over now.
 
-    A loader counts if its sampler is torch's own sequential or random one. torch exports neither
-    the type of the iterators nor their attributes. This goes through all objects of the process.
+    A loader counts if its sampler is torch's own sequential or random one, since every rank then
+    reads the whole dataset. torch exports neither the class of the iterators nor their attributes.
+    The search goes through all objects of the process, so that it takes long.
     """
-    samplers = (data.SequentialSampler, data.RandomSampler)
+    full_samplers = (data.SequentialSampler, data.RandomSampler)
     names: list[str] = []
-    for iterator in gc.get_objects():
-        if not issubclass(type(iterator), dataloader._BaseDataLoaderIter):
+    for candidate in gc.get_objects():
+        # isinstance() would read `__class__`, which may run code of a proxy object.
+        if not issubclass(type(candidate), dataloader._BaseDataLoaderIter):
             continue
-        iterator: Any
-        sampler = getattr(iterator, "_index_sampler", None)  # not there while it is being made
-        sampler = getattr(sampler, "sampler", sampler)  # the sampler of a batch sampler
-        if type(sampler) in samplers:
+        iterator: Any = candidate
+        # None while another thread is in the constructor of the iterator.
+        index_sampler = getattr(iterator, "_index_sampler", None)
+        # With automatic batching this is a batch sampler, which holds the sampler.
+        sampler = getattr(index_sampler, "sampler", index_sampler)
+        if type(sampler) in full_samplers:
             names.append(type(iterator._dataset).__name__)
     return names
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is inside of a backward pass; torch has no public name for it."""
+    """Return whether this thread is inside a backward pass. torch has no public name for it."""
     return torch._C._current_graph_task_id() != -1
 
 
 def unfinished_backward_check(root: Any) -> Callable[[], bool]:
-    """A function that says whether a backward pass of a sharded model is under way, or has raised.
+    """Return a function that says whether a backward pass of an FSDP2 model has not ended.
 
-    FSDP2 ends each by a callback, and notes in a private record that it is due. As long as it is,
-    no other is called, so that gradients stay unreduced.
+    A backward pass has not ended if it is running, or if it raised. FSDP2 queues a callback for the
+    end of each backward pass, and notes in private state that the callback is queued. After an
+    error the note stays, no further callback is queued, and gradients are not reduced any more.
+
+    Args:
+        root: the outermost module that FSDP2 shards.
     """
-    return partial(
-        attrgetter("_state_ctx.post_backward_final_callback_queued"), root._get_fsdp_state()
-    )
+    # Not a Python function, since it is called in every forward pass.
+    is_callback_queued = attrgetter("_state_ctx.post_backward_final_callback_queued")
+    return partial(is_callback_queued, root._get_fsdp_state())
 
 
-# Inside of a backward pass, have a function be called at its end, as FSDP2 does. DDP and FSDP2 rely
-# on it.
+# Called inside a backward pass with a function: autograd calls the function at the end of this
+# backward pass. DDP and FSDP2 use the same private name.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
 
 def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
-    """Have ``target`` run the ``register_hook`` hooks of ``source``, present and future ones.
+    """Make ``target`` call all ``register_hook`` hooks of ``source``, present and future ones.
 
-    torch copies none of them.
+    Both tensors then share one dict of hooks. torch does not copy hooks to a tensor that replaces
+    another one.
     """
     if source._backward_hooks is None:
         source._backward_hooks = OrderedDict()
@@ -255,47 +282,62 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
-    """Have ``target`` run the ``register_post_accumulate_grad_hook`` hooks of ``source``.
+    """Make ``target`` call the ``register_post_accumulate_grad_hook`` hooks of ``source``.
 
-    FSDP2 calls them with its sharded parameters.
+    Used when FSDP2 replaces a parameter by a sharded parameter. FSDP2 calls these hooks with the
+    sharded parameter.
     """
     if source._post_accumulate_grad_hooks is not None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def sequence_numbers_behind(loss: Tensor) -> Iterator[int]:
-    """Yield the numbers of the operations in the graph behind ``loss``.
+    """Yield the sequence number of each operation in the graph of ``loss``.
 
-    The numbers are those that :data:`next_sequence_number` counts.
+    Comparing them with :data:`next_sequence_number` tells when an operation was recorded.
     """
-    seen = {None}
-    waiting = list[Any]([loss.grad_fn])
-    while waiting:
-        if (node := waiting.pop()) not in seen:
-            yield node._sequence_nr()
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
+    # next_functions has None in place of a node for an input that requires no gradient.
+    seen_nodes: set[Any] = {None}
+    nodes_to_visit: list[Any] = [loss.grad_fn]
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
+        if node in seen_nodes:
+            continue
+        seen_nodes.add(node)
+        yield node._sequence_nr()
+        for predecessor, _ in node.next_functions:
+            nodes_to_visit.append(predecessor)
 
 
 def is_compiling() -> bool:
-    """Return whether a thread of this process compiles a forward or a backward pass.
+    """Return whether any thread of this process compiles a graph now, for hang reports.
 
-    torch says it of the thread that asks only. By the names of two functions, since those files
-    have others that run compiled code.
+    ``torch.compiler.is_compiling`` answers only for the thread that asks. So this looks for two
+    functions on the stacks of all threads. The names of their files are not enough, since the same
+    files contain functions that run compiled code.
     """
-    compilers = {
+    compiling_functions = {
         ("_dynamo/convert_frame.py", "_compile"),
         ("_inductor/compile_fx.py", "compile_fx_inner"),
     }
-    stacks = map(traceback.walk_stack, sys._current_frames().values())
-    codes = (frame.f_code for stack in stacks for frame, _ in stack)
-    return any(
-        ("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes
-    )
+    for innermost_frame in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(innermost_frame):
+            code = frame.f_code
+            # The file with its folder, as in the table.
+            file = "/".join(code.co_filename.split(os.sep)[-2:])
+            if (file, code.co_name) in compiling_functions:
+                return True
+    return False
 
 
 class HookEntry(NamedTuple):
-    """A hook of a module, with the dict and the key under which the module holds it."""
+    """A hook of a module.
+
+    Attributes:
+        hooks: the module's dict of hooks of this kind.
+        key: the key of the hook in the dict.
+        hook: the hook.
+    """
 
     hooks: Any
     key: int
@@ -303,36 +345,41 @@ class HookEntry(NamedTuple):
 
 
 def hook_entry(handle: Any) -> HookEntry:
-    """Return where a module holds a hook, so that the hook can be removed and put back.
+    """Return the entry of a hook in the dicts of its module.
 
-    torch's handle removes a hook for good, and holds the dict by a private weak reference.
+    With the entry, a caller can take a hook out for a while and put it back.
+
+    Args:
+        handle: what ``register_forward_hook`` or a similar method returned. The handle itself can
+            only remove the hook for good, and its reference to the dict is private.
     """
-    hooks = handle.hooks_dict_ref()
+    hooks = handle.hooks_dict_ref()  # the reference is weak
     return HookEntry(hooks, handle.id, hooks[handle.id])
 
 
-# A decorator for a hook of a tensor that need not be in a pickle or copy of the tensor: without it,
-# torch warns when it pickles a tensor with hooks.
+# A decorator for tensor hooks that a pickle or a copy of the tensor may leave out. torch warns when
+# it pickles a tensor that has other hooks.
 unserializable_hook: Callable[[Any], Any] = torch.utils.hooks.unserializable_hook
 
 
-# The name under which a ``torch.compile(module)`` holds the module. Part of its state dict's names.
+# The name of the submodule in which a ``torch.compile(module)`` holds the module. The names in its
+# state dict begin with this name.
 COMPILED_MODULE = "_orig_mod"
 
 
 def uncompiled(module: Any) -> torch.nn.Module:
-    """Return the module inside of a ``torch.compile(module)``. Others are returned unchanged.
+    """Return the module inside a ``torch.compile(module)``. Other modules are returned unchanged.
 
-    torch has no public way back from a compiled module.
+    torch has no public way to get the module back from a compiled module.
     """
     return module._modules.get(COMPILED_MODULE, module)
 
 
 def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Return the dict in which a module keeps its own parameters, without submodules.
+    """Return the dict in which a module keeps its own parameters, not those of submodules.
 
-    ``named_parameters`` leaves out None and what it has met before, and torch's setters refuse some
-    names and types. A change of the dict is a change of the module.
+    Changing the dict changes the module. ``named_parameters`` leaves out entries that are None
+    and parameters that it has yielded under another name. ``setattr`` refuses some names and types.
     """
     return module._parameters
 
@@ -353,9 +400,10 @@ def set_registered_members(
     buffers: dict[str, Tensor | None],
     modules: dict[str, torch.nn.Module | None],
 ) -> None:
-    """Give a module the dicts in which it keeps its parameters, buffers and children.
+    """Replace the dicts in which a module keeps its parameters, buffers and children.
 
-    For modules that share them with another module. torch makes new dicts in its constructor only.
+    The dicts are not copied: a module can so share a dict with another module. torch creates these
+    dicts in the constructor of a module, and has no way to replace them.
     """
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
 
@@ -365,40 +413,49 @@ def synchronization_check(
 ) -> Callable[[], bool]:
     """Return a function that says whether DDP's next backward pass averages gradients.
 
-    torch's ``no_sync`` sets an attribute that its documentation does not name. The function is not
-    one of Python, since it is called in every step.
+    DDP's ``no_sync`` sets an attribute that torch does not document.
     """
+    # Not a Python function, since it is called in every step.
     return partial(attrgetter("require_backward_grad_sync"), wrapper)
 
 
 def ignored_by_ddp(wrapper: torch.nn.parallel.DistributedDataParallel) -> set[str]:
-    """Return the names of the parameters and buffers that DDP was told to ignore.
+    """Return the names of the parameters and buffers that DDP does not synchronize.
 
-    torch has no public name for them, only the private
-    ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` to set them. In the
-    names of a compiled module, the part that ``torch.compile`` adds is left out.
+    The user names them by ``_set_params_and_buffers_to_ignore_for_model`` of DDP's class. torch
+    has no public name for either. The prefix that ``torch.compile`` adds to names is left out.
     """
     return {name.removeprefix(f"{COMPILED_MODULE}.") for name in wrapper.parameters_to_ignore}
 
 
 def has_custom_state_loading(module: torch.nn.Module) -> bool:
-    """Whether a method that is not torch's takes part when a module loads a state dict."""
-    methods = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-    found = [getattr(type(part), name) for part in module.modules() for name in methods]
-    return not all(method.__module__.startswith("torch.") for method in found)
+    """Return whether loading a state dict into a module would call code that is not torch's.
+
+    Such code may raise after a part of the state is loaded.
+    """
+    for submodule in module.modules():
+        for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state"):
+            method = getattr(type(submodule), name)
+            if not method.__module__.startswith("torch."):
+                return True
+    return False
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, which is recorded under a private name only."""
+    """Return whether ``module.compile()`` was called, which torch notes in a private attribute."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's records of parameters that are gathered together, of all submodules."""
+    """Yield FSDP2's private ``FSDPParamGroup`` objects of a module and its submodules.
+
+    FSDP2 gathers the parameters of a group together.
+    """
     for submodule in module.modules():
+        # fully_shard() adds this method to a module.
         if not hasattr(submodule, "set_requires_gradient_sync"):
             continue
-        state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
+        state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # fully_shard() adds it, too
         groups = getattr(state, "_fsdp_param_groups", None)
         if not groups:
             groups = [state._fsdp_param_group]  # up to torch 2.11
@@ -410,42 +467,55 @@ def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
 def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     """Return the sharded parameters that have an unsharded gradient on this rank.
 
-    A backward pass without synchronization leaves it.
-
-    FSDP2 keeps it in the parameter's private record until a backward pass with synchronization.
+    A backward pass without synchronization leaves the unsharded gradient in a private record of the
+    parameter. It stays there until a backward pass with synchronization reduces it, and an
+    optimizer does not see it.
     """
-    found = []
-    for record in (record for group in fsdp_param_groups(module) for record in group.fsdp_params):
-        whole = getattr(record, "_unsharded_param", None)
-        if (
-            record.unsharded_accumulated_grad is not None
-            or getattr(whole, "grad", None) is not None
-        ):
-            found.append(record.sharded_param)
-    return found
+    parameters: list[Tensor] = []
+    for group in fsdp_param_groups(module):
+        for record in group.fsdp_params:
+            # The unsharded parameter does not exist before the first forward pass.
+            unsharded = getattr(record, "_unsharded_param", None)
+            has_gradient = getattr(unsharded, "grad", None) is not None
+            # FSDP2 moves the gradient here if gradients are reduced in another dtype.
+            has_accumulated_gradient = record.unsharded_accumulated_grad is not None
+            if has_gradient or has_accumulated_gradient:
+                parameters.append(record.sharded_param)
+    return parameters
 
 
 def allocates_outputs(operator: Any) -> bool:
-    """Return whether an ATen operator allocates its outputs, by the aliases in its schema."""
+    """Return whether an ATen operator allocates its outputs, which then are not views or inputs.
+
+    The operator's schema declares which outputs alias an input.
+    """
     return all(output.alias_info is None for output in operator._schema.returns)
 
 
 def reduce_bucket_without_result(
     state: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Reduce a bucket of DDP without waiting for a result.
+    """Start the all-reduce of a DDP bucket, and return a future that is done already.
 
-    A communication hook for :func:`fake_ranks`, whose collectives have no result.
+    This is a DDP communication hook for dry runs. DDP would otherwise wait for the result of the
+    all-reduce, and the collectives of :func:`fabric.tools._torch.fake_ranks` have no result.
+
+    Args:
+        state: the state of the hook, which DDP passes. Not used.
+        bucket: gradients of one device and dtype.
     """
     dist.all_reduce(bucket.buffer())
-    (done := torch.futures.Future[Tensor]()).set_result(bucket.buffer())
-    return done
+    future = torch.futures.Future[Tensor]()
+    future.set_result(bucket.buffer())
+    return future
 
 
 @cache
 def freeze_garbage_in_forks() -> None:
-    """Keep forked processes, such as workers of a DataLoader, from collecting a process group.
+    """Keep forked processes, such as workers of a DataLoader, from freeing a process group.
 
-    That waits for the group's threads, which only this process has: it would hang or crash.
+    The destructor of a group waits for the group's threads. A fork does not have these threads, so
+    that its garbage collector would hang or crash. ``gc.freeze`` excludes all objects of the parent
+    from collections in the fork. A second call does nothing, since the hook is never removed.
     """
     os.register_at_fork(after_in_child=gc.freeze)
