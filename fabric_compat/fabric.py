@@ -91,7 +91,7 @@ class Fabric(_Fabric):
             return self._plan.devices[0]
         return super().device
 
-    def _world(self, call: str) -> World:
+    def _connected_world(self, method_name: str) -> World:
         return self._plan.world or World()  # all ranks are 0 before the launch
 
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
