@@ -27,9 +27,10 @@ from fabric.precision import Precision, cast_inputs, cast_outputs
 __all__ = ["FabricModule"]
 
 Forward = Callable[..., Any]
-Compiled = Forward  # what torch.compile makes of a module, to type checkers
+Compiled = Forward  # to type checkers, the result of torch.compile(module) is a function
 Module = nn.Module | Compiled
 
+# Methods that are forward passes in every module. Lightning has named them.
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 # Methods of nn.Module that may change the dtype of parameters.
 _CONVERSIONS = ("to", "type", "double", "float", "half", "bfloat16")
@@ -38,31 +39,33 @@ _CONVERSIONS = ("to", "type", "double", "float", "half", "bfloat16")
 class FabricModule(nn.Module):
     """The user's module, with its forward pass under a strategy and a precision.
 
-    The same type under every strategy. Calling it runs the prepared module: gradients are
-    synchronized where the strategy does so, inputs and outputs have the dtypes of the precision.
+    The type is the same under every strategy. A call runs the prepared module: gradients are
+    synchronized if the strategy does so, and inputs and outputs have the dtypes of the precision.
     Everything else is the user's module: parameters, buffers and submodules under their own names,
     attributes to read and to write, methods, hooks, ``train``, ``eval``, ``to``, items and a
-    length. To type checkers it is an object of the user's class. A change of dtype is refused where
-    gradients are synchronized in the dtype that the parameters had in ``setup``. It may be part of
-    another ``nn.Module``, and be compiled by ``torch.compile`` before or after.
+    length. To type checkers a set-up module is an object of the user's class. A change of dtype is
+    refused if gradients are synchronized in the dtype that the parameters had in ``setup``. A
+    set-up module may be part of another ``nn.Module``. ``torch.compile`` may compile the module
+    before or after ``setup``.
 
     A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its
-    precision, not the strategy. Neither is possible for a sharded module.
+    precision, not the strategy. A sharded module can be neither copied nor pickled.
 
-    A method that computes a loss is a forward pass too: those named ``training_step``,
-    ``validation_step``, ``test_step`` and ``predict_step`` run through the prepared module, others
-    once they are marked with :meth:`mark_forward_method`. Under a strategy that synchronizes in
-    forward, a backward pass through any other method or a submodule raises a
-    :class:`fabric.errors.UsageError`.
+    A method that computes a loss is a forward pass too. The methods ``training_step``,
+    ``validation_step``, ``test_step`` and ``predict_step`` run through the prepared module, and so
+    does a method that is marked with :meth:`mark_forward_method`. Under a strategy that
+    synchronizes in forward, a backward pass through any other method or through a submodule raises
+    a :class:`fabric.errors.UsageError`.
 
     Args:
-        module: the user's module.
-        prepared: the prepared module, which the strategy returned for it.
+        module: the user's module, which may be compiled.
+        prepared: the prepared module, which the strategy returned for the user's module.
         precision: the dtypes of the forward pass.
         device: the device of this process.
-        hooks: the functions to call before and after a forward pass.
-        contract: how its gradients are synchronized. None for a copy or a loaded pickle.
-        guard: watches methods that bypass the forward pass, under a strategy that needs it.
+        hooks: the functions of diagnostics to call before and after a forward pass.
+        contract: how the gradients are synchronized. None for a copy or a loaded pickle.
+        guard: the checks of methods that bypass the forward pass. None if the strategy does not
+            synchronize in forward.
     """
 
     def __init__(
@@ -75,19 +78,19 @@ class FabricModule(nn.Module):
         contract: GradientContract | None = None,
         guard: BypassGuard | None = None,
     ) -> None:
-        # nn.Module.__init__ is not called: this object has the state of the user's module, and
-        # attributes that this object lacks are looked up on the user's module.
-        original = uncompiled(module)
+        # nn.Module.__init__ is not called. This object shares the parameters, buffers and
+        # submodules of the user's module, and __getattr__ finds all other attributes there.
+        user_module = uncompiled(module)
         set_registered_members(
             self,
-            registered_parameters(original),
-            registered_buffers(original),
-            registered_modules(original),
+            registered_parameters(user_module),
+            registered_buffers(user_module),
+            registered_modules(user_module),
         )
-        # Past __setattr__, which sets attributes of the user's module.
+        # In the attribute dict itself, since __setattr__ sets attributes of the user's module.
         vars(self).update(
             _fabric_module=module,
-            _fabric_uncompiled=original,
+            _fabric_uncompiled=user_module,
             _fabric_prepared=prepared,
             _fabric_precision=precision,
             _fabric_device=device,
@@ -99,22 +102,27 @@ class FabricModule(nn.Module):
         self._bind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of the prepared module."""
-        # Diagnostics are no part of a graph, and would break it.
+        """Run the forward pass of the prepared module, between the hooks of diagnostics.
+
+        ``_fabric_forward`` is the result of :meth:`_build_forward`.
+        """
         hooks = self._fabric_hooks
+        # Without functions before a forward pass, there are none after it. While torch.compile
+        # traces this call, hooks are left out, since they would break the graph.
         if not hooks.before or torch.compiler.is_dynamo_compiling():
             return self._fabric_forward(*args, **kwargs)
         try:
-            for call in hooks.before:
-                call()
+            for function in hooks.before:
+                function()
             output = self._fabric_forward(*args, **kwargs)
         except BaseException as error:
+            # A module without a contract has no hooks, and does not come here.
             self._fabric_contract.explain(error)
-            for call in hooks.after:
-                call(None, error)
+            for function in hooks.after:
+                function(None, error)
             raise
-        for call in hooks.after:
-            call(output, None)
+        for function in hooks.after:
+            function(output, None)
         return output
 
     forward = __call__
@@ -127,37 +135,50 @@ class FabricModule(nn.Module):
     def mark_forward_method(self: Any, method: str | Callable[..., Any]) -> None:
         """Run a method of the user's module through the prepared module, as a forward pass.
 
-        Type checkers take what ``setup`` returns for the user's module. For them write:
-        ``FabricModule.mark_forward_method(model, "loss")``.
+        To type checkers the result of ``setup`` is an object of the user's class, which lacks this
+        method. For type checkers write ``FabricModule.mark_forward_method(model, "loss")``.
 
         Args:
             method: the method or its name.
 
         Raises:
-            ArgumentTypeError: the user's module has no such method, or it is ``forward``.
+            ArgumentTypeError: the user's module has no method of this name, or the name is
+                ``forward``.
         """
-        original = self._fabric_uncompiled
-        name = str(getattr(method, "__name__", method))
-        if name == "forward" or not callable(getattr(original, name, None)):
-            problem = f"{type(original).__name__} has no method {name!r}, or it is forward itself"
-            raise ArgumentTypeError(f"mark_forward_method({method!r})", problem)
+        user_module = self._fabric_uncompiled
+        name = str(getattr(method, "__name__", method))  # a method has a name, and a text is one
+        if name == "forward" or not callable(getattr(user_module, name, None)):
+            raise ArgumentTypeError(
+                f"mark_forward_method({method!r})",
+                problem=f"{type(user_module).__name__} has no method {name!r}, or the method is "
+                "forward itself",
+            )
         self._fabric_forward_methods.add(name)
 
     def train(self, mode: bool = True) -> "FabricModule":
-        """Set training mode on the user's module and the strategy's wrapper around it."""
+        """Set the training mode of the prepared module, which contains the user's module."""
         self._fabric_prepared.train(mode)
         return self
 
     eval = nn.Module.eval  # calls train()
 
     def __getattr__(self, name: str) -> Any:
-        original = self.__dict__["_fabric_uncompiled"]
-        value = getattr(original, name)
-        if isinstance(value, MethodType) and value.__self__ is original:
-            if name in self._fabric_forward_methods:
-                return self._through_forward(value)
-            if self._fabric_guard is not None:
-                return self._fabric_guard.wrap_method(value, name)
+        """Return an attribute of the user's module. Python calls this if this object lacks it.
+
+        A forward method is returned as a function that runs the method through the prepared module.
+        Other methods are returned with checks of bypass calls if the strategy needs the checks.
+        """
+        # Not self._fabric_uncompiled: without the attribute, Python would call this method again.
+        user_module = self.__dict__["_fabric_uncompiled"]
+        value = getattr(user_module, name)
+        # An attribute may also be a method of another object, which is returned as it is.
+        is_own_method = isinstance(value, MethodType) and value.__self__ is user_module
+        if not is_own_method:
+            return value
+        if name in self._fabric_forward_methods:
+            return self._through_forward(value)
+        if self._fabric_guard is not None:
+            return self._fabric_guard.wrap_method(value, name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -169,8 +190,8 @@ class FabricModule(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._fabric_uncompiled)})
 
-    # The methods of a container, which Python looks up on the class. A user's module without one
-    # raises its own error.
+    # The methods of a container. Python looks them up on the class and does not ask __getattr__. If
+    # the user's module lacks the method, Python's error names the user's class.
     def __getitem__(self, index: Any) -> Any:
         return self._fabric_uncompiled[index]
 
@@ -188,13 +209,23 @@ class FabricModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FabricModule":
         arguments = self._rebuild_arguments(self._fabric_prepared)
+        # One deepcopy, so that the copied prepared module contains the copied user's module.
         return _rebuild(*copy.deepcopy(arguments, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle leaves the strategy out: the user's module takes the place of the prepared
+        # module.
         return _rebuild, self._rebuild_arguments(self._fabric_module)
 
     def _rebuild_arguments(self, prepared: nn.Module) -> tuple[Any, ...]:
-        """Return the arguments of :func:`_rebuild` for a copy with another prepared module."""
+        """Return the positional arguments of :func:`_rebuild` for a copy or a pickle.
+
+        Args:
+            prepared: the module whose forward pass the copy runs.
+
+        Raises:
+            UsageError: the parameters are sharded.
+        """
         contract = self._fabric_contract
         if contract is not None and contract.is_sharded:
             raise UsageError(
@@ -213,51 +244,68 @@ class FabricModule(nn.Module):
         )
 
     def _bind_forward(self) -> None:
-        """Choose the forward pass by the dtypes of the parameters, again after each change."""
-        # Past __setattr__, which sets attributes of the user's module.
-        vars(self)["_fabric_forward"] = self._casting_forward()
+        """Choose the forward pass that a call runs, which depends on the dtypes of the parameters.
 
-    def _casting_forward(self) -> Forward:
-        """Return the prepared module's forward pass under the precision."""
+        The method is called by ``__init__`` and after each change of the dtypes.
+        """
+        # Written to the attribute dict, since __setattr__ would set attributes of the user's
+        # module.
+        vars(self)["_fabric_forward"] = self._build_forward()
+
+    def _build_forward(self) -> Forward:
+        """Return the prepared module's forward pass with the casts of the precision around it.
+
+        A strategy may cast inputs and outputs itself. Then only a context that a subclass of
+        ``Precision`` defines is added.
+        """
         forward: Forward = self._fabric_prepared
         contract = self._fabric_contract
         precision = self._fabric_precision
         device_type = self._fabric_device.type
         strategy_casts = contract is not None and contract.casts
-        if precision.compute_dtype is None and not strategy_casts:
+        has_autocast = precision.compute_dtype is not None
+        if not has_autocast and not strategy_casts:
             dtype = _common_dtype(self._fabric_uncompiled)
             if dtype is not None:
-                forward = _true_forward(forward, dtype)
+                forward = _with_cast_inputs(forward, dtype)
         if precision.has_own_context:
-            context = partial(precision.forward_context, device_type)
-        elif precision.compute_dtype is not None and not strategy_casts:
-            # Not precision.forward_context, which would be one more call in every step.
-            context = partial(torch.autocast, device_type, dtype=precision.compute_dtype)
+            make_context = partial(precision.forward_context, device_type)
+        elif has_autocast and not strategy_casts:
+            # The same context as precision.forward_context(), without one more call in every step.
+            make_context = partial(torch.autocast, device_type, dtype=precision.compute_dtype)
         else:
             return forward
-        return _forward_within(forward, context, precision.output_dtype)
+        return _within_context(forward, make_context, precision.output_dtype)
 
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
-        """Return a function that runs a method as the forward pass of the prepared module."""
+        """Return a function that runs a method as the forward pass of the prepared module.
+
+        Args:
+            method: a method of the user's module.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            """Call this module. The call reaches the user's module, which then runs ``method``."""
             with _forward_replaced(self._fabric_uncompiled, method):
                 return self(*args, **kwargs)
 
-        run.__name__ = method.__name__
+        run.__name__ = method.__name__  # for mark_forward_method(model.name)
         return run
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    """Return a method that calls the method ``name`` of the user's module."""
-    converts = name in _CONVERSIONS
+def _delegating_method(name: str) -> Callable[..., Any]:
+    """Return a method of ``FabricModule`` that calls the method ``name`` of the user's module."""
+    may_change_dtype = name in _CONVERSIONS
 
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
-        if converts and self._fabric_contract is not None:
+        """Call the method of the user's module. A result that is this module stays the wrapper."""
+        if may_change_dtype and self._fabric_contract is not None:
+            # Raises if gradients are synchronized in the present dtype.
             self._fabric_contract.check_conversion(name, args, kwargs)
         result = getattr(self._fabric_uncompiled, name)(*args, **kwargs)
-        if converts:
+        if may_change_dtype:
             self._bind_forward()
+        # Methods such as to() return the module itself.
         if result is self._fabric_uncompiled:
             return self
         return result
@@ -267,34 +315,45 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
-# Python finds nn.Module's own methods on this class before it asks __getattr__, and the methods of
-# the user's module are meant.
+# FabricModule inherits the methods of nn.Module, so Python would not ask __getattr__ for them. They
+# are replaced by methods that call those of the user's module, which may be overridden there.
 for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
     if not _name.startswith("__") and _name not in FabricModule.__dict__:
-        setattr(FabricModule, _name, _delegate(_name))
+        setattr(FabricModule, _name, _delegating_method(_name))
 
 
-def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
-    """Return a forward pass that casts floating inputs to the dtype of the parameters."""
+def _with_cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
+    """Return a forward pass that casts the floating-point tensors among its inputs to ``dtype``."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Most models take one tensor, and most often its dtype is right.
-        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or args[0].dtype is not dtype:
+        """Cast the inputs, and run the forward pass."""
+        # A single tensor of the right dtype is the usual input, and skips the traversal.
+        is_right_tensor = (
+            not kwargs and len(args) == 1 and type(args[0]) is Tensor and args[0].dtype is dtype
+        )
+        if not is_right_tensor:
             args, kwargs = cast_inputs(dtype, args, kwargs)
         return forward(*args, **kwargs)
 
     return run
 
 
-def _forward_within(
+def _within_context(
     forward: Forward,
-    context: Callable[[], AbstractContextManager[object]],
+    make_context: Callable[[], AbstractContextManager[object]],
     output_dtype: torch.dtype | None,
 ) -> Forward:
-    """Return ``forward`` in a new context at each call, with its 16-bit outputs cast."""
+    """Return a forward pass that runs in a new context at each call.
+
+    Args:
+        forward: the forward pass to run in the context.
+        make_context: returns a context, such as ``torch.autocast``.
+        output_dtype: the dtype to which 16-bit outputs are cast. None leaves outputs as they are.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with context():
+        """Run the forward pass in a new context, and cast the output outside of the context."""
+        with make_context():
             output = forward(*args, **kwargs)
         if output_dtype is None:
             return output
@@ -304,7 +363,10 @@ def _forward_within(
 
 
 def _common_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a module's floating parameters, or None if they differ or are missing."""
+    """Return the dtype that all floating-point parameters of a module have.
+
+    Return None if their dtypes differ, or if there are no such parameters.
+    """
     dtypes: set[torch.dtype] = set()
     for parameter in module.parameters():
         if parameter.is_floating_point():
@@ -314,14 +376,21 @@ def _common_dtype(module: nn.Module) -> torch.dtype | None:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, method: MethodType) -> Iterator[None]:
-    """Have the next call of ``module`` run ``method``, with the module's own ``forward`` inside."""
+    """Have the next call of ``module`` run ``method`` instead of its ``forward``.
+
+    ``method`` itself may call the module's own ``forward``, so the replacement ends when ``method``
+    begins. Until then the replacement is an attribute of the object, which hides the method
+    ``forward`` of the class.
+    """
     attributes = vars(module)
-    has_own_forward = "forward" in attributes  # a user may have assigned one to the object
-    own_forward = attributes.get("forward")
+    # A user may have assigned another forward to the object, which has to come back afterwards.
+    has_assigned_forward = "forward" in attributes
+    assigned_forward = attributes.get("forward")
 
     def restore(called: nn.Module) -> None:
-        if has_own_forward:
-            vars(called)["forward"] = own_forward
+        """Undo the replacement on ``called``, which is ``module`` or a replica of the module."""
+        if has_assigned_forward:
+            vars(called)["forward"] = assigned_forward
         else:
             vars(called).pop("forward", None)
 
@@ -329,11 +398,13 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Iterator[None]:
         restore(called)
         return method.__func__(called, *args, **kwargs)
 
-    # A method, so that a replica of the module can have it as one of its own.
+    # The replacement is a bound method. The "dp" strategy copies the attributes of the module to
+    # replicas, and binds methods among them to the replica.
     attributes["forward"] = MethodType(run_method_once, module)
     try:
         yield
     finally:
+        # Needed if the call did not come to the module, or ran on replicas alone.
         restore(module)
 
 
@@ -344,7 +415,18 @@ def _rebuild(
     precision: Precision,
     device: torch.device,
 ) -> FabricModule:
-    """Make a copied or loaded module. Pickles name this function."""
+    """Build a copy, or the module in a pickle. The module belongs to no running job.
+
+    Pickles contain the name of this function and its arguments in this order, so neither may
+    change.
+
+    Args:
+        forward_methods: the names of the methods that are forward passes.
+        module: the user's module.
+        prepared: the module whose forward pass is run.
+        precision: the dtypes of the forward pass.
+        device: the device of the process that made the copy or the pickle.
+    """
     rebuilt = FabricModule(module, prepared, precision, device, Hooks())
     rebuilt._fabric_forward_methods.update(forward_methods)
     return rebuilt
