@@ -1,6 +1,6 @@
-"""Data parallelism with one process for each device, each with the whole model.
+"""Data parallelism: each process has one device and the whole model.
 
-Gradients are averaged during the backward pass.
+The backward pass averages the gradients over the processes.
 """
 
 import pickle
@@ -44,7 +44,7 @@ from fabric.strategies.parallel import (
 
 __all__ = ["DDPStrategy"]
 
-# The arguments of DistributedDataParallel that the strategy decides.
+# The parameters of DistributedDataParallel that users cannot pass, since the strategy decides them.
 _DECIDED_ARGUMENTS = {
     "self",
     "module",
@@ -53,6 +53,7 @@ _DECIDED_ARGUMENTS = {
     "process_group",
     "device_mesh",
 }
+# The part of torch's error about parameters that the loss does not use.
 _UNUSED_PARAMETERS = re.compile(
     r"Parameter indices which did not receive grad for rank (?P<rank>\d+):(?P<indices>(?: \d+)+)"
 )
@@ -67,18 +68,20 @@ class DDPStrategy(ParallelStrategy):
         cluster_environment: the environment that says which rank this is. None detects it.
         checkpoint_io: the format of ``save`` and ``load``. None uses the strategy's own.
         precision: the precision. None uses that of ``Fabric``.
-        ddp_comm_state: the state that is handed to the hook, one for all modules that are set up.
-        ddp_comm_hook: how gradients are sent, see ``torch.distributed.algorithms.ddp_comm_hooks``.
-        ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``.
-        model_averaging_period: with a ``PostLocalSGDState`` as ``ddp_comm_state``: parameters are
-            averaged over all ranks every so many optimizer steps, inside the step, once the state's
-            ``start_localSGD_iter`` is reached.
+        ddp_comm_state: the state that is passed to the hook. All modules share it.
+        ddp_comm_hook: a communication hook, which says how gradients are sent. See
+            ``torch.distributed.algorithms.ddp_comm_hooks``.
+        ddp_comm_wrapper: a function that wraps the hook, such as ``fp16_compress_wrapper``.
+        model_averaging_period: the number of optimizer steps from one average of the parameters
+            over all ranks to the next. The parameters are averaged at the end of a step, from the
+            step ``start_localSGD_iter`` of the hook's state on. ``ddp_comm_state`` has to be a
+            ``PostLocalSGDState``. None averages no parameters.
         process_group_backend: the backend of the process group. None uses the device's default.
         timeout: how long a collective may wait.
         start_method: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
             ``"forkserver"`` run a function.
         precision_plugin: older name of ``precision``.
-        sync_batchnorm: compute the statistics of BatchNorm layers over all ranks. Reverted at
+        sync_batchnorm: whether BatchNorm layers compute their statistics over all ranks, until
             teardown. CUDA only.
         num_nodes: the number of nodes of the job.
         **ddp_kwargs: passed to ``DistributedDataParallel``, such as
@@ -112,6 +115,7 @@ class DDPStrategy(ParallelStrategy):
         num_nodes: int = 1,
         **ddp_kwargs: Any,
     ) -> None:
+        """Check the options and keep them. No process runs yet."""
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -130,28 +134,45 @@ class DDPStrategy(ParallelStrategy):
             user_arguments=ddp_kwargs,
             decided_names=_DECIDED_ARGUMENTS,
         )
-        if ddp_comm_wrapper is not None and ddp_comm_hook is None:
-            raise ConfigurationError(
-                "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
-            )
-        if model_averaging_period is not None:
-            _check_model_averaging(model_averaging_period, ddp_comm_state)
         self.ddp_comm_state = ddp_comm_state
         self.ddp_comm_hook = ddp_comm_hook
         self.ddp_comm_wrapper = ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs = ddp_kwargs
-        # The names of the parameters that DistributedDataParallel numbers. A parameter that is
-        # frozen later keeps its number.
-        self._wrappers: WeakKeyDictionary[DistributedDataParallel, list[str]] = WeakKeyDictionary()
-        # What teardown has to do to modules and optimizers.
+        self._check_hook_options()
+        # For each prepared module, the names of the parameters that torch's errors number. They
+        # are kept, because a parameter that is frozen later keeps its number.
+        self._parameter_names: WeakKeyDictionary[DistributedDataParallel, list[str]] = (
+            WeakKeyDictionary()
+        )
+        # Calls with which teardown undoes changes of modules and optimizers.
         self._cleanup = ExitStack()
+
+    def _check_hook_options(self) -> None:
+        """Raise a ConfigurationError if the options for communication hooks contradict each other.
+
+        Called by the constructor, once the attributes with the options are set.
+        """
+        if self.ddp_comm_wrapper is not None and self.ddp_comm_hook is None:
+            raise ConfigurationError(
+                "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
+            )
+        # With another state, gradients are averaged in every step. The models of the ranks then
+        # never differ, and an average of them would change nothing.
+        is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
+        if self.model_averaging_period is not None and not is_local_sgd:
+            raise ConfigurationError(
+                f"DDPStrategy(model_averaging_period={self.model_averaging_period})",
+                problem="replicas drift only with a PostLocalSGDState as ddp_comm_state and "
+                "post_localSGD_hook",
+            )
 
     @override
     def check(
         self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
     ) -> None:
+        """Raise a ConfigurationError if ``sync_batchnorm`` is used on the CPU."""
         if self.sync_batchnorm and accelerator.name == "cpu":
             raise ConfigurationError(
                 "DDPStrategy(sync_batchnorm=True)",
@@ -161,46 +182,61 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        # torch tells some ranks, or none, of some differences.
+        """Wrap a module in DistributedDataParallel, which averages its gradients over the ranks.
+
+        Collective. A module without trainable parameters is not wrapped, because torch refuses to
+        wrap it. Such a module only gets rank 0's values.
+        """
+        # Some differences between the ranks' models are an error of torch on some ranks only, or
+        # on none.
         check_same_model(self.runtime.communicator, module)
         if not _has_trainable_parameters(module):
             self._broadcast_state(module)
             return module
         if self.sync_batchnorm:
-            self._synchronize_batchnorm(module)
+            self._convert_batchnorm_until_teardown(module)
         wrapper = self._wrap(module)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_hook
             if self.ddp_comm_wrapper is not None:
                 hook = self.ddp_comm_wrapper(hook)
-            wrapper.register_comm_hook(self._hook_state(), hook)
-        # The last attribute of the wrapper, so that it is freed after the reducer.
-        vars(wrapper)["_fabric_group"] = _KeepsGroup(wrapper.process_group)
-        self._wrappers[wrapper] = list(_synchronized_parameters(wrapper))
+            wrapper.register_comm_hook(self._unpickled_hook_state(), hook)
+        # Python frees the attributes of an object in the order in which they were set. This one
+        # has to be the last, because the group must be freed after the reducer.
+        vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
+        self._parameter_names[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper
 
     def _broadcast_state(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's values, as DistributedDataParallel does for what it wraps."""
+        """Copy rank 0's parameters and buffers to all ranks, in place. Collective.
+
+        DistributedDataParallel does the same for the modules that it wraps.
+        """
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.copy_(self.broadcast(tensor.data))
 
-    def _synchronize_batchnorm(self, module: nn.Module) -> None:
-        """Convert BatchNorm layers to SyncBatchNorm until teardown.
+    def _convert_batchnorm_until_teardown(self, module: nn.Module) -> None:
+        """Convert BatchNorm layers to SyncBatchNorm in place. :meth:`teardown` reverts it.
 
-        The layers stay the same objects, with their parameters, buffers and hooks. torch's own
-        conversion makes new ones.
+        Only the class of a layer changes, so that the layer keeps its parameters, buffers and
+        hooks. torch's ``convert_sync_batchnorm`` replaces the layers.
         """
         for layer in module.modules():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
                 self._cleanup.callback(setattr, layer, "__class__", type(layer))
+                # SyncBatchNorm.forward reads the group. None stands for all ranks.
                 vars(layer)["process_group"] = None
                 layer.__class__ = nn.SyncBatchNorm
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
+        """Return a module in DistributedDataParallel. Collective, except in a dry run.
+
+        A dry run has fake tensors and a single process. The initial exchange and the reduction of
+        gradients must not read an answer of another rank there.
+        """
         device_ids = None
         if self.root_device.type == "cuda":
             device_ids = [self.root_device.index]
-        # A dry run has no other ranks: what torch does by itself would read what they answer.
         is_dry_run = isinstance(next(module.parameters()), FakeTensor)
         options = {"init_sync": not is_dry_run, **self.ddp_kwargs}
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **options)
@@ -210,27 +246,42 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
+        """Average the parameters over all ranks after a step, if there is a period for it.
+
+        The averager counts the steps and averages once in ``model_averaging_period`` steps.
+        """
         if self.model_averaging_period is None:
             return
         # Imported here: few users average models.
         from torch.distributed.algorithms.model_averaging import averagers
 
         averager = averagers.PeriodicModelAverager(
-            self.model_averaging_period, self._hook_state().start_localSGD_iter
+            period=self.model_averaging_period,
+            warmup_steps=self._unpickled_hook_state().start_localSGD_iter,
         )
 
-        def average(stepped: Optimizer, *_: Any) -> None:
-            # torch averages the parameters that have gradients. A step that is skipped after an
-            # overflow has none.
+        def average_after_step(stepped: Optimizer, *_: Any) -> None:
+            """Count a step. If the period is over, average the parameters, which is collective."""
+            # A step that is skipped after an overflow has no gradients. torch averages only
+            # parameters with gradients, and fails if there are none.
             if _has_gradients(stepped):
                 averager.average_parameters(stepped.param_groups)
 
-        self._cleanup.callback(optimizer.register_step_post_hook(average).remove)
+        handle = optimizer.register_step_post_hook(average_after_step)
+        self._cleanup.callback(handle.remove)
 
     @override
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
     ) -> AbstractContextManager[object]:
+        """Return a context in which backward passes do not average gradients.
+
+        The context does nothing if ``enabled`` is false, or if the module has no trainable
+        parameters.
+
+        Raises:
+            UsageError: the module was not set up, so that its gradients are never averaged.
+        """
         if not enabled or not _has_trainable_parameters(module):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
@@ -239,18 +290,24 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
-        drifts = self.model_averaging_period is not None
+        """Return how the gradients of a prepared module are synchronized.
+
+        Args:
+            prepared: the result of :meth:`setup_module`. It is not a DistributedDataParallel if the
+                module has no trainable parameters.
+        """
+        replicas_drift = self.model_averaging_period is not None
         unused_options = ("find_unused_parameters", "static_graph")
         contract = replace(
             super().gradient_contract(prepared),
             needs_forward=True,
             expects_unused=any(map(self.ddp_kwargs.get, unused_options)),
-            gradients_differ=drifts,
+            gradients_differ=replicas_drift,
         )
-        if not isinstance(prepared, DistributedDataParallel):  # without trainable parameters
+        if not isinstance(prepared, DistributedDataParallel):
             return contract
         contract = replace(contract, synchronizes=synchronization_check(prepared))
-        if self.world_size > 1 and not drifts:
+        if self.world_size > 1 and not replicas_drift:
             replicated = partial(_synchronized_parameters, prepared)
             contract = replace(contract, replicated=replicated)
         return contract
@@ -259,12 +316,32 @@ class DDPStrategy(ParallelStrategy):
     def _join(
         self, modules: Sequence[nn.Module], divide_by_all: bool
     ) -> AbstractContextManager[object] | None:
+        """Return a context in which the ranks may have different numbers of batches.
+
+        The context is torch's ``Join``, which answers the collectives of the backward pass for a
+        rank without batches.
+
+        Args:
+            modules: the prepared modules that are used within the context.
+            divide_by_all: whether gradients are divided by the number of all ranks, and not by the
+                number of ranks that still have batches.
+
+        Returns:
+            The context. None if there is a single process, which needs no context.
+
+        Raises:
+            UsageError: something else than the backward pass needs all ranks, or a module is not
+                wrapped.
+        """
         wrappers: list[DistributedDataParallel] = []
         for module in modules:
             if isinstance(module, DistributedDataParallel):
                 wrappers.append(module)
-        needs_all_ranks = self.model_averaging_period is not None or self.sync_batchnorm
-        if needs_all_ranks or len(wrappers) < len(modules):
+        # Averages of models are collectives of the step, and SyncBatchNorm has collectives in the
+        # forward pass. Join answers neither.
+        has_other_collectives = self.model_averaging_period is not None or self.sync_batchnorm
+        if has_other_collectives or len(wrappers) < len(modules):
+            # Raises the error if there are several processes.
             return super()._join(modules, divide_by_all)
         if self.world_size == 1:
             return None
@@ -273,20 +350,25 @@ class DDPStrategy(ParallelStrategy):
     @property
     @override
     def _prepared_modules(self) -> Sequence[nn.Module]:
-        return list(self._wrappers)
+        """The prepared modules that are still in use and synchronize gradients, oldest first."""
+        return list(self._parameter_names)
 
     @override
     def _explain(self, exception: BaseException) -> None:
-        """Add the names of parameters whose indices DistributedDataParallel gives in an error.
+        """Add a note with names to torch's error about parameters that the loss does not use.
 
-        Other errors are left alone.
+        DistributedDataParallel gives only the indices of these parameters. Other errors, and errors
+        that have a note already, are left alone.
         """
         match = _UNUSED_PARAMETERS.search(str(exception))
-        if match is None or getattr(exception, "__notes__", None):
+        has_note = bool(getattr(exception, "__notes__", None))
+        if match is None or has_note:
             return
         indices = [int(index) for index in match["indices"].split()]
-        for wrapper, names in self._wrappers.items():
-            if max(indices) >= len(names):  # the error is about another module
+        for wrapper, names in self._parameter_names.items():
+            # The error does not say which module it is about. A module with too few parameters
+            # cannot be the one.
+            if max(indices) >= len(names):
                 continue
             title = type(uncompiled(wrapper.module)).__name__
             unused = ", ".join(names[index] for index in indices)
@@ -301,54 +383,55 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        """Undo what was done to modules and optimizers, and close the runtime."""
         self._cleanup.close()
-        self._wrappers.clear()
+        self._parameter_names.clear()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        # On the way to a rank. States of hooks look for the process group when they are unpickled,
-        # which is too early there: the state is unpickled when a module is set up.
+        """Return the attributes to pickle, when the strategy is sent to the process of a rank.
+
+        The state of a communication hook is pickled separately. Its ``__setstate__`` looks for the
+        process group, which a new process does not have yet. :meth:`_unpickled_hook_state`
+        unpickles it when a module is set up.
+        """
         hook_state = _PickledState(pickle.dumps(self.ddp_comm_state))
-        return {**vars(self), "ddp_comm_state": hook_state, "_wrappers": None}
+        # A weak dictionary cannot be pickled, and has nothing that another process could use.
+        return {**vars(self), "ddp_comm_state": hook_state, "_parameter_names": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _wrappers=WeakKeyDictionary())
+        """Restore the attributes that :meth:`__getstate__` returned in another process."""
+        vars(self).update(state, _parameter_names=WeakKeyDictionary())
 
-    def _hook_state(self) -> Any:
-        """Return ``ddp_comm_state``, unpickled if it came to this process in a pickle."""
+    def _unpickled_hook_state(self) -> Any:
+        """Return ``ddp_comm_state``, and unpickle it first if this process got it in a pickle.
+
+        The process group must have been initialized.
+        """
         if isinstance(self.ddp_comm_state, _PickledState):
-            # Pickled by __getstate__ of the same object.
+            # Safe: these are the bytes that __getstate__ of this strategy pickled.
             self.ddp_comm_state = pickle.loads(self.ddp_comm_state)  # noqa: S301
         return self.ddp_comm_state
 
 
 class _PickledState(bytes):
-    """The state of a hook, pickled."""
+    """The pickled state of a communication hook, told from a user's state by this type."""
 
 
-class _KeepsGroup:
-    """Keeps a process group from being freed by a reducer.
+class _GroupReference:
+    """A reference to a process group that outlives the reducer of a DistributedDataParallel.
 
     gloo's destructor joins a thread that may need the interpreter lock to free the last collective.
-    A reducer frees its group while it holds that lock, which deadlocks. Python's own reference to a
-    group releases the lock first.
+    A reducer that holds the last reference frees its group while it holds that lock, which
+    deadlocks. A reference of Python releases the lock before it frees the group.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
-    def __reduce__(self) -> tuple[type["_KeepsGroup"], tuple[()]]:
-        return _KeepsGroup, ()
-
-
-def _check_model_averaging(period: int, hook_state: Any) -> None:
-    """Raise a ConfigurationError if the models of the ranks would never differ."""
-    if not hasattr(hook_state, "start_localSGD_iter"):
-        raise ConfigurationError(
-            f"DDPStrategy(model_averaging_period={period})",
-            problem="replicas drift only with a PostLocalSGDState as ddp_comm_state and "
-            "post_localSGD_hook",
-        )
+    def __reduce__(self) -> tuple[type["_GroupReference"], tuple[()]]:
+        """Copy and pickle a reference without its group, which belongs to this process."""
+        return _GroupReference, ()
 
 
 def _has_trainable_parameters(module: nn.Module) -> bool:
@@ -356,6 +439,7 @@ def _has_trainable_parameters(module: nn.Module) -> bool:
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether any parameter of an optimizer has a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -364,7 +448,10 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters that torch was not told to ignore, by the user's names."""
+    """Return the parameters whose gradients are averaged, by the user's names and in torch's order.
+
+    These are the trainable parameters without those that the user told torch to ignore.
+    """
     ignored = ignored_by_ddp(wrapper)
     synchronized: dict[str, torch.Tensor] = {}
     for name, parameter in uncompiled(wrapper.module).named_parameters():
@@ -375,11 +462,22 @@ def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torc
 
 @contextmanager
 def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) -> Iterator[None]:
-    """Run the block under torch's ``Join``, and leave the wrappers as they were before."""
+    """Run the block under torch's ``Join``, and switch Join off in the wrappers at the end.
+
+    Collective at the end of the block, where a rank answers the collectives of the ranks that
+    still have batches. After an exception in the block the other ranks are not answered.
+
+    Args:
+        wrappers: the modules whose collectives are answered.
+        divide_by_all: whether gradients are divided by the number of all ranks, and not by the
+            number of ranks that still have batches.
+    """
     join = Join(list(wrappers), divide_by_initial_world_size=divide_by_all)
     try:
         yield
-        with warnings.catch_warnings():  # leaving Join changes the filters of the process
+        # Join.__enter__ does nothing. Join.__exit__ is called here and not by a with statement,
+        # because it changes the warning filters of the process.
+        with warnings.catch_warnings():
             join.__exit__(None, None, None)
     finally:
         for wrapper in wrappers:
