@@ -1,19 +1,20 @@
-"""One process: on a single device, or with replicas of a module that split each batch.
+"""Data parallelism in one process: a single device, or replicas of a module that split each batch.
 
-[Note: Replicas] A *replica* is a copy of the user's module for one forward pass, on one device,
-with a *chunk* of the batch. Each is a copy of the module tree and of its Python attributes, so that
-what a forward pass assigns to ``self`` is gone afterward. On the CPU all replicas share the
-parameters themselves: their gradients add up on the parameters, and equal the gradients of one
-device. Replica 0 shares the buffers too, whether they are written in place or assigned; the other
-replicas have copies. Hooks are shared, and thus run once for each replica.
+[Note: Replicas] A *replica* is a copy of the user's module for one forward pass on one device. It
+gets a *chunk* of the batch. The module tree and the Python attributes of each module are copied, so
+that attributes that a forward pass assigns to ``self`` are lost afterward. On the CPU all replicas
+share the parameters themselves. The gradients of the replicas add up on the parameters, and equal
+the gradients of one device. Replica 0 also shares the buffers, so that changes and assignments of
+its buffers last. The other replicas have copies of the buffers. Hooks are shared, and so they run
+once for each replica.
 
 [Note: Threads] Grad mode, inference mode and autocast belong to a thread, and a new thread has
-torch's defaults, so each replica enters the modes of the caller. autocast's cache of casted
-parameters is off in the replicas: all threads have one cache, and whether two replicas use the same
-entry would decide in which precision their gradients are summed. Threads are new in each forward
-pass: the order in which autograd sums gradients depends on how much a thread has computed before.
-All threads have one generator of the CPU: the random numbers of two replicas are drawn in no fixed
-order.
+torch's defaults. So each replica enters the modes of the caller. autocast's cache of casted
+parameters is off in the replicas: all threads share one cache, and the precision in which gradients
+are summed would depend on whether two replicas use the same entry. Each forward pass starts new
+threads, because the order in which autograd sums gradients depends on how much a thread has
+computed before. All threads share one generator of the CPU, so that two replicas draw their random
+numbers in no fixed order.
 """
 
 import math
@@ -53,11 +54,12 @@ __all__ = [
     "ThreadedDataParallel",
 ]
 
+# Returns a new context.
 _ContextFactory = Callable[[], AbstractContextManager[object]]
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device; the prepared module is the user's own.
+    """One process on one device, where the prepared module is the user's own module.
 
     Args:
         device: the device, such as ``"cpu"`` or ``"cuda:1"``. None uses that of ``Fabric``.
@@ -77,6 +79,7 @@ class SingleDeviceStrategy(Strategy):
     def check(
         self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
     ) -> None:
+        """Raise a ConfigurationError if the job has more than one device."""
         if len(devices) * num_nodes != 1:
             raise ConfigurationError(
                 'strategy="single_device"',
@@ -87,6 +90,7 @@ class SingleDeviceStrategy(Strategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module itself: there are no other processes or devices to synchronize."""
         return module
 
 
@@ -94,20 +98,21 @@ class DataParallelStrategy(ParallelStrategy):
     """Data parallelism in one process by :class:`torch.nn.DataParallel`.
 
     Each forward pass replicates the module to every device and splits the batch over the replicas
-    along dim 0; their outputs are joined on the first device, where the loss is computed. Its
-    gradients end on the user's parameters and equal the gradients of one device, also for a batch
-    that does not split evenly. A 0-dim output becomes a vector with one entry for each replica,
-    whose mean is the mean over the batch only if the batch splits evenly: let the module return one
-    value for each sample, or take the loss of the joined output.
+    along dim 0. The outputs of the replicas are joined on the first device, where the loss is
+    computed. The gradients of the loss end on the user's parameters and equal the gradients of one
+    device, also for a batch that does not split evenly. A 0-dim output becomes a vector with one
+    entry for each replica. The mean of this vector is the mean over the batch only if the batch
+    splits evenly: let the module return one value for each sample, or compute the loss of the
+    joined output.
 
     On the CPU ``devices=n`` means n replicas that run in threads and share the parameters. Buffers
-    are kept as those of replica 0, and what a forward pass assigns to other attributes of the
-    module is lost. Random numbers, as of dropout, are drawn from one generator in no fixed order on
-    the CPU; ``torch.utils.checkpoint`` around dropout is for one replica. ``torch.compile`` around
-    the set-up module leaves the replicas as they are, and a module that was compiled before is
-    refused on several devices.
+    are kept as replica 0 left them. Values that a forward pass assigns to other attributes of the
+    module are lost. On the CPU, random numbers, as of dropout, are drawn from one generator in no
+    fixed order, and ``torch.utils.checkpoint`` around dropout needs a single replica.
+    ``torch.compile`` around the set-up module does not compile the replicas, and a module that was
+    compiled before is refused on several devices.
 
-    There is one process: ``world_size`` is 1, ``is_distributed`` false, ``Fabric.all_reduce``
+    There is one process: ``world_size`` is 1, ``is_distributed`` is false, ``Fabric.all_reduce``
     changes nothing, and data is not sharded. Methods that are not marked as forward methods run on
     the first device alone, on all of their arguments.
 
@@ -138,8 +143,12 @@ class DataParallelStrategy(ParallelStrategy):
     def check(
         self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
     ) -> None:
-        is_repeated = accelerator.name != "cpu" and len(set(devices)) < len(devices)
-        if num_nodes > 1 or is_repeated:
+        """Raise a ConfigurationError for several nodes, or for an accelerator that is named twice.
+
+        The CPU may be named several times, once for each replica.
+        """
+        has_repeated_device = accelerator.name != "cpu" and len(set(devices)) < len(devices)
+        if num_nodes > 1 or has_repeated_device:
             names = ", ".join(map(str, devices))
             raise ConfigurationError(
                 f'strategy="dp" on {num_nodes} nodes with devices {names}',
@@ -150,11 +159,18 @@ class DataParallelStrategy(ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return a wrapper that splits each batch over replicas of the module.
+
+        Not a collective: there is one process.
+
+        Raises:
+            ConfigurationError: the module was compiled, and there are several devices.
+        """
         devices = self.runtime.devices
         if len(devices) > 1:
             _check_not_compiled(module)
         prepared: ThreadedDataParallel | CopiedDataParallel
-        # On these devices nn.DataParallel would run the module once, on the whole batch.
+        # On the CPU and MPS, nn.DataParallel would run the module once, on the whole batch.
         if self.root_device.type in ("cpu", "mps"):
             prepared = ThreadedDataParallel(module, devices)
         else:
@@ -162,6 +178,8 @@ class DataParallelStrategy(ParallelStrategy):
                 module, device_ids=list(devices), output_device=self.root_device
             )
         precision = self.runtime.precision
+        # The forward context of a user's own precision may belong to a thread, as autocast does.
+        # So each replica enters it in its own thread.
         if precision.has_own_context:
             prepared.forward_context = partial(precision.forward_context, self.root_device.type)
         return prepared
@@ -179,9 +197,9 @@ class DataParallelStrategy(ParallelStrategy):
         changes nothing.
 
         Args:
-            collection: any collection. Tensors have the shape ``(replicas, *s)``, as the vector
-                that a 0-dim output becomes. Tensors of shape ``()`` and other objects are returned
-                as they are.
+            collection: any collection. Tensors have the shape ``(replicas, *s)``. An example is
+                the vector that a 0-dim output becomes. Tensors of shape ``()`` and other objects
+                are returned unchanged.
             group: None. There are no other processes.
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or a
                 torch ``ReduceOp``.
@@ -194,8 +212,8 @@ class DataParallelStrategy(ParallelStrategy):
                 or there are no rows.
         """
         op = Reduce(reduce_op)
-        # Over this one process: changes no value, and refuses what has no meaning, such as the mean
-        # of integers.
+        # Called for its error: the reduction may have no meaning, such as the mean of integers. The
+        # result is not used, since a reduction over one process changes nothing.
         with torch.no_grad():
             super().all_reduce(collection, group, op)
         return map_tensors(partial(_reduce_rows, op), collection)
@@ -204,34 +222,40 @@ class DataParallelStrategy(ParallelStrategy):
 class ThreadedDataParallel(nn.DataParallel[Any]):
     """:class:`torch.nn.DataParallel` for replicas that share one device, such as those of the CPU.
 
-    On one device torch's own runs the module once, on the whole batch. The semantics are torch's,
-    see ``[Note: Replicas]``: tensors of shape ``(batch, *s)`` among the arguments are split along
-    dim 0 as :meth:`torch.Tensor.chunk` does, so that chunks may be uneven and a small batch uses
-    fewer replicas; 0-dim tensors and other objects go to every replica. Outputs are joined along
-    dim 0, 0-dim outputs into a vector with one entry for each replica. A call without anything to
-    split runs on replica 0. With a single device the module is called as it is.
+    With one device, torch's class runs the module once, on the whole batch. The semantics here are
+    those of torch's class on several devices, see ``[Note: Replicas]`` of this file:
+
+    - Tensors of shape ``(batch, *s)`` among the arguments are split along dim 0 as
+      :meth:`torch.Tensor.chunk` splits them. Chunks may be uneven, and a small batch may use fewer
+      replicas.
+    - 0-dim tensors and other objects go to every replica.
+    - Outputs are joined along dim 0. 0-dim outputs become a vector with one entry for each replica.
+    - A call without tensors to split runs on replica 0.
+    - With a single device the module itself is called.
 
     Args:
-        module: the user's module, on that device.
-        devices: the device, once for each replica.
+        module: the user's module. Its parameters and buffers are on the device.
+        devices: the device, repeated once for each replica.
 
     Attributes:
-        forward_context: returns a context to enter in the thread of each replica.
+        forward_context: returns a context that each replica enters in its thread.
 
     Raises:
-        ConfigurationError: in a call, when the tensors among the arguments differ in dim 0, or when
-            the replicas return collections of different structures, or objects that are neither
+        ConfigurationError: in a call, the tensors among the arguments differ in the size of dim 0,
+            or the replicas return collections of different structures, or objects that are neither
             tensors nor equal.
     """
 
     forward_context: _ContextFactory = nullcontext
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
-        # Not torch's own: it looks for GPUs, and moves the module to one when there is one.
+        """Set the attributes that the ``forward`` of ``nn.DataParallel`` reads."""
+        # nn.DataParallel.__init__ is skipped. It moves the module to a GPU if the machine has one.
         nn.Module.__init__(self)
         self.module = module
         self.dim = 0
-        self.device_ids: list[torch.device] = []  # torch calls the module as it is
+        # With an empty list, the forward of nn.DataParallel calls the module itself.
+        self.device_ids: list[torch.device] = []
         if len(devices) > 1:
             self.device_ids = list(devices)
         self.output_device = devices[0]
@@ -241,19 +265,37 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> Any:
-        """Split the arguments of a call into those of each replica that has something to do."""
-        call = (inputs, kwargs or {})
-        batch_size = _batch_size(call)
+        """Split the arguments of a call along dim 0. Called by the ``forward`` of torch's class.
+
+        Args:
+            inputs: the positional arguments of the call.
+            kwargs: the keyword arguments of the call. None stands for none.
+            device_ids: one entry for each replica.
+
+        Returns:
+            The positional arguments and the keyword arguments of each replica. There are fewer
+            entries than replicas if the batch is small, and one entry if nothing can be split.
+        """
+        arguments = (inputs, kwargs or {})
+        batch_size = _batch_size(arguments)
+        # Rounded up, as Tensor.chunk does.
         chunk_size = max(1, math.ceil(batch_size / len(device_ids)))
-        calls: list[Any] = []
+        replica_inputs: list[Any] = []
+        replica_kwargs: list[Any] = []
+        # Replica 0 runs even if there is no batch, or an empty one.
         for start in range(0, max(1, batch_size), chunk_size):
-            calls.append(map_tensors(partial(_chunk, start, chunk_size), call))
-        replica_inputs, replica_kwargs = zip(*calls, strict=True)
+            chunk = partial(_chunk, start, chunk_size)
+            chunk_inputs, chunk_kwargs = map_tensors(chunk, arguments)
+            replica_inputs.append(chunk_inputs)
+            replica_kwargs.append(chunk_kwargs)
         return replica_inputs, replica_kwargs
 
     @override
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Return one replica of the module for each device."""
+        """Return one replica of the module for each entry of ``device_ids``.
+
+        Called by the ``forward`` of torch's class. Only replica 0 shares the module's buffers.
+        """
         replicas: list[nn.Module] = []
         for index in range(len(device_ids)):
             replicas.append(_replicate(module, shares_buffers=index == 0))
@@ -263,17 +305,24 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Run each replica on its chunk, in a thread.
+        """Run each replica on its chunk, in a new thread, and return the outputs in order.
 
-        Once all have ended, the error of the first replica that has one is raised.
+        Called by the ``forward`` of torch's class. All threads are joined first. Then the error of
+        the first replica that has one is raised.
+
+        Args:
+            replicas: the replicas. All are on one device.
+            inputs: the positional arguments of each replica.
+            kwargs: the keyword arguments of each replica.
         """
-        as_caller = _as_caller(self.src_device_obj.type, self.forward_context)
+        call_in_modes = _bind_thread_modes(self.src_device_obj.type, self.forward_context)
         results: list[Any] = [None] * len(replicas)
         errors: dict[int, BaseException] = {}
 
         def run_replica(index: int) -> None:
+            """Run one replica and keep its result or error. The function of a thread."""
             try:
-                results[index] = as_caller(replicas[index], *inputs[index], **kwargs[index])
+                results[index] = call_in_modes(replicas[index], *inputs[index], **kwargs[index])
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 errors[index] = error
 
@@ -293,14 +342,25 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             try:
                 raise errors[index]
             finally:
-                # The error's traceback leads to these frames: without this, their tensors would
-                # outlive it.
+                # The traceback of an error refers to this frame, whose dict refers to the error.
+                # This cycle would keep the tensors of the frames alive.
                 errors.clear()
         return results
 
     @override
     def gather(self, outputs: Sequence[Tree], output_device: Any) -> Tree:
-        """Join the outputs of the replicas, collections leaf by leaf."""
+        """Join the outputs of the replicas leaf by leaf, and return one output.
+
+        Called by the ``forward`` of torch's class.
+
+        Args:
+            outputs: the output of each replica, any collection.
+            output_device: not used. All outputs are on one device.
+
+        Raises:
+            ConfigurationError: the outputs have different structures, or leaves that cannot be
+                joined.
+        """
         leaves_by_replica: list[list[Leaf]] = []
         structures: list[Structure] = []
         paths_by_replica: list[list[str]] = []
@@ -309,29 +369,34 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             leaves_by_replica.append(leaves)
             structures.append(structure)
             paths_by_replica.append(leaf_paths(structure, "output"))
-        # Equal paths mean equal structures. Raises an error if they differ.
-        paths = _join("output", paths_by_replica)
+        # Outputs have the same structure if their leaves have the same paths. Lists are no tensors,
+        # and so this returns one of the equal lists, or raises an error if they differ.
+        paths = _join_leaves("output", paths_by_replica)
         joined: list[Leaf] = []
-        for path, values in zip(paths, zip(*leaves_by_replica, strict=True), strict=True):
-            joined.append(_join(path, values))
+        for path, leaves in zip(paths, zip(*leaves_by_replica, strict=True), strict=True):
+            joined.append(_join_leaves(path, leaves))
         return unflatten(structures[0], joined)
 
 
 class CopiedDataParallel(nn.DataParallel[Any]):
     """:class:`torch.nn.DataParallel` on several accelerator devices, with the caller's autocast.
 
-    torch's own enters autocast in the threads of the replicas, but with its default dtype, whatever
-    the caller's is. Arguments as for torch's.
+    torch's class also enters autocast in the threads of the replicas, but always with autocast's
+    default dtype. The arguments are those of torch's class.
 
     Attributes:
-        forward_context: returns a context to enter in the thread of each replica.
+        forward_context: returns a context that each replica enters in its thread.
     """
 
     forward_context: _ContextFactory = nullcontext
 
     @override
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
-        """Return one replica of the module for each device, whose methods are its own."""
+        """Return one replica of the module for each device.
+
+        Called by the ``forward`` of torch's class. torch's replicas keep methods in attributes that
+        are bound to the original module. These are bound to the replica.
+        """
         replicas = super().replicate(module, device_ids)
         for replica in replicas:
             for original, copied in zip(module.modules(), replica.modules(), strict=True):
@@ -342,18 +407,25 @@ class CopiedDataParallel(nn.DataParallel[Any]):
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Run each replica on its chunk, in a thread with the caller's autocast."""
-        as_caller = _as_caller(self.src_device_obj.type, self.forward_context)
-        calls = [partial(as_caller, replica) for replica in replicas]
+        """Run each replica on its chunk, in a thread with the caller's autocast.
+
+        Called by the ``forward`` of torch's class. torch starts the threads.
+        """
+        call_in_modes = _bind_thread_modes(self.src_device_obj.type, self.forward_context)
+        calls = [partial(call_in_modes, replica) for replica in replicas]
         return super().parallel_apply(calls, inputs, kwargs)
 
 
 def _check_not_compiled(module: nn.Module) -> None:
-    """Raise a ConfigurationError if a module or a submodule was compiled."""
+    """Raise a ConfigurationError if a module or a submodule was compiled.
+
+    Compiled code would use the parameters and buffers of the original module in every replica.
+    """
     compiled: list[str] = []
     for path, submodule in module.named_modules():
         if uncompiled(submodule) is not submodule or is_compiled_in_place(submodule):
-            compiled.append(path or "it")
+            # The path of the root is empty.
+            compiled.append(path or "the module itself")
     if compiled:
         raise ConfigurationError(
             f'setup of a {type(module).__name__} with strategy="dp" on several devices',
@@ -365,51 +437,71 @@ def _check_not_compiled(module: nn.Module) -> None:
 
 
 def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
-    """Return the reduction of a tensor over its first dimension."""
+    """Return the reduction of a tensor over dim 0, in the tensor's dtype.
+
+    A tensor without dimensions is returned unchanged.
+
+    Raises:
+        ConfigurationError: the tensor has no rows.
+    """
     if tensor.dim() == 0:
         return tensor
     if not len(tensor):
         raise ConfigurationError(
             f"all_reduce of shape {tuple(tensor.shape)} under dp", problem="it has no rows"
         )
-    # The mean is computed as over processes: a sum of float16 may overflow where a mean does not.
-    dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
-    dtype = dtypes.get(tensor.dtype, tensor.dtype)
-    return fold(op, tensor.to(dtype).unbind()).to(tensor.dtype)
+    # The same dtypes as in a reduction over processes. The sum of which a mean is made may overflow
+    # in float16 where the mean does not.
+    wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
+    wire_dtype = wire_dtypes.get(tensor.dtype, tensor.dtype)
+    rows = tensor.to(wire_dtype).unbind()
+    return fold(op, rows).to(tensor.dtype)
 
 
-def _as_caller(device_type: str, forward_context: _ContextFactory) -> Callable[..., Any]:
-    """Return a function that calls another one in any thread as if this thread had called it.
+def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Callable[..., Any]:
+    """Return a function that calls another function, in any thread, under this thread's modes.
 
-    See ``[Note: Threads]``. ``forward_context`` is entered in the thread.
+    The modes are grad mode, inference mode and autocast, see ``[Note: Threads]`` of this file. They
+    are read now, and entered in the thread of each call.
+
+    Args:
+        device_type: the device of the replicas. Its autocast is entered besides that of the CPU.
+        forward_context: returns a context to enter around each call, in the thread of the call.
     """
     has_grad = torch.is_grad_enabled()
     is_inference = torch.is_inference_mode_enabled()
+    # Device type, dtype, and whether autocast is on.
     autocast_arguments: list[tuple[str, torch.dtype, bool]] = []
     for kind in ("cpu", device_type):
         dtype = torch.get_autocast_dtype(kind)
         autocast_arguments.append((kind, dtype, torch.is_autocast_enabled(kind)))
 
-    def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call_in_modes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function under the modes of the thread that bound them, and return its result."""
         with ExitStack() as stack:
+            # inference_mode also sets the grad mode, and so the grad mode is set after it.
             stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_grad))
             for arguments in autocast_arguments:
+                # All threads share the cache of autocast.
                 stack.enter_context(torch.autocast(*arguments, cache_enabled=False))
             stack.enter_context(forward_context())
             return function(*args, **kwargs)
 
-    return call
+    return call_in_modes
 
 
-def _batch_size(call: Tree) -> int:
-    """Return the size of the tensors in a collection along dim 0, or 0 if there are none.
+def _batch_size(arguments: Tree) -> int:
+    """Return the size of dim 0 that all tensors of a call have in common.
+
+    Tensors without dimensions are not counted. If there are no other tensors, the size is 0.
 
     Raises:
-        ConfigurationError: they have different sizes.
+        ConfigurationError: the tensors have different sizes.
     """
     shapes: list[tuple[int, ...]] = []
-    for leaf in flatten(call)[0]:
+    leaves, _ = flatten(arguments)
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             shapes.append(tuple(leaf.shape))
     sizes = {shape[0] for shape in shapes}
@@ -425,19 +517,33 @@ def _batch_size(call: Tree) -> int:
 
 
 def _chunk(start: int, size: int, tensor: Tensor) -> Tensor:
-    """Return the rows of a batch that one replica gets."""
+    """Return the chunk of a tensor that one replica gets.
+
+    Args:
+        start: the first row of the chunk.
+        size: the number of rows. The last chunk may have fewer.
+        tensor: the tensor. Without dimensions, it is returned unchanged.
+    """
     if tensor.dim() == 0:
         return tensor
     rows = tensor[start : start + size]
-    # Replicas that write to their chunks in place must not share a history of autograd.
+    # Views of one tensor share their autograd history. If two replicas changed their chunks in
+    # place, they would both change this history.
     return rows.clone() if rows.requires_grad else rows.detach()
 
 
 def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
-    """Return a copy of a module tree that shares its parameters, and its buffers or copies."""
-    # copy.copy would go through the state that a class gives to pickle.
+    """Return a copy of a module tree that shares the parameters of the original.
+
+    Args:
+        module: the root of the tree.
+        shares_buffers: whether the copy shares the buffers, too. Otherwise it has copies of them.
+    """
+    # __new__ makes an empty module. copy.copy would use the __reduce__ or __getstate__ of a class,
+    # which may leave attributes out.
     replicas = {original: type(original).__new__(type(original)) for original in module.modules()}
-    copied_buffers: dict[Tensor, Tensor] = {}  # submodules may share a buffer
+    # The copy of each buffer: submodules that share a buffer share the copy, too.
+    copied_buffers: dict[Tensor, Tensor] = {}
     for original, replica in replicas.items():
         children: dict[str, nn.Module | None] = {}
         for name, child in registered_modules(original).items():
@@ -446,45 +552,65 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         if not shares_buffers:
             buffers = _copy_buffers(buffers, copied_buffers)
         vars(replica).update(vars(original))
+        # After the update, which has copied references to the original's own dicts.
         set_registered_members(replica, dict(registered_parameters(original)), buffers, children)
         _rebind_methods(original, replica)
     return replicas[module]
 
 
 def _copy_buffers(
-    buffers: dict[str, Tensor | None], copies: dict[Tensor, Tensor]
+    buffers: dict[str, Tensor | None], copied_buffers: dict[Tensor, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Return copies of a module's buffers. ``copies`` holds and gets the copy of each buffer."""
-    copied: dict[str, Tensor | None] = {}
+    """Return copies of the buffers of a module, by name.
+
+    Args:
+        buffers: the buffers by name. None stands for a name without a buffer.
+        copied_buffers: the copy of each buffer of the whole model that was copied before. The new
+            copies are added.
+    """
+    copies_by_name: dict[str, Tensor | None] = {}
     for name, buffer in buffers.items():
         if buffer is None:
-            copied[name] = None
+            copies_by_name[name] = None
             continue
-        if buffer not in copies:
-            copies[buffer] = buffer.clone()
-        copied[name] = copies[buffer]
-    return copied
+        if buffer not in copied_buffers:
+            copied_buffers[buffer] = buffer.clone()
+        copies_by_name[name] = copied_buffers[buffer]
+    return copies_by_name
 
 
 def _rebind_methods(original: nn.Module, replica: nn.Module) -> None:
-    """Have methods in a module's attributes act on the replica.
+    """Bind the methods that a module has in its attributes to the replica, in place.
 
-    An example is a ``forward`` that was replaced for one call.
+    An example is a ``forward`` that was assigned to the module for one call. In a plain copy of the
+    attributes, it would run on the original module.
     """
     for name, value in vars(original).items():
         if isinstance(value, MethodType) and value.__self__ is original:
             vars(replica)[name] = MethodType(value.__func__, replica)
 
 
-def _join(path: str, values: Sequence[Leaf]) -> Leaf:
-    """Return one leaf of the output, joined from the leaves of the replicas."""
-    first = values[0]
-    if all(isinstance(value, Tensor) for value in values):
-        tensors = tuple(values)
+def _join_leaves(path: str, leaves: Sequence[Leaf]) -> Leaf:
+    """Return one leaf of the joined output.
+
+    Tensors are concatenated along dim 0, and tensors without dimensions are stacked. Other objects
+    have to be equal, and the first one is returned.
+
+    Args:
+        path: where the leaf is in the output, for the error.
+        leaves: the leaf of each replica.
+
+    Raises:
+        ConfigurationError: the leaves are neither all tensors nor all equal.
+    """
+    first = leaves[0]
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        tensors = tuple(leaves)
         return torch.stack(tensors) if first.dim() == 0 else torch.cat(tensors)
-    for value in values:
-        if value is not first and value != first:
-            returned = ", ".join(map(repr, values))
+    for leaf in leaves:
+        # Identity first: the comparison of an object such as an array may not be a bool.
+        if leaf is not first and leaf != first:
+            returned = ", ".join(map(repr, leaves))
             raise ConfigurationError(
                 f"gathering {path} of a forward pass under dp",
                 problem=f"it cannot be joined along dim 0: the replicas returned {returned}",
