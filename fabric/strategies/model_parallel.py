@@ -1,10 +1,14 @@
 """Tensor parallelism combined with sharding, on one mesh of processes.
 
-[Note: Mesh] The dimensions, from the outer to the inner: ``replicate`` (copies of all shards),
-``data_parallel`` (other batches, and a shard of each parameter), ``sequence`` (parts of the
-sequences of a batch, and a shard of each parameter) and ``tensor_parallel`` (parts of layers). The
-first and the third exist only if their size is more than 1. Ranks that differ only in the last two
-have the same batch, and the same random streams for it.
+[Note: Mesh] The dimensions of the mesh, from the outer to the inner one:
+
+- ``replicate``: copies of all shards.
+- ``data_parallel``: different batches, and a shard of each parameter.
+- ``sequence``: parts of the sequences of a batch, and a shard of each parameter.
+- ``tensor_parallel``: parts of layers.
+
+``replicate`` and ``sequence`` exist only if their size is more than 1. Ranks that differ only in
+``sequence`` and ``tensor_parallel`` have the same batch, and the same random streams for the batch.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -49,24 +53,29 @@ def mesh_sizes(
 ) -> dict[str, int]:
     """Return the sizes of the dimensions of the mesh, with a number for each ``"auto"``.
 
+    Called before the processes run, to refuse sizes, and again when they run.
+
     Args:
-        requested: for each dimension, in their order, a size or ``"auto"``. See ``[Note: Mesh]``.
-        splits_layers: whether a plan or a function says how layers are split.
+        requested: for each dimension, in their order, a size or ``"auto"``. See ``[Note: Mesh]`` of
+            this file.
+        splits_layers: whether the user passed a plan or a function that splits layers.
         world_size: the number of processes.
         local_world_size: the number of processes of each node.
 
     Raises:
-        ConfigurationError: the product of the sizes is not the number of processes, or nothing says
-            how layers are split.
+        ConfigurationError: the product of the sizes is not the number of processes, or layers are
+            to be split and ``splits_layers`` is false.
     """
     sizes = dict(requested)
-    explicit = prod(size for size in sizes.values() if size != "auto")
-    remaining = max(1, world_size // (explicit or 1))
+    explicit_product = prod(size for size in sizes.values() if size != "auto")
+    # The number of processes that the explicit sizes leave for "auto". max() and "or" avoid a
+    # division by zero and a size of zero: the product of such sizes is refused below.
+    remaining = max(1, world_size // (explicit_product or 1))
     if sizes["tensor_parallel"] == "auto":
         if sizes["data_parallel"] != "auto":
             sizes["tensor_parallel"] = remaining
         elif splits_layers:
-            # Parts of layers exchange most data, and so are on one node.
+            # Parts of layers exchange the most data, and so they should be on one node.
             sizes["tensor_parallel"] = gcd(local_world_size, remaining)
         else:
             sizes["tensor_parallel"] = 1
@@ -95,12 +104,12 @@ def mesh_sizes(
 
 @dataclass(frozen=True)
 class _Topology:
-    """The mesh of a job, and the communicators along it. See ``[Note: Mesh]``.
+    """The mesh of a job and communicators along the mesh. See ``[Note: Mesh]`` of this file.
 
     Attributes:
         mesh: the whole mesh.
-        shard_mesh: the part of the mesh that parameters are sharded over, in its last dimension.
-        tensor_parallel_size: in how many parts layers are split.
+        shard_mesh: the part of the mesh over whose last dimension parameters are sharded.
+        tensor_parallel_size: the number of parts into which layers are split.
         loss: the ranks with different data. Ranks along ``sequence`` have different tokens.
         data_parallel: the ranks that read different batches.
         same_batch: the ranks that read the same batch.
@@ -117,34 +126,35 @@ class _Topology:
 class ModelParallelStrategy(FSDPStrategy):
     """Tensor parallelism, data parallelism and sharding of parameters, on one mesh of processes.
 
-    The numbers are those of the single process, whatever the mesh, which is
+    The numbers are those of the single process, whatever the mesh is. The mesh is
     :attr:`fabric.Fabric.device_mesh`. Parameters, gradients and optimizer state are sharded over
     ``data_parallel`` and ``sequence`` together, as under :class:`fabric.strategies.FSDPStrategy`,
-    whose promises hold. What several ranks compute of a batch counts once in sums over all
-    processes and in metrics. A model's code sees its parts: ``view(batch, length, -1, width)`` for
-    this rank's heads. A layer with concatenated outputs, such as a gate and the values that the
-    gate multiplies, cannot be split this way: write one layer for each.
+    whose promises hold. If several ranks compute the same value of a batch, the value counts once
+    in sums over all processes and in metrics. The code of a model sees the parts of its layers:
+    write ``view(batch, length, -1, width)`` for this rank's heads. A layer with concatenated
+    outputs, such as a gate and the values that the gate multiplies, cannot be split this way: write
+    two layers.
 
     Args:
         parallelize_fn: ``(model, mesh) -> model``, which splits layers by torch's
             ``parallelize_module`` along ``mesh["tensor_parallel"]``. It may apply ``fully_shard``
             along ``mesh["data_parallel"]``. A model without FSDP modules is sharded as by
             ``"fsdp"``.
-        data_parallel_size: the number of shards, each with other data. ``"auto"`` is what the other
-            sizes leave.
-        tensor_parallel_size: in how many parts layers are split. ``"auto"`` is the number of
-            processes of a node, and 1 if nothing is to be split.
+        data_parallel_size: the number of shards, each with other data. ``"auto"`` takes all
+            processes that the other sizes leave.
+        tensor_parallel_size: the number of parts into which layers are split. ``"auto"`` is the
+            number of processes of a node, and 1 if no layers are to be split.
         replicate_size: the number of copies of all shards, as under ``HYBRID_SHARD``.
         sequence_parallel_size: the number of ranks that have parts of the same sequences.
-        tp_plan: how layers are split, in place of ``parallelize_fn``: a style for each pattern of
-            layer names, as libraries of models write it:
+        tp_plan: how layers are split, in place of ``parallelize_fn``. The plan is a dict with a
+            style for each pattern of layer names, as libraries of models write it:
             ``{"blocks.*.attention.query": "colwise", "blocks.*.attention.out": "rowwise"}``. The
-            styles are ``"colwise"``, ``"rowwise"``, ``"colwise_rep"`` (with a whole output),
-            ``"rowwise_rep"`` (of a whole input), ``"sequence_parallel"`` (a norm computed in parts
-            of dim 1), or a ``ParallelStyle`` of torch. ``"auto"`` takes the plan that the model
-            has. An attribute that counts heads, in a module with ``"colwise"`` layers, becomes the
+            styles are ``"colwise"``, ``"rowwise"``, ``"colwise_rep"`` (its output is whole),
+            ``"rowwise_rep"`` (its input is whole), ``"sequence_parallel"`` (a norm that is computed
+            in parts of dim 1), or a ``ParallelStyle`` of torch. ``"auto"`` takes the model's own
+            plan. An attribute that counts heads, in a module with ``"colwise"`` layers, becomes the
             number of this rank's heads.
-        **options: those of :class:`fabric.strategies.FSDPStrategy`, without ``device_mesh`` and
+        **options: the options of :class:`fabric.strategies.FSDPStrategy` except ``device_mesh`` and
             ``HYBRID_SHARD``.
 
     Raises:
@@ -164,6 +174,7 @@ class ModelParallelStrategy(FSDPStrategy):
         tp_plan: Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
+        """Check the options and keep them. No process runs yet."""
         super().__init__(**options)
         is_hybrid = self.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP")
         if self.device_mesh is not None or is_hybrid:
@@ -172,8 +183,9 @@ class ModelParallelStrategy(FSDPStrategy):
                 f"sharding_strategy={self.sharding_strategy!r})",
                 suggestion="replicate_size=2 for two copies of all shards",
             )
-        is_plan = tp_plan in (None, "auto") or isinstance(tp_plan, Mapping)
-        if not is_plan or (parallelize_fn and tp_plan):
+        is_valid_plan = tp_plan in (None, "auto") or isinstance(tp_plan, Mapping)
+        has_both = parallelize_fn is not None and bool(tp_plan)
+        if not is_valid_plan or has_both:
             raise ArgumentTypeError(
                 f"ModelParallelStrategy({parallelize_fn=}, {tp_plan=})",
                 expected='a function, or a plan: a dict by pattern, or "auto"',
@@ -187,12 +199,12 @@ class ModelParallelStrategy(FSDPStrategy):
             "sequence": sequence_parallel_size,
             "tensor_parallel": tensor_parallel_size,
         }
-        # Set while the runtime runs.
+        # None unless the runtime runs.
         self._topology: _Topology | None = None
-        # While a model is set up: the layers that are still to be split, each with its style, and
-        # the original parameter of each one that has been split.
-        self._layers: dict[nn.Module, Any] = {}
-        self._originals: dict[nn.Parameter, nn.Parameter] = {}
+        # While a model is set up: the layers that are still to be split, each with its style.
+        self._unsplit_layers: dict[nn.Module, Any] = {}
+        # While a model is set up: the user's parameter of each parameter that was split.
+        self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
 
     # -- the process ----------------------------------------------------------------------------
 
@@ -200,7 +212,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def check(
         self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
     ) -> None:
-        self._mesh_sizes(len(devices) * num_nodes, len(devices))
+        """Raise a ConfigurationError if the mesh does not fit the number of processes."""
+        self._mesh_sizes(world_size=len(devices) * num_nodes, local_world_size=len(devices))
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
@@ -208,32 +221,39 @@ class ModelParallelStrategy(FSDPStrategy):
         self._topology = self._build_topology()
 
     def _mesh_sizes(self, world_size: int, local_world_size: int) -> dict[str, int]:
+        """Return the size of each dimension of the mesh, from the outer to the inner one.
+
+        Raises:
+            ConfigurationError: the requested sizes do not fit the number of processes.
+        """
         splits_layers = self.parallelize_fn is not None or self.tp_plan is not None
         return mesh_sizes(self._requested_sizes, splits_layers, world_size, local_world_size)
 
     def _build_topology(self) -> _Topology:
         """Make the mesh and its groups. Collective."""
         world_size = self.world_size
-        sizes = self._mesh_sizes(world_size, world_size // self.runtime.world.num_nodes)
+        sizes = self._mesh_sizes(
+            world_size=world_size,
+            local_world_size=world_size // self.runtime.world.num_nodes,
+        )
         tensor_parallel_size = sizes["tensor_parallel"]
+        # Users index the mesh by these two names, and so they exist even with a size of 1.
         dimensions: dict[str, int] = {}
         for name, size in sizes.items():
             if size > 1 or name in ("data_parallel", "tensor_parallel"):
                 dimensions[name] = size
         mesh = self.runtime.mesh(**dimensions)
 
-        sharded = ("data_parallel", "sequence")
-        if "sequence" not in dimensions:
-            sharded = ("data_parallel",)
-        shard_meshes = [mesh[sharded]]
+        sharded_dimensions = ("data_parallel",)
+        if "sequence" in dimensions:
+            sharded_dimensions = ("data_parallel", "sequence")
+        shard_meshes = [mesh[sharded_dimensions]]
         if "replicate" in dimensions:
             shard_meshes.insert(0, mesh["replicate"])
 
-        # Most often these are the mesh itself, and no groups are made.
-        ranks_with_same_data = tensor_parallel_size
-        ranks_with_same_batch = tensor_parallel_size * sizes["sequence"]
-        loss_mesh = self._two_dimensional_mesh(ranks_with_same_data)
-        batch_mesh = self._two_dimensional_mesh(ranks_with_same_batch)
+        # Most often these two meshes equal the mesh above, and then no new groups are made.
+        loss_mesh = self._two_dimensional_mesh(tensor_parallel_size)
+        batch_mesh = self._two_dimensional_mesh(tensor_parallel_size * sizes["sequence"])
         return _Topology(
             mesh=mesh,
             shard_mesh=concatenate_meshes(shard_meshes, self.runtime.timeout),
@@ -244,11 +264,17 @@ class ModelParallelStrategy(FSDPStrategy):
         )
 
     def _two_dimensional_mesh(self, inner_size: int) -> DeviceMesh:
-        """Return a mesh of all ranks whose inner dimension, of neighboring ranks, has this size."""
+        """Return a mesh of all ranks whose inner dimension has neighboring ranks. Collective.
+
+        Args:
+            inner_size: the size of the inner dimension, which is called ``tensor_parallel``. The
+                outer dimension is called ``data_parallel``.
+        """
         outer_size = self.world_size // inner_size
         return self.runtime.mesh(data_parallel=outer_size, tensor_parallel=inner_size)
 
     def _communicator_along(self, dimension: DeviceMesh) -> Communicator:
+        """Return the communicator of this rank's group along a mesh of one dimension."""
         return self.runtime.communicator_over(dimension.get_group())
 
     @override
@@ -258,26 +284,30 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def _loss_communicator(self) -> Communicator:
+        """Return the ranks with different data. Before the runtime runs, all ranks."""
         if self._topology is None:
             return self.communicator()
         return self._topology.loss
 
     @override
     def _data_parallel_communicator(self) -> Communicator:
+        """Return the ranks that read different batches. Before the runtime runs, all ranks."""
         if self._topology is None:
             return self.communicator()
         return self._topology.data_parallel
 
     @override
     def _synchronize_rng(self) -> None:
-        same_batch = self._started.same_batch
+        """Give the ranks that read the same batch the same random state. Collective among them."""
+        same_batch = self._running_topology.same_batch
         if same_batch.size > 1:
-            with real_tensors():  # in a dry run, too
+            # In a dry run, new tensors are fake. The state must have real values there, too.
+            with real_tensors():
                 set_rng_state(same_batch.broadcast_object(rng_state(), 0))
 
     @property
-    def _started(self) -> _Topology:
-        """The topology of a strategy whose runtime runs."""
+    def _running_topology(self) -> _Topology:
+        """The topology. The runtime must run."""
         assert self._topology is not None
         return self._topology
 
@@ -285,6 +315,17 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def _checked_plan(self, root: nn.Module) -> object:
+        """Return how each layer will be split, after a check that the model can be split.
+
+        Not a collective. :meth:`check_setup` compares the plans of all ranks as text. If they
+        differed, setting up the model would mix up the collectives of different layers.
+
+        Returns:
+            The name and the style of each layer that is split.
+
+        Raises:
+            FabricError: the model is on a mesh already, does not fit the plan or cannot be sharded.
+        """
         on_mesh: list[str] = []
         for name, parameter in root.named_parameters():
             is_dtensor = local_tensor(parameter) is not parameter
@@ -298,45 +339,61 @@ class ModelParallelStrategy(FSDPStrategy):
                 "the parameters on the mesh",
             )
         layers = self._find_layers(root)
-        # Called for its error. FSDP itself has no plan.
+        # Called for its errors. FSDP has no plan, and the result is None.
         super()._checked_plan(root)
         plan: list[tuple[str, str]] = []
         for name, module in root.named_modules():
             if module in layers:
-                # A style of the user's own may be shown with its address, which differs by rank.
+                # The text of a user's ParallelStyle may end in its address, which differs by rank.
                 style = str(layers[module]).partition(" at 0x")[0]
                 plan.append((name, style))
         return plan
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
+        """Split and shard a module in place, and return it. Collective.
+
+        The layers of ``tp_plan`` are split by :meth:`_shard_module`, one FSDP module after another,
+        so that a rank holds only one FSDP module of the whole model at a time. ``parallelize_fn``
+        splits the whole model at once.
+        """
         root = uncompiled(module)
-        topology = self._started
+        topology = self._running_topology
         self._synchronize_rng()
-        self._layers = self._find_layers(root)
-        self._originals = {}
-        for heads in list(find_head_attributes(root, self._layers)):
-            setattr(heads.module, heads.attribute, heads.value // topology.tensor_parallel_size)
+        self._unsplit_layers = self._find_layers(root)
+        self._original_parameters = {}
+        # A list, since setattr changes the attributes that the iterator goes through.
+        for heads in list(find_head_attributes(root, self._unsplit_layers)):
+            local_heads = heads.number_of_heads // topology.tensor_parallel_size
+            setattr(heads.module, heads.attribute, local_heads)
         if self.parallelize_fn is not None:
             self._parallelize(root, self.parallelize_fn, topology.mesh)
         prepared = super().setup_module(module)
-        self._originals = {}
+        self._original_parameters = {}
         if topology.tensor_parallel_size > 1:
-            PartRandomStreams(root, topology.mesh, requires_rowwise=self.tp_plan is not None)
+            streams = PartRandomStreams(topology.mesh, requires_rowwise=self.tp_plan is not None)
+            streams.register_hooks(root)
         return prepared
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
-        topology = self._started
+        """Return the contract of FSDP, with the ranks and parameters that belong to this mesh.
+
+        The parameters that are not split along ``tensor_parallel`` have to be equal in the ranks
+        that hold the parts of a layer.
+        """
+        topology = self._running_topology
         rank = self.global_rank
-        # The ranks of one copy of the model follow each other.
+        # The ranks of one copy of the model are consecutive, since "replicate" is the outermost
+        # dimension of the mesh.
         copy_size = topology.shard_mesh.size(-1) * topology.tensor_parallel_size
-        first = rank // copy_size * copy_size
-        ranks = range(first, first + copy_size)
-        contract = replace(super().gradient_contract(prepared), peers=lambda: ranks)
+        first_rank = rank // copy_size * copy_size
+        ranks_of_copy = range(first_rank, first_rank + copy_size)
+        contract = replace(super().gradient_contract(prepared), peers=lambda: ranks_of_copy)
+        # A mistake shows in every group of ranks along "tensor_parallel". One group is checked,
+        # because checks of all groups would fill the store.
         is_in_first_group = rank < topology.tensor_parallel_size
         if topology.tensor_parallel_size == 1 or not is_in_first_group:
-            # One group of ranks is enough to see a mistake, and all would fill the store.
             return contract
         replicated: dict[str, Any] = {}
         for name, parameter in contract.parameters().items():
@@ -346,54 +403,73 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the FSDP modules of a model, inner before outer, without the root.
+
+        If ``parallelize_fn`` has called ``fully_shard``, its FSDP modules are the ones.
+        """
         by_parallelize_fn: list[nn.Module] = []
         for module in root.modules():
+            # fully_shard adds this method to the class of a module.
             is_fsdp_module = hasattr(module, "set_requires_gradient_sync")
             if is_fsdp_module and module is not root:
                 by_parallelize_fn.append(module)
         if by_parallelize_fn:
+            # modules() yields outer modules first.
             return by_parallelize_fn[::-1]
         return super()._find_fsdp_modules(root)
 
     @override
     def _shard_module(self, module: nn.Module, **arguments: Any) -> None:
+        """Split the layers of a module, and then make the module an FSDP module. Collective.
+
+        Args:
+            module: the module.
+            **arguments: the arguments of ``fully_shard``.
+        """
         self._split_layers(module)
         originals: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
-            if parameter in self._originals:
-                originals[name] = self._originals[parameter]
+            if parameter in self._original_parameters:
+                originals[name] = self._original_parameters[parameter]
         shard_module(self.runtime.communicator, module, originals, **arguments)
 
     def _split_layers(self, module: nn.Module) -> None:
         """Split the layers in a module that are not split yet, with rank 0's values. Collective."""
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
-        mesh = self._started.mesh["tensor_parallel"]
-        # By the original parameter: layers that had one parameter in common still do.
+        mesh = self._running_topology.mesh["tensor_parallel"]
+        # The split parameter of each original one, so that layers that shared a parameter before
+        # share its split parameter.
         split_parameters: dict[nn.Parameter, nn.Parameter] = {}
         for layer in module.modules():
-            if layer not in self._layers:
+            if layer not in self._unsplit_layers:
                 continue
             originals = dict(layer.named_parameters(recurse=False))
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
-            for style in torch_styles(layer, self._layers.pop(layer)):
+            for style in torch_styles(layer, self._unsplit_layers.pop(layer)):
+                # None: this rank has rank 0's values already, and torch need not send them.
                 parallelize_module(layer, mesh, style, src_data_rank=None)
-            parameters = registered_parameters(layer)
+            registered = registered_parameters(layer)
             for name, original in originals.items():
-                parameter = split_parameters.setdefault(original, layer.get_parameter(name))
-                parameters[name] = parameter
-                self._originals[parameter] = original
+                split_parameter = split_parameters.setdefault(original, layer.get_parameter(name))
+                registered[name] = split_parameter
+                self._original_parameters[split_parameter] = original
 
     @override
     def _shard_mesh(self) -> DeviceMesh:
-        return self._started.shard_mesh
+        return self._running_topology.shard_mesh
 
     def _find_layers(self, root: nn.Module) -> dict[nn.Module, Any]:
-        """Return the layers to split, each with its style. Raise if the plan does not fit."""
+        """Return the layers to split, each with its style. There are none without a plan.
+
+        Raises:
+            ConfigurationError: the plan does not fit the model.
+        """
         if self.tp_plan is None:
             return {}
-        size = self._started.tensor_parallel_size
+        size = self._running_topology.tensor_parallel_size
+        # Called for its errors even if the size is 1, so that a plan can be tested in one process.
         layers = find_layers(root, self.tp_plan, size)
         if size == 1:
             return {}
@@ -405,35 +481,53 @@ class ModelParallelStrategy(FSDPStrategy):
         parallelize_fn: Callable[[Any, DeviceMesh], Any],
         mesh: DeviceMesh,
     ) -> None:
-        """Have the user's function split a model that has rank 0's values. Collective."""
+        """Let the user's function split a model, after it has received rank 0's values. Collective.
+
+        Args:
+            root: the model. It is split in place.
+            parallelize_fn: the user's function.
+            mesh: the whole mesh.
+
+        Raises:
+            UsageError: on all ranks, if the function did not split the model in place on one of
+                them.
+        """
         communicator = self.runtime.communicator
         before = dict(root.named_parameters())
         receive_values(communicator, root, list(before.values()))
         result = parallelize_fn(root, mesh)
         after = dict(root.named_parameters())
-        error = _check_parallelized(root, result, before.keys(), after)
+        error = _check_parallelized(
+            root, result, names_before=before.keys(), parameters_after=after
+        )
+        # Called to raise the error of any rank on all ranks.
         communicator.gather_objects(None, error=error)
         for name, parameter in after.items():
             if parameter is not before[name]:
-                self._originals[parameter] = before[name]
+                self._original_parameters[parameter] = before[name]
 
 
 def _check_parallelized(
     root: nn.Module,
     result: object,
-    names: Set[str],
-    parameters: Mapping[str, nn.Parameter],
+    *,
+    names_before: Set[str],
+    parameters_after: Mapping[str, nn.Parameter],
 ) -> UsageError | None:
     """Return an error unless ``parallelize_fn`` split the model in place. Not a collective.
 
     Args:
         root: the model.
-        result: what ``parallelize_fn`` returned.
-        names: the names of the model's parameters before.
-        parameters: the model's parameters after.
+        result: the object that ``parallelize_fn`` returned.
+        names_before: the names of the model's parameters before the call.
+        parameters_after: the model's parameters after the call, by name.
+
+    Returns:
+        The error. None if the model has the same parameters as before, all with values.
     """
-    wrong = sorted(names ^ parameters.keys())
-    for name, parameter in parameters.items():
+    # Names that exist only before or only after the call.
+    wrong = sorted(names_before ^ parameters_after.keys())
+    for name, parameter in parameters_after.items():
         if parameter.is_meta:
             wrong.append(f"{name} on meta")
     if result is root and not wrong:

@@ -1,12 +1,13 @@
-"""Layers of a model that are split over ranks by a plan, and random numbers for split computations.
+"""Plans that split the layers of a model over ranks, and random numbers for split computations.
 
 [Note: Split layers] A layer that is split ``"colwise"`` computes some columns of its output. A
-layer that is split ``"rowwise"`` takes these columns for its input, and its output, a sum over
-ranks, is the same on all of them. What lies between the two, such as attention over some of the
-heads, is computed in parts. There each rank has random numbers of its own, drawn from the common
-stream, so that dropout differs between parts, and agrees everywhere else; where a part uses no
-random numbers, nothing is drawn. A parameter between the two that is not split itself, such as a
-norm of each head, would get the gradient of one part: the training checks see the difference.
+layer that is split ``"rowwise"`` takes these columns as its input. Its output is a sum over ranks,
+and the same on all ranks. The computation between the two layers, such as attention over some of
+the heads, is computed in parts, one on each rank. In a part, each rank has random numbers of its
+own, so that dropout differs between parts. Their seed is drawn from the stream that all ranks
+share. Everywhere else the random numbers of all ranks are equal. If a part uses no random numbers,
+no seed is drawn. A parameter between the two layers that is not split itself, such as a norm of
+each head, would get the gradient of one part only: the training checks detect the difference.
 """
 
 import re
@@ -30,25 +31,37 @@ __all__ = [
     "torch_styles",
 ]
 
-# Newer model libraries use the second name of each style.
-_WHOLE_OUTPUT = ("colwise_rep", "colwise_gather_output")
-_WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
-_STYLES = ("colwise", "rowwise", *_WHOLE_OUTPUT, *_WHOLE_INPUT, "sequence_parallel")
-_HEADS = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?heads?")
+# Newer model libraries use the second name of each of these styles.
+_WHOLE_OUTPUT_STYLES = ("colwise_rep", "colwise_gather_output")
+_WHOLE_INPUT_STYLES = ("rowwise_rep", "rowwise_split_input")
+_STYLES = (
+    "colwise",
+    "rowwise",
+    *_WHOLE_OUTPUT_STYLES,
+    *_WHOLE_INPUT_STYLES,
+    "sequence_parallel",
+)
+# The names of attributes that count heads in the attention modules of common models.
+_HEAD_ATTRIBUTES = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?heads?")
 
 
 class _SplitDimension(NamedTuple):
-    """What a style splits of a layer: the attribute with the length, and rows or columns."""
+    """The dimension of a layer that a style splits.
+
+    Attributes:
+        attribute: the attribute of the layer with the length of the dimension.
+        lines: whether the ``"rows"`` or the ``"columns"`` of the weight are split.
+    """
 
     attribute: str
     lines: str
 
 
 _SPLIT_DIMENSIONS = {
-    (nn.Linear, "colwise"): _SplitDimension("out_features", "rows"),
-    (nn.Linear, "rowwise"): _SplitDimension("in_features", "columns"),
-    (nn.Embedding, "colwise"): _SplitDimension("embedding_dim", "columns"),
-    (nn.Embedding, "rowwise"): _SplitDimension("num_embeddings", "rows"),
+    (nn.Linear, "colwise"): _SplitDimension("out_features", lines="rows"),
+    (nn.Linear, "rowwise"): _SplitDimension("in_features", lines="columns"),
+    (nn.Embedding, "colwise"): _SplitDimension("embedding_dim", lines="columns"),
+    (nn.Embedding, "rowwise"): _SplitDimension("num_embeddings", lines="rows"),
 }
 
 
@@ -59,27 +72,32 @@ class HeadAttribute(NamedTuple):
         path: the name of the module in the model.
         module: the module.
         attribute: the name of the attribute.
-        value: the number of heads.
-        layers: the layers of the module that are split ``"colwise"``.
+        number_of_heads: the value of the attribute.
+        colwise_layers: the layers of the module that are split ``"colwise"``, at least one.
     """
 
     path: str
     module: nn.Module
     attribute: str
-    value: int
-    layers: Sequence[nn.Linear]
+    number_of_heads: int
+    colwise_layers: Sequence[nn.Linear]
 
 
 # -- plans --------------------------------------------------------------------------------------
 
 
 def check_styles(plan: Any) -> None:
-    """Raise a ConfigurationError for a plan with an unknown style."""
+    """Raise a ConfigurationError for a plan with an unknown style.
+
+    Args:
+        plan: a style for each pattern of names. ``"auto"`` and None have no styles to check.
+    """
     if not isinstance(plan, Mapping):
         return
     for style in plan.values():
         if style in _STYLES:
             continue
+        # ParallelStyle takes a second to import. All its subclasses have this method.
         is_torch_style = not isinstance(style, str) and hasattr(style, "_apply")
         if not is_torch_style:
             raise ConfigurationError(
@@ -92,13 +110,13 @@ def check_styles(plan: Any) -> None:
 def find_layers(
     root: nn.Module, plan: Mapping[str, Any] | str, world_size: int
 ) -> dict[nn.Module, Any]:
-    """Return the layers that a plan splits, each with its style.
+    """Return the layers that a plan splits, each with its style. Changes nothing.
 
     Args:
         root: the model.
         plan: a style for each pattern of names of layers, or ``"auto"`` for the model's own plan.
             See :class:`fabric.strategies.ModelParallelStrategy`.
-        world_size: in how many parts layers are split.
+        world_size: the number of parts into which layers are split.
 
     Raises:
         ConfigurationError: a pattern matches nothing, or layers cannot be split into this many
@@ -108,6 +126,7 @@ def find_layers(
     is_of_model = plan == "auto"
     styles: Any = plan
     if is_of_model:
+        # transformers uses the second name.
         styles = getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)
     if not styles:
         raise ConfigurationError(
@@ -119,15 +138,15 @@ def find_layers(
     modules = dict(root.named_modules())
     layers: dict[nn.Module, Any] = {}
     for pattern, style in styles.items():
-        matching = _match(pattern, modules)
+        matching_modules = _match(pattern, modules)
         # The plan of a model may name layers that only some sizes of the model have.
-        if not matching and not is_of_model:
+        if not matching_modules and not is_of_model:
             raise ConfigurationError(
                 request,
                 problem=f"no layer is called {pattern!r}",
                 expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
-        layers.update(dict.fromkeys(matching, style))
+        layers.update(dict.fromkeys(matching_modules, style))
     if not layers:
         raise ConfigurationError(request, problem=f"no layer fits {', '.join(styles)}")
     problems = [
@@ -144,31 +163,49 @@ def find_layers(
 def find_head_attributes(
     root: nn.Module, layers: Mapping[nn.Module, Any]
 ) -> Iterator[HeadAttribute]:
-    """Yield the attributes with a number of heads, in modules whose layers are split colwise.
+    """Yield the attributes that hold a number of heads, in modules with colwise children.
+
+    Such a number has to be divided by the number of parts when the children are split.
 
     Args:
         root: the model.
         layers: the layers to split, each with its style.
     """
     for path, module in root.named_modules():
-        colwise: list[nn.Linear] = []
+        colwise_layers: list[nn.Linear] = []
         for child in module.children():
             if isinstance(child, nn.Linear) and layers.get(child) == "colwise":
-                colwise.append(child)
-        if not colwise:
+                colwise_layers.append(child)
+        if not colwise_layers:
             continue
         for attribute, value in vars(module).items():
-            if _HEADS.fullmatch(attribute) and type(value) is int:
+            # A bool is an int for isinstance, but not a number of heads.
+            is_number = type(value) is int
+            if is_number and _HEAD_ATTRIBUTES.fullmatch(attribute):
                 yield HeadAttribute(
-                    path=path, module=module, attribute=attribute, value=value, layers=colwise
+                    path=path,
+                    module=module,
+                    attribute=attribute,
+                    number_of_heads=value,
+                    colwise_layers=colwise_layers,
                 )
 
 
 def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
-    """Return the torch styles for a style of a plan, to be applied in this order."""
+    """Return the torch styles for a style of a plan.
+
+    Args:
+        layer: the layer that is to be split.
+        style: one of the names in ``_STYLES``, or a ``ParallelStyle`` of torch.
+
+    Returns:
+        The arguments of successive calls of ``parallelize_module(layer, mesh, ...)``. The order
+        matters, because each call adds hooks behind those of the calls before.
+    """
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
     if style == "sequence_parallel":
+        # Only this layer computes parts of dim 1. Its input and its output are whole.
         split_input = parallel.PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=Shard(1)
         )
@@ -178,40 +215,49 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
         return [split_input, parallel.SequenceParallel(), join_output]
     if style == "colwise":
         return [parallel.ColwiseParallel()]
-    if style in _WHOLE_OUTPUT:
+    if style in _WHOLE_OUTPUT_STYLES:
         return [parallel.ColwiseParallel(output_layouts=Replicate())]
     if style == "rowwise" and not isinstance(layer, nn.Embedding):
         return [parallel.RowwiseParallel()]
     if isinstance(style, str):
-        # The input is not split. The tokens of an Embedding never are.
+        # A rowwise style whose input is whole, as the tokens of an Embedding always are.
         return [parallel.RowwiseParallel(input_layouts=Replicate())]
     return [style]
 
 
 def is_split(parameter: Any, dim: int | None = None) -> bool:
-    """Return whether a parameter is split along ``tensor_parallel``.
+    """Return whether a parameter is split along the mesh dimension ``tensor_parallel``.
 
     Args:
-        parameter: the parameter.
-        dim: the dimension that has to be split. None stands for any.
+        parameter: the parameter. A plain tensor is not split.
+        dim: the dimension of the parameter that has to be split. None stands for any.
     """
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.mesh_dim_names is None:
         return False
     if "tensor_parallel" not in mesh.mesh_dim_names:
         return False
-    index = mesh.mesh_dim_names.index("tensor_parallel")
-    return parameter.placements[index].is_shard(dim)
+    mesh_dim = mesh.mesh_dim_names.index("tensor_parallel")
+    return parameter.placements[mesh_dim].is_shard(dim)
 
 
 def _match(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Return the modules whose name fits a pattern, in which ``*`` is any part without a dot."""
+    """Return the modules whose name fits a pattern.
+
+    Args:
+        pattern: a name of a module, in which ``*`` stands for a part without a dot.
+        modules: the modules by name.
+    """
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [module for name, module in modules.items() if expression.fullmatch(name)]
 
 
 def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the patterns that fit the modules below the root, with ``*`` for every number."""
+    """Return the patterns that fit the given modules, without duplicates, for an error.
+
+    The patterns are the names with ``*`` in place of every number. The root, whose name is empty,
+    has no pattern.
+    """
     patterns: dict[str, None] = {}
     for name in modules:
         if name:
@@ -225,11 +271,16 @@ def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
 def _layer_problems(
     root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
 ) -> Iterator[str]:
-    """Yield why single layers cannot be split."""
+    """Yield the reasons why single layers cannot be split, as parts of an error message.
+
+    Args:
+        root: the model.
+        layers: the layers to split, each with its style.
+        world_size: the number of parts.
+    """
     for path, layer in root.named_modules():
-        if isinstance(layer, nn.MultiheadAttention) and not layers.keys().isdisjoint(
-            layer.children()
-        ):
+        splits_child = not layers.keys().isdisjoint(layer.children())
+        if isinstance(layer, nn.MultiheadAttention) and splits_child:
             yield (
                 f"{path}: a MultiheadAttention uses the weights of its layers itself: write "
                 "an attention with separate layers"
@@ -249,14 +300,20 @@ def _layer_problems(
 def _head_problems(
     root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
 ) -> Iterator[str]:
-    """Yield why heads cannot be divided among ranks."""
+    """Yield the reasons why heads cannot be divided among ranks, as parts of an error message.
+
+    Args:
+        root: the model.
+        layers: the layers to split, each with its style.
+        world_size: the number of parts.
+    """
     for heads in find_head_attributes(root, layers):
-        if heads.value % world_size:
+        if heads.number_of_heads % world_size:
             yield from _remainder_problems(heads.path, heads.module, heads.attribute, world_size)
             continue
-        layer = heads.layers[0]
+        layer = heads.colwise_layers[0]
         # A single layer that widens its input computes queries, keys and values together.
-        is_fused = len(heads.layers) == 1 and layer.out_features > layer.in_features
+        is_fused = len(heads.colwise_layers) == 1 and layer.out_features > layer.in_features
         if is_fused:
             yield (
                 f"{heads.path}: one layer for queries, keys and values cannot be split by heads: "
@@ -265,23 +322,31 @@ def _head_problems(
 
 
 def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[str]:
-    """Yield colwise layers with more outputs than the rowwise layer beside them has inputs."""
+    """Yield colwise layers that compute a gate and its values together, as error messages.
+
+    Some columns of such an output are not some columns of both. The layer is recognized by its
+    outputs: there are more than the inputs of the rowwise layer in the same module.
+
+    Args:
+        root: the model.
+        layers: the layers to split, each with its style.
+    """
     for path, module in root.named_modules():
-        colwise: dict[str, nn.Linear] = {}
-        rowwise: list[nn.Linear] = []
+        colwise_layers: dict[str, nn.Linear] = {}
+        rowwise_layers: list[nn.Linear] = []
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear):
                 continue
             style = layers.get(child)
             if style == "colwise":
-                colwise[name] = child
+                colwise_layers[name] = child
             elif style == "rowwise":
-                rowwise.append(child)
-        if not rowwise:
+                rowwise_layers.append(child)
+        if not rowwise_layers:
             continue
-        inputs = max(layer.in_features for layer in rowwise)
-        for name, layer in colwise.items():
-            if layer.out_features > inputs:
+        most_inputs = max(layer.in_features for layer in rowwise_layers)
+        for name, layer in colwise_layers.items():
+            if layer.out_features > most_inputs:
                 yield (
                     f"{path}.{name}: a gate and what it gates cannot be split in one layer: "
                     "write two layers"
@@ -289,7 +354,13 @@ def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> I
 
 
 def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[str]:
-    """Yield parameters of several layers that would be split in several ways."""
+    """Yield the parameters of several layers that the plan splits in different ways.
+
+    Args:
+        root: the model.
+        layers: the layers to split, each with its style.
+    """
+    # For each parameter, its names, each with the split lines: "rows", "columns" or "" for none.
     lines_by_name: dict[nn.Parameter, dict[str, str]] = {}
     for path, layer in root.named_modules():
         split = _split_dimension(layer, layers.get(layer, ""))
@@ -306,7 +377,14 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
 def _remainder_problems(
     path: str, module: nn.Module, attribute: str, world_size: int
 ) -> Iterator[str]:
-    """Yield a problem if an attribute of a module is not divisible by the number of parts."""
+    """Yield one problem if a number of a module is not divisible by the number of parts.
+
+    Args:
+        path: the name of the module in the model.
+        module: the module.
+        attribute: the attribute of the module that holds the number.
+        world_size: the number of parts.
+    """
     value = getattr(module, attribute)
     remainder = value % world_size
     if remainder:
@@ -314,17 +392,21 @@ def _remainder_problems(
 
 
 def _direction(style: Any) -> str:
-    """Return ``"colwise"`` or ``"rowwise"`` for the styles that split so, else another word."""
+    """Return ``"colwise"`` or ``"rowwise"`` if a style splits a layer this way.
+
+    For other styles another word is returned. The style is a name, such as ``"colwise_rep"``, or a
+    ``ParallelStyle`` of torch, such as ``ColwiseParallel``.
+    """
     if isinstance(style, str):
         return style.split("_")[0]
     return type(style).__name__.removesuffix("Parallel").lower()
 
 
 def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
-    """Return what a style splits of a layer. None if it splits nothing."""
+    """Return the dimension of a layer that a style splits. None if the style splits none."""
     direction = _direction(style)
-    for (layer_class, supported), split in _SPLIT_DIMENSIONS.items():
-        if isinstance(layer, layer_class) and direction == supported:
+    for (layer_class, supported_direction), split in _SPLIT_DIMENSIONS.items():
+        if isinstance(layer, layer_class) and direction == supported_direction:
             return split
     return None
 
@@ -332,82 +414,114 @@ def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
 # -- random numbers -----------------------------------------------------------------------------
 
 
-class _SavedStreams(NamedTuple):
-    """The states of all generators, at three times of a split computation.
+class _SavedStates(NamedTuple):
+    """The states of the generators at three moments of the start of a split computation.
+
+    Each list has the state of each generator, in the order of the generators.
 
     Attributes:
-        before: before the common seed was drawn.
-        after: after the common seed was drawn.
-        start: at the start of the part, seeded for this rank.
+        before_seed: before the common seed was drawn.
+        after_seed: after the common seed was drawn.
+        start_of_part: after the generators were seeded for this rank's part.
     """
 
-    before: list[torch.Tensor]
-    after: list[torch.Tensor]
-    start: list[torch.Tensor]
+    before_seed: list[torch.Tensor]
+    after_seed: list[torch.Tensor]
+    start_of_part: list[torch.Tensor]
 
 
 class PartRandomStreams:
-    """Hooks that give each part of a split computation random numbers of its own.
+    """Hooks that give each rank random numbers of its own while layers are computed in parts.
 
-    See ``[Note: Split layers]``.
+    See ``[Note: Split layers]`` of this file.
 
     Args:
-        root: the model, with split layers.
-        mesh: the mesh that layers are split on.
+        mesh: the mesh along which layers are split. Its dimension ``tensor_parallel`` is used.
         requires_rowwise: whether a split computation must end in a layer that is split
             ``"rowwise"``.
     """
 
-    def __init__(self, root: nn.Module, mesh: DeviceMesh, requires_rowwise: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, requires_rowwise: bool) -> None:
+        """Choose the generators: the one of the CPU, and the one of the current device."""
         self._part = mesh.get_local_rank("tensor_parallel")
         self._requires_rowwise = requires_rowwise
         # None outside of a split computation.
-        self._saved: _SavedStreams | None = None
+        self._saved: _SavedStates | None = None
         self._generators = [torch.default_generator]
         if mesh.device_type != "cpu":
             device: Any = torch.get_device_module(mesh.device_type)
             self._generators.append(device.default_generators[device.current_device()])
+
+    def register_hooks(self, root: nn.Module) -> None:
+        """Register the hooks with a model whose layers are split. They stay as long as the model.
+
+        A split computation starts behind a colwise layer and ends before a rowwise layer.
+        """
+        # torch.compile cannot trace changes of generators. The hooks run outside of its graphs.
         disable: Any = torch.compiler.disable
-        enter = disable(self._enter)
-        leave = disable(self._leave)
+        start_part = disable(self._start_part)
+        end_part = disable(self._end_part)
         for layer in root.modules():
             if not isinstance(layer, nn.Linear):
                 continue
-            if is_split(layer.weight, 0):
-                layer.register_forward_hook(enter)
+            is_colwise = is_split(layer.weight, dim=0)
+            if is_colwise:
+                layer.register_forward_hook(start_part)
             elif is_split(layer.weight):
-                layer.register_forward_pre_hook(leave, prepend=True)
-        root.register_forward_hook(disable(self._finish), always_call=True)
+                # Before the users' hooks, which run with the streams that all ranks share.
+                layer.register_forward_pre_hook(end_part, prepend=True)
+        root.register_forward_hook(disable(self._end_forward), always_call=True)
 
-    def _enter(self, layer: Any, args: Any, output: Any) -> None:
-        """Start a split computation behind a colwise layer."""
-        is_part = local_tensor(output) is output and output.shape[-1] < layer.out_features
+    def _start_part(self, layer: Any, args: Any, output: Any) -> None:
+        """Seed the generators for this rank's part. A forward hook of colwise layers.
+
+        Several colwise layers may precede a rowwise layer. The first of them starts the
+        computation. Without training, models use no random numbers.
+        """
+        is_plain = local_tensor(output) is output
+        is_part = is_plain and output.shape[-1] < layer.out_features
         if not is_part or not layer.training or self._saved is not None:
             return
-        with real_tensors():  # in a dry run, too
-            before = self._states()
+        # In a dry run, new tensors are fake. The seed and the states must have real values.
+        with real_tensors():
+            before_seed = self._generator_states()
+            # The ranks have the same stream here, and so they draw the same seed.
             seed = int(torch.randint(1 << 62, ()))
-            after = self._states()
+            after_seed = self._generator_states()
             for generator in self._generators:
                 generator.manual_seed(seed + self._part)
-            self._saved = _SavedStreams(before, after, start=self._states())
+            self._saved = _SavedStates(
+                before_seed=before_seed,
+                after_seed=after_seed,
+                start_of_part=self._generator_states(),
+            )
 
-    def _leave(self, *_: object) -> None:
-        """End a split computation, if there is one, before a rowwise layer."""
+    def _end_part(self, *_: object) -> None:
+        """Restore the streams that all ranks share. A forward pre-hook of rowwise layers.
+
+        Does nothing outside of a split computation.
+        """
         if self._saved is None:
             return
         with real_tensors():
-            # If no random numbers were drawn within, the draw of the common seed is undone, too.
-            is_unused = all(map(torch.equal, self._saved.start, self._states()))
-            states = self._saved.before if is_unused else self._saved.after
+            # If the part has drawn no random numbers, even the draw of the common seed is undone.
+            # The model then has the same random numbers as in a single process.
+            is_unused = all(map(torch.equal, self._saved.start_of_part, self._generator_states()))
+            states = self._saved.before_seed if is_unused else self._saved.after_seed
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
         self._saved = None
 
-    def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
-        """End a split computation at the end of the model, where it is an error."""
+    def _end_forward(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Restore the shared streams at the end of the model. A forward hook of the model.
+
+        torch calls the hook after an exception, too, with None as the output.
+
+        Raises:
+            UsageError: a split computation is still open, but has to end in a rowwise layer.
+        """
         is_open = self._saved is not None
-        self._leave()
+        self._end_part()
         has_raised = output is None
         if is_open and self._requires_rowwise and not has_raised:
             raise UsageError(
@@ -417,5 +531,5 @@ class PartRandomStreams:
                 suggestion='"colwise_rep" for the last layer',
             )
 
-    def _states(self) -> list[torch.Tensor]:
+    def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
