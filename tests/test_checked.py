@@ -1,4 +1,4 @@
-"""Checked mode: calls that differ between ranks raise on each of them, and calls that agree never do."""
+"""In checked mode, calls that differ raise on every rank, and calls that agree never raise."""
 
 import random
 import re
@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,20 +21,20 @@ import torch.distributed as dist
 from fabric._plan import resolve_plan
 from fabric._torch import default_store
 from fabric.collectives import all_reduce
-from fabric.communicators import Collective, Operation, Reduce
+from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.communicators.base import CallDescription
 from fabric.diagnostics.call_site import CallSite
 from fabric.diagnostics.checker import Call, CollectiveChecker, difference
 from fabric.diagnostics.recorder import Entry, FlightRecorder, RecordedCommunicator
 from fabric.errors import CollectiveMismatchError, RankFailedError
 from tests.ranks import outcome, run_in_ranks
-from tests.test_communicators import every_collective
+from tests.test_communicators import run_object_collectives, run_tensor_collectives
 
 SHORT = timedelta(seconds=10)
 LONG_TEXT = ", ".join(f"'metric {i}': float32 ()" for i in range(64))
 
 
-# -- the text -------------------------------------------------------------------------------------
+# -- the text of an error -------------------------------------------------------------------------------------
 
 
 def call(operation="all_reduce", data="", where="train.py:1", **facts):
@@ -39,7 +42,7 @@ def call(operation="all_reduce", data="", where="train.py:1", **facts):
 
 
 @pytest.mark.parametrize(
-    ("calls", "told"),
+    ("calls", "expected"),
     [
         ([call(op="sum"), call(op="sum", where="train.py:9")], ""),
         ([call(op="sum"), call(op="max"), call(op="sum")], "op: sum on ranks 0, 2; max on rank 1"),
@@ -52,24 +55,23 @@ def call(operation="all_reduce", data="", where="train.py:1", **facts):
         ([call(data="{'a'}"), call(data="{'b'}")], "data: {'a'} on rank 0; {'b'} on rank 1"),
     ],
 )
-def test_a_difference_names_the_fact_and_the_ranks(calls, told):
-    assert difference(dict(enumerate(calls))) == told
+def test_a_difference_names_the_fact_and_the_ranks(calls, expected):
+    assert difference(dict(enumerate(calls))) == expected
 
 
 def test_of_long_data_the_place_of_the_difference_is_shown():
-    told = difference(
-        {0: call(data=LONG_TEXT), 1: call(data=LONG_TEXT.replace("metric 40", "metric fourty"))}
-    )
-    assert "'metric 40'" in told
-    assert "'metric fourty'" in told
-    assert len(told) < 200
+    changed_text = LONG_TEXT.replace("metric 40", "metric fourty")
+    text = difference({0: call(data=LONG_TEXT), 1: call(data=changed_text)})
+    assert "'metric 40'" in text
+    assert "'metric fourty'" in text
+    assert len(text) < 200
 
 
 # -- the checker, by itself -----------------------------------------------------------------------
 
 
-class Rank:
-    """The checks of one rank, without a communicator."""
+class CheckedRank:
+    """A rank that checks its calls, but makes no collective."""
 
     def __init__(self, store, rank, size, timeout=SHORT):
         self.checker = CollectiveChecker(store, rank, size, timeout)
@@ -82,108 +84,143 @@ class Rank:
         self.checker.check(entry, Collective(Operation.BARRIER, name=name))
 
 
-def errors_of_ranks(schedules):
-    """Run schedules of (members, label), one for each rank, in threads; what each rank raised, or None."""
-    store = dist.HashStore()
-    raised = [None] * len(schedules)
+class Barrier(NamedTuple):
+    """A barrier in a schedule of a rank.
 
-    def run(rank):
-        own = Rank(store, rank, len(schedules))
-        try:
-            for members, name in schedules[rank]:
-                own.barrier(str(members), members, name)
-        except CollectiveMismatchError as error:
-            raised[rank] = error
-        own.checker.close()
+    Attributes:
+        members: the ranks that have to take part.
+        name: the name of the barrier, on which the members have to agree.
+    """
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(schedules))
-    ]
+    members: tuple[int, ...]
+    name: str
+
+
+def run_in_threads(functions):
+    threads = [threading.Thread(target=function, daemon=True) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in threads)
-    return raised
+        assert not thread.is_alive()
 
 
-def stuck(schedules):
-    """The ranks that get no further when a call takes place once all members make it: what must be found."""
-    rest = [list(schedule) for schedule in schedules]
-    moved = True
-    while moved:
-        moved = False
-        for schedule in rest:
-            head = schedule[0] if schedule else None
-            if head and all(rest[member][:1] == [head] for member in head[0]):
-                for member in head[0]:
-                    del rest[member][0]
-                moved = True
-    return [bool(schedule) for schedule in rest]
+def errors_of_ranks(schedules):
+    """Run a schedule of barriers in a thread for each rank, and return each rank's error or None."""
+    store = dist.HashStore()
+    errors = [None] * len(schedules)
+
+    def run_schedule(rank):
+        checked_rank = CheckedRank(store, rank, len(schedules))
+        try:
+            for barrier in schedules[rank]:
+                checked_rank.barrier(str(barrier.members), barrier.members, barrier.name)
+        except CollectiveMismatchError as error:
+            errors[rank] = error
+        checked_rank.checker.close()
+
+    run_in_threads([partial(run_schedule, rank) for rank in range(len(schedules))])
+    return errors
 
 
-def random_schedules(rng, size, length):
-    """The same calls of random groups in the same order on every rank."""
-    groups = [tuple(sorted(rng.sample(range(size), rng.randint(1, size)))) for _ in range(3)]
-    calls = [(rng.choice(groups), rng.choice("ab")) for _ in range(length)]
-    return [[one for one in calls if rank in one[0]] for rank in range(size)]
+def is_next_of_all_members(barrier, schedules):
+    return all(schedules[member][:1] == [barrier] for member in barrier.members)
+
+
+def ranks_that_wait_forever(schedules):
+    """Return for each rank whether it gets stuck.
+
+    This is the oracle: a barrier takes place once it is the next call of all its members.
+    """
+    remaining = [list(schedule) for schedule in schedules]
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for schedule in remaining:
+            if schedule and is_next_of_all_members(schedule[0], remaining):
+                for member in schedule[0].members:
+                    del remaining[member][0]
+                has_moved = True
+    return [bool(schedule) for schedule in remaining]
+
+
+def random_schedules(generator, size, length):
+    """Return schedules of the same barriers of random groups, in the same order on every rank."""
+    groups = []
+    for _ in range(3):
+        members = generator.sample(range(size), generator.randint(1, size))
+        groups.append(tuple(sorted(members)))
+    schedules = [[] for _ in range(size)]
+    for _ in range(length):
+        barrier = Barrier(generator.choice(groups), generator.choice("ab"))
+        for member in barrier.members:
+            schedules[member].append(barrier)
+    return schedules
+
+
+def drop_or_swap_a_call(generator, schedules):
+    """Drop one call of one rank, or swap the call with the next one."""
+    schedule = generator.choice([schedule for schedule in schedules if len(schedule) > 1])
+    index = generator.randrange(len(schedule) - 1)
+    first, second = schedule[index : index + 2]
+    schedule[index : index + 2] = generator.choice([[first], [second, first]])
 
 
 def test_agreeing_schedules_of_random_groups_never_raise():
-    rng = random.Random(0)
+    generator = random.Random(0)
     for _ in range(20):
-        assert errors_of_ranks(random_schedules(rng, size=4, length=60)) == [None] * 4
+        schedules = random_schedules(generator, size=4, length=60)
+        assert errors_of_ranks(schedules) == [None] * 4
 
 
 def test_exactly_the_ranks_that_would_wait_forever_raise():
-    rng = random.Random(1)
-    actual = 0
+    generator = random.Random(1)
+    schedules_that_hang = 0
     for _ in range(60):
-        schedules = random_schedules(rng, size=rng.randint(2, 4), length=12)
-        one = rng.choice([schedule for schedule in schedules if len(schedule) > 1])
-        place = rng.randrange(len(one) - 1)
-        one[place : place + 2] = rng.choice([one[place : place + 1], one[place : place + 2][::-1]])
-        expected = stuck(schedules)
-        raised = errors_of_ranks(schedules)
-        assert [error is not None for error in raised] == expected, schedules
-        actual += any(expected)
-    assert actual > 20
+        schedules = random_schedules(generator, size=generator.randint(2, 4), length=12)
+        drop_or_swap_a_call(generator, schedules)
+        expected = ranks_that_wait_forever(schedules)
+        has_raised = [error is not None for error in errors_of_ranks(schedules)]
+        assert has_raised == expected, schedules
+        if any(expected):
+            schedules_that_hang += 1
+    assert schedules_that_hang > 20
 
 
 def test_threads_of_a_rank_may_wait_in_groups_of_their_own():
-    schedule = [("training", (0, 1)), ("saving", (0, 1))] * 20
+    groups = ["training", "saving"] * 20
     store = dist.HashStore()
-    both = Rank(store, 0, 2)
-    one_by_one = Rank(store, 1, 2)
-    threads = [
-        threading.Thread(
-            target=lambda rank=rank, calls=calls: [rank.barrier(*one) for one in calls], daemon=True
-        )
-        for rank, calls in (
-            (both, schedule[1::2]),
-            (one_by_one, schedule[::-1]),
-            (both, schedule[::2]),
-        )
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
-        assert not thread.is_alive()
-    assert set((both.counts + one_by_one.counts).values()) == {40}
+    rank_with_two_threads = CheckedRank(store, 0, 2)
+    rank_with_one_thread = CheckedRank(store, 1, 2)
+
+    def run_barriers(checked_rank, groups):
+        for group in groups:
+            checked_rank.barrier(group, (0, 1))
+
+    run_in_threads(
+        [
+            partial(run_barriers, rank_with_two_threads, groups[1::2]),
+            partial(run_barriers, rank_with_one_thread, groups[::-1]),
+            partial(run_barriers, rank_with_two_threads, groups[::2]),
+        ]
+    )
+    for checked_rank in (rank_with_two_threads, rank_with_one_thread):
+        assert checked_rank.counts == {"training": 20, "saving": 20}
 
 
 def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_named():
     pairs = [(0, 1), (1, 2), (0, 2)]
-    raised = errors_of_ranks([[(pairs[0], "a")], [(pairs[1], "a")], [(pairs[2], "a")]])
-    for error in raised:
+    for error in errors_of_ranks([[Barrier(pair, "a")] for pair in pairs]):
         assert "wait for each other" in error.problem
-        assert all(f"rank {rank}: barrier(name='a') at " in error.problem for rank in range(3))
+        for rank in range(3):
+            assert f"rank {rank}: barrier(name='a') at " in error.problem
 
 
 def test_a_rank_that_only_computes_is_named_at_the_timeout():
     store = dist.HashStore()
-    waiting, _ = (Rank(store, rank, 2, timedelta(seconds=0.2)) for rank in range(2))
+    timeout = timedelta(seconds=0.2)
+    waiting = CheckedRank(store, 0, 2, timeout)
+    _computing = CheckedRank(store, 1, 2, timeout)
     with pytest.raises(CollectiveMismatchError, match=r"after 0.2 s rank 1 did not call") as caught:
         waiting.barrier("job", (0, 1))
     assert caught.value.expected
@@ -200,7 +237,7 @@ def test_a_store_that_is_gone_is_an_error_and_no_wait():
     host = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server
     )
-    waiting = Rank(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2)
+    waiting = CheckedRank(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2)
     del host
     with pytest.raises(CollectiveMismatchError, match="the store of the job is gone"):
         waiting.barrier("job", (0, 1))
@@ -209,8 +246,8 @@ def test_a_store_that_is_gone_is_an_error_and_no_wait():
 KILLED = """
 import os, signal, sys
 import torch.distributed as dist
-from tests.test_checked import Rank
-Rank(dist.FileStore(sys.argv[1]), 1, 2).barrier("job", (0, 1))
+from tests.test_checked import CheckedRank
+CheckedRank(dist.FileStore(sys.argv[1]), 1, 2).barrier("job", (0, 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -218,7 +255,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.timeout(60)
 def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_path):
     path = str(tmp_path / "store")
-    waiting = Rank(dist.FileStore(path), 0, 2, timedelta(seconds=30))
+    waiting = CheckedRank(dist.FileStore(path), 0, 2, timedelta(seconds=30))
     with subprocess.Popen([sys.executable, "-c", KILLED, path]) as process:
         waiting.barrier("job", (0, 1))
         assert process.wait(timeout=30) == -signal.SIGKILL
@@ -234,144 +271,205 @@ def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_pa
 # -- real ranks -----------------------------------------------------------------------------------
 
 
-def described(communicator, text):
+def reduce_with_text(communicator, text):
     call = CallDescription("all_reduce", lambda: text)
-    communicator.run(Collective(Operation.ALL_REDUCE, torch.ones(2), Reduce.SUM, call=call))
+    collective = Collective(Operation.ALL_REDUCE, torch.ones(2), Reduce.SUM, call=call)
+    communicator.run(collective)
 
 
-def in_a_group(communicator, ranks):
+def wait_in_group(communicator, ranks):
     group = communicator.new_group(ranks)
-    return group.barrier("group") if group else None
+    if group:
+        group.barrier("group")
 
 
-def groups_in_another_order(communicator, first):
-    left = communicator.new_group([0, 1])
-    pair = [left, communicator]
-    for each in pair if first else pair[::-1]:
-        if each:
-            each.barrier("x")
+def wait_in_group_and_job(communicator):
+    group = communicator.new_group([0, 1])
+    if group:
+        group.barrier("x")
+    communicator.barrier("x")
 
 
-# What rank 1 does, what the others do, and what the error has to say; 3 ranks.
+def wait_in_job_and_group(communicator):
+    group = communicator.new_group([0, 1])
+    communicator.barrier("x")
+    if group:
+        group.barrier("x")
+
+
+def send_to_rank_1_or_wait(communicator):
+    if communicator.rank == 0:
+        communicator.send(torch.ones(1), 1)
+    else:
+        communicator.barrier("x")
+
+
+def send_to_rank_1_or_receive(communicator):
+    if communicator.rank == 0:
+        communicator.send(torch.ones(1), 1)
+    else:
+        communicator.recv(torch.ones(1), 1)
+
+
+def wait_in_order(communicator, *names):
+    for name in names:
+        communicator.barrier(name)
+
+
+def broadcast_and_exchange(communicator):
+    communicator.broadcast_object(1, 0)
+    communicator.all_to_all(torch.ones(3))
+
+
+class Mismatch(NamedTuple):
+    """Calls that differ between rank 1 and the two other ranks.
+
+    Attributes:
+        on_rank_1: the call of rank 1, or None if rank 1 makes no call.
+        elsewhere: the call of ranks 0 and 2.
+        expected: a text that the error contains.
+        is_known_to_rank_2: whether the error of rank 2 contains the text. Where ranks 0 and 1
+            block each other, rank 2 reports its own call instead.
+    """
+
+    on_rank_1: Callable[[Communicator], Any] | None
+    elsewhere: Callable[[Communicator], Any]
+    expected: str
+    is_known_to_rank_2: bool = True
+
+
+ROW = torch.ones(1)
+CHANGED_TEXT = LONG_TEXT.replace("metric 60", "metric x")
 MISMATCHES = {
-    "operation": (
-        lambda c: c.barrier("x"),
-        lambda c: c.gather_objects(1),
+    "operation": Mismatch(
+        lambda communicator: communicator.barrier("x"),
+        lambda communicator: communicator.gather_objects(1),
         "operation: gather_objects on ranks 0, 2",
     ),
-    "reduce op": (
-        lambda c: c.all_reduce(torch.ones(1), Reduce.MAX),
-        lambda c: c.all_reduce(torch.ones(1), Reduce.SUM),
+    "reduce op": Mismatch(
+        lambda communicator: communicator.all_reduce(torch.ones(1), Reduce.MAX),
+        lambda communicator: communicator.all_reduce(torch.ones(1), Reduce.SUM),
         "op: sum on ranks 0, 2; max on rank 1",
     ),
-    "shape": (
-        lambda c: c.all_gather(torch.ones(1)),
-        lambda c: c.all_gather(torch.ones(2, 3)),
+    "shape": Mismatch(
+        lambda communicator: communicator.all_gather(ROW),
+        lambda communicator: communicator.all_gather(torch.ones(2, 3)),
         "shape: (2, 3) on ranks 0, 2; (1,) on rank 1",
     ),
-    "dtype": (
-        lambda c: c.reduce_scatter(torch.ones(3, 1), Reduce.SUM),
-        lambda c: c.reduce_scatter(torch.ones(3, 1, dtype=torch.int32), Reduce.SUM),
+    "dtype": Mismatch(
+        lambda communicator: communicator.reduce_scatter(torch.ones(3, 1), Reduce.SUM),
+        lambda communicator: communicator.reduce_scatter(torch.ones(3, 1).int(), Reduce.SUM),
         "dtype: int32 on ranks 0, 2; float32 on rank 1",
     ),
-    "src": (
-        lambda c: c.broadcast(torch.ones(1), 1),
-        lambda c: c.broadcast(torch.ones(1), 0),
+    "src": Mismatch(
+        lambda communicator: communicator.broadcast(torch.ones(1), 1),
+        lambda communicator: communicator.broadcast(torch.ones(1), 0),
         "src: 0 on ranks 0, 2; 1 on rank 1",
     ),
-    "dst": (
-        lambda c: c.gather(torch.ones(1), 1),
-        lambda c: c.gather(torch.ones(1), 0),
+    "dst": Mismatch(
+        lambda communicator: communicator.gather(ROW, 1),
+        lambda communicator: communicator.gather(ROW, 0),
         "dst: 0 on ranks 0, 2",
     ),
-    "order": (
-        lambda c: (c.barrier("second"), c.barrier("first")),
-        lambda c: (c.barrier("first"), c.barrier("second")),
+    "order": Mismatch(
+        lambda communicator: wait_in_order(communicator, "second", "first"),
+        lambda communicator: wait_in_order(communicator, "first", "second"),
         "name: 'first' on ranks 0, 2; 'second' on rank 1",
     ),
-    "missing call": (
-        lambda c: c.all_to_all(torch.ones(3)),
-        lambda c: (c.broadcast_object(1, 0), c.all_to_all(torch.ones(3))),
+    "missing call": Mismatch(
+        lambda communicator: communicator.all_to_all(torch.ones(3)),
+        broadcast_and_exchange,
         "operation: broadcast_object on ranks 0, 2; all_to_all on rank 1",
     ),
-    "missing last call": (
+    "missing last call": Mismatch(
         None,
-        lambda c: c.barrier("x"),
+        lambda communicator: communicator.barrier("x"),
         "rank 1 makes no further calls: it has finished",
     ),
-    "tree keys": (
-        lambda c: described(c, "{'loss': float32 (2,)}"),
-        lambda c: described(c, "{'acc': float32 (2,)}"),
+    "tree keys": Mismatch(
+        lambda communicator: reduce_with_text(communicator, "{'loss': float32 (2,)}"),
+        lambda communicator: reduce_with_text(communicator, "{'acc': float32 (2,)}"),
         "data: {'acc': float32 (2,)} on ranks 0, 2",
     ),
-    "gradient": (
-        lambda c: all_reduce(c, torch.ones(1, requires_grad=True), Reduce.SUM),
-        lambda c: all_reduce(c, torch.ones(1), Reduce.SUM),
+    "gradient": Mismatch(
+        lambda communicator: all_reduce(
+            communicator, torch.ones(1, requires_grad=True), Reduce.SUM
+        ),
+        lambda communicator: all_reduce(communicator, torch.ones(1), Reduce.SUM),
         "with gradient on rank 1",
     ),
-    "long tree": (
-        lambda c: described(c, LONG_TEXT),
-        lambda c: described(c, LONG_TEXT.replace("metric 60", "metric x")),
+    "long tree": Mismatch(
+        lambda communicator: reduce_with_text(communicator, LONG_TEXT),
+        lambda communicator: reduce_with_text(communicator, CHANGED_TEXT),
         "'metric x': float32 ()",
     ),
-    "members": (
-        lambda c: in_a_group(c, [0, 1]),
-        lambda c: in_a_group(c, [0, 2]),
+    "members": Mismatch(
+        lambda communicator: wait_in_group(communicator, [0, 1]),
+        lambda communicator: wait_in_group(communicator, [0, 2]),
         "ranks: [0, 2] on ranks 0, 2; [0, 1] on rank 1",
     ),
-    "group": (
-        lambda c: groups_in_another_order(c, True),
-        lambda c: groups_in_another_order(c, False),
+    "group": Mismatch(
+        wait_in_group_and_job,
+        wait_in_job_and_group,
         "wait for each other in different calls",
+        is_known_to_rank_2=False,
     ),
-    "both send": (
-        lambda c: c.send(torch.ones(1), 0),
-        lambda c: c.send(torch.ones(1), 1) if c.rank == 0 else c.barrier("x"),
+    "both send": Mismatch(
+        lambda communicator: communicator.send(ROW, 0),
+        send_to_rank_1_or_wait,
         "rank 0: send(from=0, to=1, dtype=float32, shape=(1,))",
+        is_known_to_rank_2=False,
     ),
-    "message": (
-        lambda c: c.recv(torch.ones(2), 0),
-        lambda c: c.send(torch.ones(1), 1) if c.rank == 0 else c.recv(torch.ones(1), 1),
+    "message": Mismatch(
+        lambda communicator: communicator.recv(torch.ones(2), 0),
+        send_to_rank_1_or_receive,
         "shape: (1,) on rank 0; (2,) on rank 1",
+        is_known_to_rank_2=False,
     ),
 }
 
 
-def each_mismatch(fabric):
-    plain = fabric.strategy.runtime.communicator
-    results = {}
-    text = ""
-    for name, (odd, others, _) in MISMATCHES.items():
-        checker = CollectiveChecker(
-            dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT
-        )
+class TimedOutcome(NamedTuple):
+    """The text of an error, and the seconds that it took."""
+
+    text: str
+    seconds: float
+
+
+def outcomes_of_mismatches(fabric):
+    communicator = fabric.strategy.runtime.communicator
+    rank = communicator.rank
+    outcomes = {}
+    for name, mismatch in MISMATCHES.items():
+        store = dist.PrefixStore(name, default_store())
+        checker = CollectiveChecker(store, rank, communicator.size, SHORT)
         recorder = FlightRecorder()
         recorder.checks = (checker.check,)
-        checked = RecordedCommunicator(plain, recorder)
+        checked = RecordedCommunicator(communicator, recorder)
         checked.barrier("before")
-        started = time.monotonic()
-        if plain.rank == 1 and odd is None:
+        call = mismatch.on_rank_1 if rank == 1 else mismatch.elsewhere
+        if call is None:
             checker.close()
         else:
-            text = outcome(lambda: (odd if plain.rank == 1 else others)(checked))  # noqa: B023
-        results[name] = (text, time.monotonic() - started)
-        plain.barrier("after")
-    return results
+            started = time.monotonic()
+            text = outcome(partial(call, checked))
+            outcomes[name] = TimedOutcome(text, time.monotonic() - started)
+        communicator.barrier("after")
+    return outcomes
 
 
 @pytest.mark.timeout(120)
 def test_every_kind_of_mismatch_raises_on_every_rank_within_a_second():
-    results = run_in_ranks(each_mismatch, ranks=3)
-    for name, (_, _, told) in MISMATCHES.items():
-        arrived = [0, 2] if name == "missing last call" else [0, 1, 2]
-        for rank in arrived:
-            text, seconds = results[rank][name]
+    for rank, outcomes in enumerate(run_in_ranks(outcomes_of_mismatches, ranks=3)):
+        expected_names = set(MISMATCHES)
+        if rank == 1:
+            expected_names.remove("missing last call")
+        assert outcomes.keys() == expected_names
+        for name, (text, seconds) in outcomes.items():
+            mismatch = MISMATCHES[name]
             assert text.startswith("CollectiveMismatchError"), (name, rank, text)
-            assert told in text or (name in ("both send", "message", "group") and rank == 2), (
-                name,
-                rank,
-                text,
-            )
+            if rank < 2 or mismatch.is_known_to_rank_2:
+                assert mismatch.expected in text, (name, rank, text)
             assert "tests/test_checked.py:" in text
             assert seconds < 1, (name, rank, seconds)
 
@@ -384,13 +482,11 @@ def disagree(fabric):
 
 def test_the_error_names_what_the_user_passed_by_file_and_line():
     line = disagree.__code__.co_firstlineno + 2
+    at_rank_0 = rf"rank 0: all_reduce\(sum of loss: .*\) at .*test_checked.py:{line}\n"
+    at_rank_1 = rf"rank 1: all_reduce\(sum of acc: .*\) at .*test_checked.py:{line + 1}\n"
     for text in run_in_ranks(disagree, check_collectives=True):
-        assert re.search(
-            rf"rank 0: all_reduce\(sum of loss: .*\) at .*test_checked.py:{line}\n", text
-        ), text
-        assert re.search(
-            rf"rank 1: all_reduce\(sum of acc: .*\) at .*test_checked.py:{line + 1}\n", text
-        ), text
+        assert re.search(at_rank_0, text), text
+        assert re.search(at_rank_1, text), text
 
 
 def fail_before_the_others(fabric):
@@ -417,53 +513,72 @@ def test_a_rank_that_returned_is_named_by_those_that_wait():
     assert "rank 1 makes no further calls: it has finished" in waiting
 
 
-def agreeing_calls(fabric, folder):
-    """What programs do: collectives of the job, of groups of both kinds, checkpoints, training."""
+def run_every_collective(communicator):
+    run_tensor_collectives(communicator)
+    run_object_collectives(communicator)
+
+
+def use_groups(fabric):
+    """Make collectives of the job, and more of them in two groups; return the groups."""
     rank = fabric.global_rank
-    world = fabric.strategy.runtime.communicator
-    every_collective(world)
-    groups = [world.new_group([0, 1]), world.new_group([1, 2])]
-    for count, group in enumerate(groups):
-        for _ in range(5 * (count + 1) if group else 0):
-            every_collective(group)
+    communicator = fabric.strategy.runtime.communicator
+    run_every_collective(communicator)
+    left = communicator.new_group([0, 1])
+    right = communicator.new_group([1, 2])
+    for group, rounds in ((left, 5), (right, 10)):
+        if group:
+            for _ in range(rounds):
+                run_every_collective(group)
     torch_group = dist.new_group([0, 2])
     if rank != 1:
         assert fabric.all_reduce(1, group=torch_group, reduce_op="sum") == 2
     if rank == 0:
-        world.send(torch.ones(1), 2)
+        communicator.send(torch.ones(1), 2)
     if rank == 2:
-        world.recv(torch.zeros(1), 0)
-    model, optimizer = fabric.setup(
-        module := torch.nn.Linear(2, 1), torch.optim.SGD(module.parameters(), lr=0.1)
-    )
+        communicator.recv(torch.zeros(1), 0)
+    return left, right
+
+
+def train_and_save(fabric, folder):
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = fabric.setup(module, optimizer)
     for _ in range(2):
-        fabric.backward(model(torch.ones(1, 2)).sum())
+        fabric.backward(module(torch.ones(1, 2)).sum())
         optimizer.step()
-    fabric.save(folder / "a.ckpt", {"model": model, "rank": 0})
-    fabric.load(folder / "a.ckpt", {"model": model})
+    fabric.save(folder / "a.ckpt", {"model": module, "rank": 0})
+    fabric.load(folder / "a.ckpt", {"model": module})
+
+
+def run_program(fabric, folder):
+    """Make calls that agree: in the job and in groups, in training and checkpoints."""
+    rank = fabric.global_rank
+    groups = use_groups(fabric)
+    train_and_save(fabric, folder)
     with fabric.rank_zero_first():
         pass
+    message = None
     if rank == 0:
-        fabric.broadcast({"x": torch.ones(2), "y": "text"}, src=0)
-    else:
-        fabric.broadcast(None, src=0)
+        message = {"x": torch.ones(2), "y": "text"}
+    fabric.broadcast(message, src=0)
     weight = torch.ones(2, requires_grad=True)
     fabric.all_reduce({"b": weight * rank, "a": 1}, reduce_op="sum")["b"].sum().backward()
-    for group in filter(None, groups):
-        group.close()
+    for group in groups:
+        if group:
+            group.close()
     return rank
 
 
 @pytest.mark.timeout(120)
 def test_programs_that_agree_raise_nothing(tmp_path):
-    assert run_in_ranks(agreeing_calls, tmp_path, ranks=3, check_collectives=True) == [0, 1, 2]
+    assert run_in_ranks(run_program, tmp_path, ranks=3, check_collectives=True) == [0, 1, 2]
 
 
 # -- on and off -----------------------------------------------------------------------------------
 
 
 def kinds_of_checks(fabric):
-    return [check.__self__.__class__ for check in fabric.strategy.runtime.recorder.checks]
+    return [type(check.__self__) for check in fabric.strategy.runtime.recorder.checks]
 
 
 @pytest.mark.parametrize(("checks", "kinds"), [(False, []), (True, [CollectiveChecker])])
@@ -471,14 +586,13 @@ def test_off_nothing_is_compared(checks, kinds):
     assert run_in_ranks(kinds_of_checks, check_collectives=checks) == [kinds] * 2
 
 
-OFF = (None, "", "0", "false", "no", "off", "OFF ")
-ON = ("1", "true", "yes", "on", "all")
-
-
-@pytest.mark.parametrize(
-    ("value", "on"), [*((one, False) for one in OFF), *((one, True) for one in ON)]
-)
-def test_the_environment_turns_checks_on(value, on):
+@pytest.mark.parametrize("value", [None, "", "0", "false", "no", "off", "OFF "])
+def test_the_environment_leaves_checks_off(value):
     env = {} if value is None else {"FABRIC_CHECK": value}
-    assert resolve_plan(accelerator="cpu", env=env).check_collectives is on
+    assert resolve_plan(accelerator="cpu", env=env).check_collectives is False
     assert resolve_plan(accelerator="cpu", check_collectives=True, env=env).check_collectives
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "on", "all"])
+def test_the_environment_turns_checks_on(value):
+    assert resolve_plan(accelerator="cpu", env={"FABRIC_CHECK": value}).check_collectives is True
