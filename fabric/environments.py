@@ -1,9 +1,13 @@
-"""The launchers that fabric recognizes by their environment variables."""
+"""The launchers that fabric recognizes by the environment variables that they set.
+
+A launcher such as ``srun`` starts the processes of a job, and tells each process its rank in
+variables.
+"""
 
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, final
+from typing import NoReturn, Protocol, final
 
 from fabric.errors import ConfigurationError
 from fabric.world import World, read_integer_variable, read_variable
@@ -20,7 +24,7 @@ __all__ = [
 
 
 class Environment(Protocol):
-    """A launcher that fabric recognizes by the variables it sets.
+    """The interface of a launcher that fabric recognizes by the variables it sets.
 
     Attributes:
         name: the name in messages, such as ``"slurm"``.
@@ -29,9 +33,9 @@ class Environment(Protocol):
     name: str
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the place of this process in its job, or None if another launcher started it.
+        """Return the rank of this process in its job, or None if another launcher started it.
 
-        This is a pure function of the mapping.
+        Implementations read only ``env``, and have no effects.
 
         Args:
             env: an environment mapping, such as ``os.environ``.
@@ -45,12 +49,13 @@ class Environment(Protocol):
 def detect(
     env: Mapping[str, str], environments: Sequence[Environment] | None = None
 ) -> tuple[Environment, World] | None:
-    """Find the launcher that started this process, and the place of this process in its job.
+    """Find the launcher that started this process, and the rank of this process in its job.
 
     Args:
         env: an environment mapping, such as ``os.environ``. Nothing else is read.
-        environments: the candidates. The first that recognizes its variables wins. None tries Ray
-            Train, torchrun (and whatever sets its variables), Open MPI, MPICH and Intel MPI, SLURM.
+        environments: the candidates, in the order in which they are tried. The first that
+            recognizes its variables wins. None tries Ray Train, torchrun (and everything else that
+            sets its variables), Open MPI, MPICH and Intel MPI, SLURM.
 
     Returns:
         The environment and the world that it returned, or None if no launcher started this process.
@@ -68,16 +73,19 @@ def detect(
     return None
 
 
-# Steps that srun did not start have ids just below 2**32: the batch script, the interactive shell
-# of salloc, and the external step of a prolog or an ssh session.
+# SLURM reserves the step ids from here to 2**32 for steps that srun did not start: the batch
+# script, the interactive shell of salloc, and the external step of a prolog or an ssh session.
 _FIRST_RESERVED_STEP = 2**32 - 16
 
+# The first entry of a SLURM node list, such as "n[03-05,7]" of "n[03-05,7],m1".
 _HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+(?=,|$)")
+# The numbers in such an entry, such as "[03-05,7]".
 _RANGE = re.compile(r"\[(?P<first>[0-9]+)[0-9,-]*\]")
+# The number of tasks of one node or of several nodes: "2", or "2(x3)" for three nodes.
 _TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<nodes>[0-9]+)\))?")
 
-# Below 32768, where Linux begins to assign ports to outgoing connections, and above most registered
-# services.
+# The ports from 10,000 to 29,999 are above most registered services, and below 32,768, where Linux
+# begins to assign ports to outgoing connections.
 _FIRST_PORT = 10_000
 _PORT_COUNT = 20_000
 
@@ -86,42 +94,50 @@ _Names = tuple[str, ...]
 
 
 class _VariableEnvironment:
-    """An environment defined by the names of its launcher's variables.
+    """The base class of environments that are defined by the names of their launcher's variables.
+
+    Each attribute holds the names of one variable in different releases of the launcher.
 
     Attributes:
-        _rank: the global rank.
-        _world_size: the number of processes of the job.
-        _local_rank: the rank on this node.
-        _local_world_size: the number of processes on this node, or on each node as SLURM writes it.
-        _node_rank: the number of this node. Without names it is derived from the ranks.
-        _hosts: the hosts of the job, as SLURM writes them.
-        _job_id: variables that together identify the job. They are equal in all its processes.
+        _rank_names: the variable of the global rank.
+        _world_size_names: the number of processes of the job.
+        _local_rank_names: the rank on this node.
+        _local_world_size_names: the number of processes on this node. Under SLURM, a list of the
+            numbers on all nodes.
+        _node_rank_names: the number of this node. Empty if the launcher has no such variable: the
+            number is derived from the ranks.
+        _host_list_names: SLURM's node list. Empty under the other launchers.
+        _job_id_names: several variables that together identify the job, each with its names. Their
+            values are equal in all processes of the job.
     """
 
     name: str
-    _rank: _Names
-    _world_size: _Names
-    _local_rank: _Names
-    _local_world_size: _Names
-    _node_rank: _Names = ()
-    _hosts: _Names = ()
-    _job_id: tuple[_Names, ...] = ()
+    _rank_names: _Names
+    _world_size_names: _Names
+    _local_rank_names: _Names
+    _local_world_size_names: _Names
+    _node_rank_names: _Names = ()
+    _host_list_names: _Names = ()
+    _job_id_names: tuple[_Names, ...] = ()
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        rank = read_integer_variable(env, *self._rank)
+        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        rank = read_integer_variable(env, *self._rank_names)
         if rank is None:
             return None
-        world_size = self._require(env, self._world_size)
+        world_size = self._read_required_integer(env, self._world_size_names)
+        # These are the values of a job of one process, in which launchers may leave the variables
+        # out.
         local_rank = 0
         node_rank = 0
         local_world_size = 1
         if world_size > 1:
-            local_rank = self._require(env, self._local_rank)
-            if self._node_rank:
-                node_rank = self._require(env, self._node_rank)
-            local_world_size = self._tasks_on_node(env, node_rank)
-            if not self._node_rank:
+            local_rank = self._read_required_integer(env, self._local_rank_names)
+            if self._node_rank_names:
+                # Read first: SLURM's list of task counts has an entry for each node.
+                node_rank = self._read_required_integer(env, self._node_rank_names)
+            local_world_size = self._read_local_world_size(env, node_rank)
+            if not self._node_rank_names:
                 node_rank = _derive_node_rank(rank, local_rank, world_size, local_world_size)
         address, port = self._find_rendezvous(env, world_size, local_world_size)
         return World(
@@ -134,11 +150,15 @@ class _VariableEnvironment:
             port=port,
         )
 
-    def _require(self, env: Mapping[str, str], names: _Names) -> int:
-        """Return the integer of a variable. A process without it cannot know its place."""
+    def _read_required_integer(self, env: Mapping[str, str], names: _Names) -> int:
+        """Return the integer of a variable, without which this process cannot know its rank.
+
+        Raises:
+            ConfigurationError: none of ``names`` is set. With a guessed value, the process would
+                train alone, or on the device of another rank.
+        """
         value = read_integer_variable(env, *names)
         if value is None:
-            # A process that guessed would train alone, or on the device of another rank.
             raise ConfigurationError(
                 f"the place of this process in a job of {self.name}",
                 problem=f"{self.name} started this process and did not set {' or '.join(names)}",
@@ -148,130 +168,168 @@ class _VariableEnvironment:
             )
         return value
 
-    def _tasks_on_node(self, env: Mapping[str, str], node: int) -> int:
-        """Return the number of tasks on one node.
+    def _read_local_world_size(self, env: Mapping[str, str], node_rank: int) -> int:
+        """Return the number of processes on one node.
 
-        SLURM has a list for all nodes, in which ``2(x3),1`` means 2, 2, 2 and 1.
+        The variable holds one number for this node (``node_rank`` is 0 then), or under SLURM a list
+        for all nodes, in which ``2(x3),1`` means 2, 2, 2 and 1.
+
+        Raises:
+            ConfigurationError: the variable is not set, malformed, or too short.
         """
-        value = read_variable(env, *self._local_world_size) or ""
-        counts = _parse_task_counts(value)
-        if not 0 <= node < len(counts):
+        text = read_variable(env, *self._local_world_size_names) or ""
+        counts = _parse_task_counts(text)
+        if not 0 <= node_rank < len(counts):
             raise ConfigurationError(
-                f"{' or '.join(self._local_world_size)} set to {value!r}",
-                problem=f"it does not give the number of processes on node {node}",
+                f"{' or '.join(self._local_world_size_names)} set to {text!r}",
+                problem=f"it does not give the number of processes on node {node_rank}",
                 expected="a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
                 suggestion="export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they "
                 "take precedence",
             )
-        return counts[node]
+        return counts[node_rank]
 
     def _find_rendezvous(
         self, env: Mapping[str, str], world_size: int, local_world_size: int
     ) -> tuple[str, int | None]:
         """Return the address and the port at which the processes connect.
 
-        They are those of ``MASTER_ADDR`` and ``MASTER_PORT`` if set, and otherwise derived from the
-        variables of the job. A single process needs no port.
+        ``MASTER_ADDR`` and ``MASTER_PORT`` are used if they are set. Otherwise the address is the
+        loopback address if all processes are on this node, or else the first host of the node list,
+        and the port is derived from the id of the job. The port of a single process may be None.
+
+        Raises:
+            ConfigurationError: the address or the port cannot be found in ``env``.
         """
         address = read_variable(env, "MASTER_ADDR")
         if address is None and local_world_size == world_size:
             address = "127.0.0.1"
         if address is None:
-            address = self._first_host(env)
+            address = self._read_first_host(env)
+        if address is None:
+            self._refuse_missing("MASTER_ADDR", "host of rank 0", world_size, local_world_size)
+
         port = read_integer_variable(env, "MASTER_PORT")
         if port is None and world_size > 1:
             port = self._derive_port(env)
+            if port is None:
+                self._refuse_missing("MASTER_PORT", "port", world_size, local_world_size)
+        return address, port
 
-        if address is None:
-            name = "MASTER_ADDR"
-            value = "host of rank 0"
-        elif port is None and world_size > 1:
-            name = "MASTER_PORT"
-            value = "port"
-        else:
-            return address, port
+    def _refuse_missing(
+        self, variable: str, content: str, world_size: int, local_world_size: int
+    ) -> NoReturn:
+        """Raise because a variable of the rendezvous is neither set nor derived.
+
+        Args:
+            variable: the name of the variable.
+            content: what the user has to set it to, in words.
+            world_size: the number of processes of the job.
+            local_world_size: the number of processes on this node.
+        """
         raise ConfigurationError(
             f"a job of {world_size} processes of {self.name}, {local_world_size} of them on this "
             "node",
-            problem=f"{name} is not set, and cannot be derived from the other variables",
+            problem=f"{variable} is not set, and cannot be derived from the other variables",
             expected="MASTER_ADDR with the host name of rank 0's node, and MASTER_PORT with a free "
             "port of that node, in every process",
-            suggestion=f"export {name}=<{value}>   # before srun or mpiexec; Open MPI: mpirun -x "
-            f"{name} ...",
+            suggestion=f"export {variable}=<{content}>   # before srun or mpiexec; Open MPI: "
+            f"mpirun -x {variable} ...",
         )
 
     def _derive_port(self, env: Mapping[str, str]) -> int | None:
-        """Return a port derived from the id of the job, or None if the id is not complete."""
-        values: list[str] = []
-        for names in self._job_id:
-            value = read_variable(env, *names)
-            if value is None:
-                return None
-            values.append(value)
-        if not values:
-            return None
-        return _FIRST_PORT + zlib.crc32(".".join(values).encode()) % _PORT_COUNT
+        """Return a port derived from the id of the job, or None if a part of the id is not set.
 
-    def _first_host(self, env: Mapping[str, str]) -> str | None:
-        """Return the first host of a SLURM node list, or None if no list begins with a host.
-
-        It is n03 for ``n[03-05,7],m1``, and rack1n3-ib for ``rack[1-2]n[3-4]-ib``.
+        All processes of a job derive the same port without communicating. Jobs that share a node
+        most likely derive different ports.
         """
-        match = _HOST.match(read_variable(env, *self._hosts) or "")
-        if match is None:
+        id_parts: list[str] = []
+        for names in self._job_id_names:
+            id_part = read_variable(env, *names)
+            if id_part is None:
+                return None
+            id_parts.append(id_part)
+        if not id_parts:
             return None
-        return _RANGE.sub(r"\g<first>", match.group())
+        # Not hash(), which differs between processes.
+        checksum = zlib.crc32(".".join(id_parts).encode())
+        return _FIRST_PORT + checksum % _PORT_COUNT
+
+    def _read_first_host(self, env: Mapping[str, str]) -> str | None:
+        """Return the first host of SLURM's node list, or None if no list begins with a host.
+
+        The first host of ``n[03-05,7],m1`` is ``n03``, and the first host of ``rack[1-2]n[3-4]-ib``
+        is ``rack1n3-ib``.
+        """
+        host_list = read_variable(env, *self._host_list_names) or ""
+        first_entry = _HOST.match(host_list)
+        if first_entry is None:
+            return None
+        # Replace each range in brackets by its first number.
+        return _RANGE.sub(r"\g<first>", first_entry.group())
 
 
 def _derive_node_rank(rank: int, local_rank: int, world_size: int, local_world_size: int) -> int:
-    """Return the number of this node, if all nodes have equally many processes."""
-    nodes = -(-world_size // local_world_size)
+    """Return the number of this node, for launchers that have no variable for it.
+
+    All nodes are assumed to have equally many processes. A launcher either fills one node after the
+    other, or deals the ranks out to the nodes in turn.
+    """
+    num_nodes = -(-world_size // local_world_size)  # rounded up
     is_filled_in_order = rank % local_world_size == local_rank
     if is_filled_in_order:
         return rank // local_world_size
-    return rank % nodes  # consecutive ranks are on different nodes
+    return rank % num_nodes
 
 
 def _parse_task_counts(text: str) -> list[int]:
-    """Return the number of tasks of each node, or an empty list if the text is malformed."""
+    """Return the number of tasks of each node in a text such as ``"2(x3),1"``: 2, 2, 2 and 1.
+
+    The list is empty if the text is malformed.
+    """
     counts: list[int] = []
     for field in text.split(","):
         match = _TASKS.fullmatch(field.strip())
         if match is None:
             return []
-        nodes = int(match["nodes"] or 1)
-        counts.extend([int(match["tasks"])] * nodes)
+        num_nodes = int(match["nodes"] or 1)
+        counts.extend([int(match["tasks"])] * num_nodes)
     return counts
 
 
 @final
 class TorchrunEnvironment(_VariableEnvironment):
-    """The variables of ``torchrun``.
+    """The environment of ``torchrun``, and of everything that sets the variables of torchrun.
 
-    They are ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
-    ``MASTER_ADDR`` and ``MASTER_PORT``.
+    The variables are ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    ``GROUP_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. fabric's own launchers set them, and so do
+    some users.
 
-    torchrun, fabric's own launchers and users set these variables. ``WORLD_SIZE`` without ``RANK``
-    is not this environment: scripts for SLURM often export ``WORLD_SIZE`` alone and leave the rank
-    to srun. ``RANK`` without ``WORLD_SIZE``, next to another variable of a job, is an error, since
-    each process would train alone. Several processes without an address and a port are an error,
-    too.
+    * ``WORLD_SIZE`` without ``RANK`` is not this environment: scripts for SLURM often export
+      ``WORLD_SIZE`` alone and leave the rank to srun.
+    * ``RANK`` without ``WORLD_SIZE``, next to another variable of a job, is an error, since each
+      process would train alone.
+    * Several processes without an address and a port are an error.
     """
 
     name = "torchrun"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the place of this process in its job. See :meth:`Environment.detect`."""
+        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
         world = World.from_env(env)
         if world is None:
             self._check_unset(env)
         elif world.store is None:
-            # Checked here and not in World, whose defaults are right for a process without peers.
+            # Called for its error. World does not check the address and the port, since a single
+            # process needs none. Processes with a store, which fabric started, need none either.
             self._find_rendezvous(env, world.world_size, world.local_world_size)
         return world
 
     def _check_unset(self, env: Mapping[str, str]) -> None:
-        """Raise if ``RANK`` and another variable of a job are set, but not ``WORLD_SIZE``."""
+        """Raise if ``RANK`` and another variable of a job are set, but not ``WORLD_SIZE``.
+
+        ``RANK`` alone is no error: programs that are not launchers set it, too.
+        """
         job_variables: list[str] = []
         for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
             if read_variable(env, name):
@@ -296,56 +354,61 @@ class RayEnvironment:
     name = "ray"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        # Ray sets torchrun's variables except GROUP_RANK. torchrun inside a worker sets GROUP_RANK.
+        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        is_ray = read_variable(env, "RAY_JOB_ID") is not None
+        node_rank = read_variable(env, "NODE_RANK")
+        # Ray sets torchrun's variables except GROUP_RANK. A torchrun that was started in a Ray
+        # worker sets GROUP_RANK, and is the launcher of this process.
         is_torchrun_inside = read_variable(env, "GROUP_RANK") is not None
-        if (
-            is_torchrun_inside
-            or not read_variable(env, "RAY_JOB_ID")
-            or not read_variable(env, "NODE_RANK")
-        ):
+        if not is_ray or node_rank is None or is_torchrun_inside:
             return None
-        return World.from_env({**env, "GROUP_RANK": env["NODE_RANK"]})
+        return World.from_env({**env, "GROUP_RANK": node_rank})
 
 
 @final
 class OpenMPIEnvironment(_VariableEnvironment):
-    """Open MPI's ``mpirun``, ``mpiexec`` or ``prterun``; several nodes need ``MASTER_ADDR``."""
+    """Open MPI's ``mpirun``, ``mpiexec`` and ``prterun``.
+
+    A job on several nodes needs ``MASTER_ADDR``, which the user exports.
+    """
 
     name = "openmpi"
-    _rank = ("OMPI_COMM_WORLD_RANK",)
-    _world_size = ("OMPI_COMM_WORLD_SIZE",)
-    _local_rank = ("OMPI_COMM_WORLD_LOCAL_RANK",)
-    _local_world_size = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+    _rank_names = ("OMPI_COMM_WORLD_RANK",)
+    _world_size_names = ("OMPI_COMM_WORLD_SIZE",)
+    _local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
+    _local_world_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
     # OMPI_COMM_WORLD_NODE_RANK is not the number of a node: it counts the processes of all jobs on
     # a node.
-    _job_id = (("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),)
+    _job_id_names = (("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),)
 
 
 @final
 class MPICHEnvironment(_VariableEnvironment):
-    """``mpiexec`` of MPICH or Intel MPI (Hydra), or of a Cray system (PALS).
+    """``mpiexec`` of MPICH or Intel MPI (Hydra), and of Cray systems (PALS).
 
-    Several nodes need ``MASTER_ADDR``. MPICH's own ``mpiexec`` sets nothing that distinguishes one
-    job from another, so several processes need ``MASTER_PORT``. ``srun`` can set ``PMI_*``
-    variables, too: a step of SLURM without Hydra's own variables is left to SLURM.
+    A job on several nodes needs ``MASTER_ADDR``, which the user exports. MPICH's own ``mpiexec``
+    sets nothing that distinguishes one job from another, so that several processes also need
+    ``MASTER_PORT``. ``srun`` can set ``PMI_*`` variables as well: a step of SLURM without Hydra's
+    own variables is left to :class:`SlurmEnvironment`.
     """
 
     name = "mpich"
-    _rank = ("PMI_RANK",)
-    _world_size = ("PMI_SIZE",)
-    _local_rank = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-    _local_world_size = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    _rank_names = ("PMI_RANK",)
+    _world_size_names = ("PMI_SIZE",)
+    _local_rank_names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+    _local_world_size_names = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job would not do: two mpiexec in
     # one job would use the same port.
-    _job_id = (("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),)
+    _job_id_names = (("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),)
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        started_by_srun = read_variable(env, "SLURM_STEP_ID", "SLURM_STEPID") and read_variable(
-            env, "SLURM_PROCID"
-        )
-        if started_by_srun and not read_variable(env, "MPI_LOCALRANKID"):
+        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        has_step_id = read_variable(env, "SLURM_STEP_ID", "SLURM_STEPID") is not None
+        is_slurm_task = has_step_id and read_variable(env, "SLURM_PROCID") is not None
+        # Only Hydra sets this variable. In a SLURM job, its mpiexec may use srun to start
+        # processes.
+        is_hydra = read_variable(env, "MPI_LOCALRANKID") is not None
+        if is_slurm_task and not is_hydra:
             return None
         return super().detect(env)
 
@@ -354,38 +417,39 @@ class MPICHEnvironment(_VariableEnvironment):
 class SlurmEnvironment(_VariableEnvironment):
     """A step that ``srun`` started, with one process per task. Rank 0 is on the step's first host.
 
-    The body of an ``sbatch`` script and an interactive shell (``salloc``, ``srun --pty bash``) have
-    variables of SLURM, too, but SLURM did not start one process per task in them, so they are not
-    this environment. A step of several tasks with a pseudo-terminal is this environment, because an
-    srun inside an interactive shell inherits the shell's terminal variables.
+    Some processes have variables of SLURM, but do not belong to a step with one process per task:
+    the body of an ``sbatch`` script, and an interactive shell (``salloc``, ``srun --pty bash``).
+    They are not this environment. A step of several tasks with a pseudo-terminal is this
+    environment, because an srun inside an interactive shell inherits the shell's terminal
+    variables.
     """
 
     name = "slurm"
-    _rank = ("SLURM_PROCID",)
-    _world_size = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    _local_rank = ("SLURM_LOCALID",)
-    _local_world_size = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    _node_rank = ("SLURM_NODEID",)
-    _hosts = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    _job_id = (("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID"))
+    _rank_names = ("SLURM_PROCID",)
+    _world_size_names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    _local_rank_names = ("SLURM_LOCALID",)
+    _local_world_size_names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    _node_rank_names = ("SLURM_NODEID",)
+    _host_list_names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    _job_id_names = (("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID"))
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the place of this process in its job. See :meth:`Environment.detect`."""
-        step = read_integer_variable(env, "SLURM_STEP_ID", "SLURM_STEPID")
-        if step is None or step >= _FIRST_RESERVED_STEP:
-            return None
-        if (
-            read_variable(env, "SLURM_PTY_PORT")
-            and read_integer_variable(env, *self._world_size) == 1
-        ):
+        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        step_id = read_integer_variable(env, "SLURM_STEP_ID", "SLURM_STEPID")
+        if step_id is None or step_id >= _FIRST_RESERVED_STEP:
+            return None  # the body of a batch script, or another step that srun did not start
+        has_terminal = read_variable(env, "SLURM_PTY_PORT") is not None
+        if has_terminal and read_integer_variable(env, *self._world_size_names) == 1:
             return None  # an interactive shell
         return super().detect(env)
 
 
-# Ray sets torchrun's variables and more. The variables of torchrun, of fabric's own launchers and
-# those set by hand always win over the following launchers. mpirun precedes SLURM because in a
-# SLURM job mpirun starts its daemons with srun: its processes then have the variables of both
-# launchers, and those of SLURM describe the daemons.
+# The launchers in the order in which detect() tries them. A process may have the variables of
+# several launchers, of which the innermost one started it.
+# - Ray comes before torchrun, whose variables it sets, too.
+# - torchrun's variables may be set by hand, and then win over the launchers below.
+# - mpirun comes before SLURM. In a SLURM job, mpirun starts its daemons with srun. The processes of
+#   mpirun then have SLURM's variables as well, which describe the daemons.
 _INNERMOST_FIRST: list[Environment] = [
     RayEnvironment(),
     TorchrunEnvironment(),

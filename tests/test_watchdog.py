@@ -466,7 +466,7 @@ def test_times_are_seconds_or_timedeltas_and_the_strategys_timeout_counts_too():
     "options", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"watchdog": "soon"}]
 )
 def test_what_is_no_length_of_time_is_refused(options):
-    with pytest.raises(ConfigurationError, match="no length of time"):
+    with pytest.raises(ConfigurationError, match="not a valid length of time"):
         Fabric(accelerator="cpu", **options)
 
 
