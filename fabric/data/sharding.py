@@ -16,10 +16,10 @@ from fabric.seed import RandomStreams
 
 __all__ = ["FromRank0", "InterleavedIterable", "ShardedSampler", "SynchronizedStreams"]
 
-FromRank0 = Callable[[str, bytes], bytes]
+FromRank0 = Callable[[str, bytes], bytes]  # called with a key and this rank's bytes
 T = TypeVar("T")
 
-_NO_SAMPLE = object()
+_NO_SAMPLE = object()  # fills an incomplete round of an iterable dataset
 # The phases in which an order is drawn: in the sampler's ``__iter__``, or at the first entry.
 _BEGIN = "begin"
 _DRAW = "draw"
@@ -46,19 +46,24 @@ class SynchronizedStreams:
         self._draws = count()
 
     def draw(self, action: Callable[[], T], saved: State | None = None) -> tuple[State, T]:
-        """Run ``action`` from a saved state, or from rank 0's.
+        """Run ``action``, which draws numbers, from a saved state or from rank 0's state.
 
-        A shared stream whose state differed from rank 0's is restored, since ranks may differ on
-        purpose. A shared stream with the same state, and every generator, continues from where
-        ``action`` left it, as without synchronization. After a draw from a saved state all shared
-        streams are restored.
+        All ranks call this method in the same sequence. Afterwards, the streams are as follows:
+
+        - A generator continues from where ``action`` left it.
+        - A global stream of the process does the same if its state was
+          equal to rank 0's, as without synchronization.
+        - A global stream with another state has that state again, since ranks may differ on
+          purpose.
+        - After a draw from a saved state, all global streams have their earlier states again.
 
         Args:
             action: draws the numbers.
             saved: the state to draw from. None draws from rank 0's state.
 
         Returns:
-            The states drawn from, and the result of ``action``.
+            The state drawn from, which can be passed as ``saved`` later, and the result of
+            ``action``.
         """
         local_state = self.streams.state()
         if saved is not None:
@@ -66,7 +71,8 @@ class SynchronizedStreams:
             result = action()
             self.streams.restore_global_streams(local_state, unless={})
             return saved, result
-        if self._from_rank0 is None or not self.streams:
+        has_streams = bool(self.streams)
+        if self._from_rank0 is None or not has_streams:
             return local_state, action()
         key = f"loader/{self._name}/epoch/{next(self._draws)}"
         received = self._from_rank0(key, pickle.dumps(local_state))
@@ -83,8 +89,8 @@ class ShardedSampler:
     See ``[Note: Data]`` in ``position.py``. With one replica everything is drawn when torch's own
     loop would draw it. With several, the order of a sampler with a length is drawn at once at the
     start of the epoch. An order without a length is drawn round by round, from a private copy of
-    the streams. Attributes are those of the loader's own sampler or batch sampler:
-    ``loader.sampler.set_epoch(n)`` reaches it.
+    the streams. A *round* is ``num_replicas`` entries, one for each rank. Attributes are those of
+    the loader's own sampler or batch sampler: ``loader.sampler.set_epoch(n)`` reaches it.
 
     Args:
         sampler: yields samples, or batches of samples.
@@ -97,7 +103,7 @@ class ShardedSampler:
             the entries of the shard are fetched as they are.
 
     Attributes:
-        position: the iteration that the next ``iter`` belongs to.
+        position: the iteration that the next ``iter`` belongs to. The loader sets it.
     """
 
     def __init__(
@@ -118,8 +124,8 @@ class ShardedSampler:
         self._streams = streams
         self._batch_sampler = batch_sampler
 
-    def samples(self, position: EpochPosition) -> "ShardedSampler":
-        """Return the same shard for one iteration, without the batch sampler."""
+    def without_batches(self, position: EpochPosition) -> "ShardedSampler":
+        """Return a copy for one iteration, which yields the entries without grouping them."""
         shard = copy.copy(self)
         shard.position = position
         shard._batch_sampler = None
@@ -130,129 +136,180 @@ class ShardedSampler:
             return len(self._batches(self.position))
         return self.length(0)
 
-    def length(self, skip: int) -> int:
-        """Return the length of this shard of the order from entry ``skip`` on."""
+    def length(self, skipped_entries: int) -> int:
+        """Return the number of entries of this shard, after ``skipped_entries`` of the order.
+
+        Raises:
+            TypeError: the sampler has no length. torch's samplers raise the same.
+        """
         sampler: Any = self.sampler
-        # Raises a TypeError if there is none, as torch's samplers do.
         order_length = len(sampler)
-        remaining = max(0, order_length - skip)
+        remaining = max(0, order_length - skipped_entries)
         if self.pads:
-            return -(-remaining // self.num_replicas)
+            return -(-remaining // self.num_replicas)  # rounded up
         return remaining // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        # The position is read now: at the first item, another iteration may have begun.
+        """Return an iterator over this rank's entries, or over batches of them.
+
+        torch's iterator calls it once at the start of an epoch. The order is drawn, and drawn
+        states are recorded in the position, once the first item is asked for.
+        """
+        # The position is read now: when the first item is asked for, another iteration may have
+        # begun and replaced it.
         position = self.position
-        if _DRAW in position.drawn_states:
-            # To iterate this object without the loader, or twice, does not change the loader's
-            # position.
+        has_drawn = _DRAW in position.drawn_states
+        if has_drawn:
+            # The user iterates this object without the loader, or twice. The loader's position
+            # must not change.
             position = EpochPosition(position.epoch)
         if self._batch_sampler is not None:
             return iter(self._batches(position))
-        shard = self.samples(position)
-        # Some samplers draw their random numbers in __iter__; a generator function draws at the
-        # first item.
-        if inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None)):
+        shard = self.without_batches(position)
+        # Some samplers draw their random numbers in __iter__. A generator function runs no code
+        # of the sampler before the first item, so it draws at the first item only.
+        sampler_iter = getattr(type(self.sampler), "__iter__", None)
+        if inspect.isgeneratorfunction(sampler_iter):
             order = iter(self.sampler)
         else:
             order = shard._draw(_BEGIN, partial(iter, self.sampler))
-        # A chain, since a generator of ours would be resumed for every item. Its one element is
-        # drawn when the first item is asked for.
         draw_entries = partial(shard._draw, _DRAW, partial(shard._entries, order))
+        # This iterator calls draw_entries() when the first item is asked for, and yields its
+        # entries. A chain, since a generator function of ours would be resumed for every item.
         return chain.from_iterable(draw() for draw in [draw_entries])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_batch_sampler" not in vars(self):
+        """Return an attribute of the user's own batch sampler or sampler.
+
+        Python calls it for a name that this object lacks.
+        """
+        # copy and pickle look up special methods, which must not be those of the user's object.
+        # They also look up names before this object has any attributes, which would recurse.
+        is_being_copied = "_batch_sampler" not in vars(self)
+        if name.startswith("__") or is_being_copied:
             raise AttributeError(name)
         if self._batch_sampler is None:
             return getattr(self.sampler, name)
         return getattr(self._batch_sampler, name)
 
     def _batches(self, position: EpochPosition) -> Any:
+        """Return a copy of the user's batch sampler that groups the entries of this shard."""
         batch_sampler: Any = copy.copy(self._batch_sampler)
-        batch_sampler.sampler = self.samples(position)
+        batch_sampler.sampler = self.without_batches(position)
         return batch_sampler
 
     def _draw(self, phase: str, action: Callable[[], T]) -> T:
+        """Run ``action``, which draws random numbers, and record the states that it draws from.
+
+        If the position was loaded, the numbers are drawn again from the saved states of the phase.
+
+        Args:
+            phase: ``_BEGIN`` or ``_DRAW``.
+            action: draws the numbers.
+        """
         saved = self.position.states_to_replay.get(phase)
-        self.position.drawn_states[phase], result = self._streams.draw(action, saved)
+        state, result = self._streams.draw(action, saved)
+        self.position.drawn_states[phase] = state
         return result
 
     def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
-        """Return this rank's entries of an order, without those received before."""
-        skip = self.position.skipped_entries
+        """Return this rank's entries of an order, without those received before.
+
+        Every random number that depends on the streams is drawn before this method returns,
+        since the caller replays or synchronizes the streams only for the time of this call.
+        """
+        skipped = self.position.skipped_entries
         if self.num_replicas == 1:
-            # At least one entry is read now: a lazy sampler draws its random numbers at the first
-            # entry, and has to draw them before this method returns.
-            received = list(islice(order, max(skip, 1)))
-            return chain(received[skip:], order)
+            # Read at least one entry: a lazy sampler draws its random order at the first entry.
+            first_entries = list(islice(order, max(skipped, 1)))
+            return chain(first_entries[skipped:], order)
         if length_of(self.sampler) is None:
             return self._entries_of_unsized(order)
-        # The indices of a sequential sampler need not be held in memory.
+        # The indices of a sequential sampler need not be held in memory. A subclass may yield
+        # others.
         if type(self.sampler) is SequentialSampler:
             entries = range(len(self.sampler))
         else:
             entries = list(order)
         length = len(entries)
-        remaining = max(0, length - skip)
+        remaining = max(0, length - skipped)
         end_of_full_rounds = length - remaining % self.num_replicas
-        shard = entries[skip + self.rank : end_of_full_rounds : self.num_replicas]
-        if end_of_full_rounds < length and self.pads:
-            # The last round has the entries that remain, and then entries from the start.
+        shard = entries[skipped + self.rank : end_of_full_rounds : self.num_replicas]
+        has_incomplete_round = end_of_full_rounds < length
+        if has_incomplete_round and self.pads:
+            # The last round has the entries that remain and then, past the end, entries from the
+            # start of the order.
             last_entry = entries[(end_of_full_rounds + self.rank) % length]
             return chain(shard, [last_entry])
         return iter(shard)
 
     def _entries_of_unsized(self, order: Iterator[Any]) -> Iterator[Any]:
-        # The first rounds are drawn from the process's own streams, so that the next epoch draws
-        # another order.
+        """Return this rank's entries of an order without a length, which may have no end.
+
+        The first rounds are drawn during this call, from the process's own streams, so that the
+        next epoch draws another order. Later rounds are drawn on request, from a private state of
+        the global streams.
+        """
         first_round = list(islice(order, self.num_replicas))
         remaining = islice(chain(first_round, order), self.position.skipped_entries, None)
         next_round = list(islice(remaining, self.num_replicas))
-        streams = RandomStreams(self._streams.streams.global_streams)
-        return self._rounds(next_round, first_round, remaining, streams, streams.state())
+        global_streams = RandomStreams(self._streams.streams.global_streams)
+        return self._rounds(
+            next_round,
+            remaining,
+            padding=first_round,
+            streams=global_streams,
+            private_state=global_streams.state(),
+        )
 
     def _rounds(
         self,
         entries: list[Any],
-        first_round: list[Any],
-        order: Iterator[Any],
+        remaining: Iterator[Any],
+        *,
+        padding: list[Any],
         streams: RandomStreams,
         private_state: State,
     ) -> Iterator[Any]:
         """Yield this rank's entry of each round.
 
+        The streams have the private state only while the sampler draws a round, so that other
+        code, which draws from the same streams between rounds, does not change the order.
+
         Args:
-            entries: the next round.
-            first_round: the first round of the order, for padding.
-            order: the entries after the next round. It may have no end.
-            streams: the streams that later rounds are drawn from.
-            private_state: their state for the next draw; other code does not see it.
+            entries: the entries of the next round, which is incomplete at the end of the order.
+            remaining: the entries after the next round. There may be no end.
+            padding: the first round of the order, whose entries complete the last round.
+            streams: the global streams that later rounds are drawn from.
+            private_state: the state of the streams for the next draw.
         """
         while entries:
-            if len(entries) == self.num_replicas:
+            is_complete = len(entries) == self.num_replicas
+            if is_complete:
                 yield entries[self.rank]
             elif self.pads:
-                padded = entries + first_round * self.num_replicas
+                # Repeated, since a short order has fewer than num_replicas entries in its first
+                # round.
+                padded = entries + padding * self.num_replicas
                 yield padded[self.rank]
-            shared_state = streams.state()
+            global_state = streams.state()
             streams.restore(private_state)
-            entries = list(islice(order, self.num_replicas))
+            entries = list(islice(remaining, self.num_replicas))
             private_state = streams.state()
-            streams.restore(shared_state)
+            streams.restore(global_state)
 
 
 class InterleavedIterable(IterableDataset[Any]):
     """One rank's samples of an iterable dataset that every rank iterates.
 
     The samples are taken in rounds of ``num_replicas``, and each rank keeps one sample of a round.
-    Only complete rounds count, so that all ranks get equally many, unless ``includes_incomplete``:
-    to fill the last round would need samples from ahead. With worker processes each worker shards
-    what it iterates itself, so up to ``num_replicas - 1`` samples are left out per worker. Every
-    rank has to iterate the same samples in the same order: shuffle by epoch (``set_epoch``), or
-    with a generator of the dataset's own.
+    Only complete rounds count, so that all ranks get equally many samples, unless
+    ``includes_incomplete``: to fill the last round, samples would have to be read ahead. With
+    worker processes each worker shards the samples that it iterates itself, so up to
+    ``num_replicas - 1`` samples are left out per worker. Every rank has to iterate the same samples
+    in the same order: shuffle by epoch (``set_epoch``), or with a generator of the dataset's own.
 
-    Attributes are read from and written to the dataset inside, so that a ``worker_init_fn`` that
+    Attributes are read from and written to the user's dataset, so that a ``worker_init_fn`` that
     configures the copy in its worker (``get_worker_info().dataset.start = ...``) reaches it.
 
     Args:
@@ -269,7 +326,7 @@ class InterleavedIterable(IterableDataset[Any]):
         num_replicas: int,
         includes_incomplete: bool = False,
     ) -> None:
-        # Past __setattr__, which writes to the dataset.
+        # Past the __setattr__ of this class, which writes to the dataset.
         vars(self).update(
             _dataset=dataset,
             _rank=rank,
@@ -278,9 +335,12 @@ class InterleavedIterable(IterableDataset[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        # iter(dataset) is called when torch calls iter: some datasets draw their order there.
+        """Return an iterator over this rank's sample of each round."""
+        # iter(dataset) is called when torch calls iter: some datasets draw their order there. A
+        # generator function would call it later.
         samples = iter(self._dataset)
-        # Each round takes its samples from the same iterator, one after the other.
+        # zip takes one sample from each source for a round. The sources are one iterator, so a
+        # round has num_replicas samples that follow each other.
         sources = [samples] * self._num_replicas
         if self._includes_incomplete:
             rounds = zip_longest(*sources, fillvalue=_NO_SAMPLE)
@@ -290,15 +350,18 @@ class InterleavedIterable(IterableDataset[Any]):
         return filter(partial(is_not, _NO_SAMPLE), samples_of_rank)
 
     def __len__(self) -> int:
-        # A round counts once it has this sample.
+        """Return the number of samples of this rank, from the length of the user's dataset."""
+        # A round counts once the dataset has yielded the round's sample with this index: the last
+        # sample of the round or, if incomplete rounds count, this rank's sample.
         needed = self._num_replicas - 1
         if self._includes_incomplete:
             needed = self._rank
         return len(range(needed, len(self._dataset), self._num_replicas))
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for special methods: those of this class count. While this
-        # object is being unpickled there is no dataset yet.
+        """Return an attribute of the user's dataset. Called for a name that this object lacks."""
+        # copy and pickle look up special methods, which must not be those of the user's dataset.
+        # They also look up names before this object has a dataset, which would recurse.
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
         return getattr(self._dataset, name)

@@ -360,7 +360,7 @@ def _install_sampler(
         return
     _replace_attribute(loader, "batch_sampler", sharded_sampler)
     if sharded_sampler.num_replicas > 1 and order.batch_sampler is not None:
-        _replace_attribute(loader, "sampler", sharded_sampler.samples(EpochPosition(0)))
+        _replace_attribute(loader, "sampler", sharded_sampler.without_batches(EpochPosition(0)))
 
 
 def _replace_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
