@@ -57,7 +57,9 @@ def gather_batch(
     """
     spec, position = _innermost_loop(communicator, active_loops)
     # Ranks may have batches of different lengths, or none.
-    is_uneven = spec.ends_in_lockstep and not (spec.has_equal_counts and spec.worker_seed is None)
+    is_uneven = spec.ends_in_lockstep and not (
+        spec.has_equal_counts and spec.worker_seed_streams is None
+    )
     size = _UNKNOWN if is_uneven else _batch_size(spec, position)
     leaves, structure = flatten(results)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
@@ -66,7 +68,7 @@ def gather_batch(
         leaves = [_without_repeat(leaf, spec, position) for leaf in leaves]
 
     # The ranks compare the title: results of different iterations must not be combined.
-    title = f"of iteration {position.epoch}" if spec.streams else "of a fixed order"
+    title = f"of iteration {position.epoch}" if spec.order_streams else "of a fixed order"
     if is_uneven or spec.unit == "batches":
         gathered = all_gather_ragged(communicator, {title: leaves})[title]
         join_ranks = _concatenate
@@ -106,7 +108,7 @@ def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoo
 
 
 def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
-    if spec.num_replicas == 1 or spec.worker_seed is not None:
+    if spec.num_replicas == 1 or spec.worker_seed_streams is not None:
         return _UNKNOWN
     order_length = _order_length(spec)
     before = replace(position, received_batches=position.received_batches - 1)
@@ -126,8 +128,8 @@ def _order_length(spec: LoaderSpec) -> int | None:
 
     None if it has no length and nothing is repeated.
     """
-    order: Any = spec.order
-    if spec.shards > 1:
+    order: Any = spec.order_source
+    if spec.shard_count > 1:
         length = length_of(order)
         sampler = spec.sharded_sampler
         if length is None and sampler is not None and sampler.pads:

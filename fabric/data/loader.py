@@ -4,6 +4,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_args
 
 import torch
@@ -45,7 +46,7 @@ def _do_nothing() -> None:
     pass
 
 
-def _unchanged(batches: Iterator[Any]) -> Iterator[Any]:
+def _return_unchanged(batches: Iterator[Any]) -> Iterator[Any]:
     return batches
 
 
@@ -57,15 +58,16 @@ class DataParallelJob:
         rank: rank of this process, ``0 <= rank < num_replicas``.
         num_replicas: number of ranks that data is sharded over.
         from_rank0: makes the ranks draw the same order although their random states differ. Called
-            at the start of each epoch with a key and the state, in the same sequence on all ranks,
-            it returns rank 0's state. Not called if nothing random is drawn. None: the states are
-            assumed to be equal.
-        active_loops: the active loops over the loaders of the job.
+            at the start of each epoch with a key and this rank's state, in the same sequence on all
+            ranks, it returns rank 0's state. Not called if nothing random is drawn. None: the
+            states are assumed to be equal.
+        active_loops: the active loops over the loaders of the job. A loader adds and removes its
+            own loops. The last one is the loop that yielded a batch last.
         lockstep: ends loops on all ranks together.
-        detector: is told of the start of each iteration. None if there are no other ranks.
+        detector: records the start of each iteration. None if there are no other ranks.
         synchronize_rng: gives ranks that share a batch the same random streams. Called before
-            each iteration.
-        around_batches: wraps the iterator of batches of each iteration.
+            each iteration. Collective among these ranks.
+        around_batches: wraps the iterator of batches of each iteration, to observe it.
     """
 
     rank: int = 0
@@ -75,15 +77,20 @@ class DataParallelJob:
     lockstep: Lockstep = field(default_factory=Lockstep)
     detector: UnevenInputDetector | None = None
     synchronize_rng: Callable[[], None] = _do_nothing
-    around_batches: Callable[[Iterator[Any]], Iterator[Any]] = _unchanged
+    around_batches: Callable[[Iterator[Any]], Iterator[Any]] = _return_unchanged
 
 
 class _EpochTarget(NamedTuple):
-    """An object with a ``set_epoch``: the user's sampler, batch sampler or dataset."""
+    """An object of the user with a ``set_epoch``: the sampler, batch sampler or dataset.
+
+    Attributes:
+        target: the object.
+        known_epoch: what ``target.epoch`` was after fabric called ``set_epoch`` last. Another
+            value shows that the user has called ``set_epoch``.
+    """
 
     target: Any
-    epoch: Any
-    """What the object's own ``epoch`` was after the latest ``set_epoch``."""
+    known_epoch: Any
 
 
 class FabricDataLoader(_Base):
@@ -129,29 +136,30 @@ class FabricDataLoader(_Base):
         loop, with the user's own sampler. With one replica the loop equals the plain one, random
         streams included.
 
-        - A batch sampler that the user passed: whole batches are sharded.
-        - A sampler that shards by itself (it has ``rank`` and ``num_replicas``, as torch's
-          DistributedSampler): left alone.
-        - An iterable dataset: sharded in rounds
-          (:class:`~fabric.data.sharding.InterleavedIterable`), complete ones unless ``uneven`` is
-          ``"longest"``, or left alone if it has a true attribute ``shards_itself``. All ranks must
-          iterate it in the same order. Its workers have the same random streams on every rank, from
-          rank 0's base seed. Without workers only the numbers that its ``__iter__`` draws before it
-          returns are the same, so it should shuffle by epoch (``set_epoch``).
-        - Workers of map-style datasets have different random streams on each rank, on rank 0
-          exactly torch's, unless ``seed_workers`` is false.
+        - If the user passed a batch sampler, whole batches are sharded.
+        - A sampler that shards by itself is left alone. It has ``rank`` and ``num_replicas``, as
+          torch's DistributedSampler.
+        - An iterable dataset is sharded in rounds
+          (:class:`~fabric.data.sharding.InterleavedIterable`), or left alone if it has a true
+          attribute ``shards_itself``. Only complete rounds count unless ``uneven`` is
+          ``"longest"``. All ranks must iterate the dataset in the same order. The workers have the
+          same random streams on every rank, from rank 0's base seed. Without workers only the
+          numbers that the dataset's ``__iter__`` draws before it returns are the same, so the
+          dataset should shuffle by epoch (``set_epoch``).
+        - Workers of map-style datasets have different random streams on each rank, unless
+          ``seed_workers`` is false. On rank 0 these are exactly torch's.
 
         Args:
             loader: a DataLoader, or an object of a subclass.
             job: the job that the loader is part of.
             device: where batches go. None leaves them as the loader made them.
             uneven: ``"pad"`` repeats samples from the start of the order until all ranks have
-                equally many, as torch's DistributedSampler does; ``"drop"`` leaves the incomplete
-                last round out. A loader with ``drop_last`` always leaves it out, since the plain
-                loop drops those samples. For anything but a map-style dataset that fabric shards,
-                ``"shortest"`` ends the loop on all ranks when the first rank runs out, and
-                ``"longest"`` when all have: until then a rank without batches gets its last one
-                again, with :attr:`is_repeat` true.
+                equally many, as torch's DistributedSampler does. ``"drop"`` leaves the incomplete
+                last round out. A loader with ``drop_last`` always leaves that round out, since the
+                plain loop drops its samples. For anything but a map-style dataset that fabric
+                shards, ``"shortest"`` ends the loop on all ranks when the first rank runs out, and
+                ``"longest"`` ends it when all ranks have run out. Until then a rank without batches
+                gets its last batch again, with :attr:`is_repeat` true.
             shard: False gives every rank the whole data.
             overlap_copies: whether batches are copied to a CUDA device from pinned memory, on a
                 separate stream. If not, they are copied on the compute stream, from memory as the
@@ -162,14 +170,14 @@ class FabricDataLoader(_Base):
 
         Raises:
             ArgumentTypeError: ``loader`` is not a DataLoader.
-            ConfigurationError: it is set up already; ``uneven`` does not fit its data; or its
-                sampler shards by itself, but for another rank or number of ranks.
+            ConfigurationError: ``loader`` is set up already; ``uneven`` does not fit its data; or
+                its sampler shards by itself, but for another rank or number of ranks.
         """
         _check_arguments(loader, uneven)
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         reset_iterator(prepared)
-        request = ShardRequest(
+        shard_request = ShardRequest(
             rank=job.rank,
             num_replicas=job.num_replicas,
             is_enabled=shard,
@@ -177,27 +185,30 @@ class FabricDataLoader(_Base):
             from_rank0=job.from_rank0,
             name=name,
         )
-        spec = shard_loader(prepared, request)
-        if seed_workers and job.rank > 0 and spec.worker_seed is None:
+        spec = shard_loader(prepared, shard_request)
+        if seed_workers and job.rank > 0 and spec.worker_seed_streams is None:
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
             # Past the __setattr__ of a user's class.
             object.__setattr__(prepared, "worker_init_fn", seeding)
-        # Written without our __setattr__, which sets attributes of the user's loader.
+        # A stateful loader (torchdata's) keeps its own position, but its position is of no use in
+        # an order that fabric shards.
+        is_stateful = hasattr(type(loader), "state_dict")
+        # Past the __setattr__ of this class, which sets attributes of the user's loader.
         vars(self).update(
             loader=prepared,
             original=loader,
-            differs_by_rank=job.num_replicas > 1 and spec.shards == 1,
+            differs_by_rank=job.num_replicas > 1 and spec.shard_count == 1,
             _job=job,
             _name=name,
             _spec=spec,
-            # A loader of torchdata has a state. Its position is of no use in an order that fabric
-            # shards.
-            _has_own_state=hasattr(type(loader), "state_dict") and spec.sharded_sampler is None,
-            _keeps_dataset_state=_keeps_dataset_state(loader, spec),
-            _move=mover(prepared, device, overlap_copies),
-            _epoch=0,  # the number of the next one
-            _saved=None,  # the argument of load_state_dict, until the next iteration begins
-            _latest=None,  # the iteration that yielded a batch last, or began since
+            _loader_keeps_position=is_stateful and spec.sharded_sampler is None,
+            _dataset_keeps_position=_dataset_keeps_position(loader, spec),
+            _move_batch=mover(prepared, device, overlap_copies),
+            _next_epoch=0,
+            # The argument of load_state_dict, until the next iteration begins there.
+            _loaded_position=None,
+            # That of the iteration which yielded a batch last, or which has begun since.
+            _latest_position=None,
             _epoch_targets=_find_epoch_targets(spec),
         )
 
@@ -206,86 +217,109 @@ class FabricDataLoader(_Base):
         return batches
 
     def _begin(self, *, finds_final: bool = False) -> tuple[EpochPosition, Iterator[Any]]:
-        """Begin an iteration.
+        """Begin an iteration. ``iter(loader)`` and ``iter(fabric.accumulate(...))`` call it.
+
+        The order of the steps matters: the user's ``set_epoch`` decides the epoch, and the other
+        ranks must learn of the iteration before anything is drawn or fetched.
 
         Args:
-            finds_final: whether ``position.is_final`` is to be true while the last batch is out.
+            finds_final: whether ``position.is_final`` has to be true while the user has the last
+                batch. If not, it may stay false.
 
         Returns:
-            The position, which follows the iteration, and the batches.
+            The position, which the iteration updates, and the batches.
         """
         if self._spec.uneven == "longest":
             self._job.lockstep.check_modules()
         self._follow_user_epoch()
-        saved = self._saved
-        self._saved = None
-        position = self._begin_position(saved)
+        loaded_position = self._loaded_position
+        self._loaded_position = None
+        position = self._begin_position(loaded_position)
         self._announce(position)
-        if saved is None:
+        if loaded_position is None:
             batches = self._begin_batches()
         else:
             batches = self._resume_batches(position)
         batches = self._look_ahead(batches, position, finds_final)
-        if self._move is not None:
-            batches = map(self._move, batches)
-        return position, self._hand_out(position, self._job.around_batches(batches))
+        if self._move_batch is not None:
+            batches = map(self._move_batch, batches)
+        batches = self._job.around_batches(batches)
+        return position, self._yield_batches(position, batches)
 
     def _begin_position(self, saved: Mapping[str, Any] | None) -> EpochPosition:
         """Return the position of a new iteration, and make it the latest.
 
+        Also passes the number of the epoch to the user's sampler and dataset, and the position to
+        the sharded sampler, which torch's ``iter()`` reads next.
+
         Args:
-            saved: the saved position to continue from, if there is one.
+            saved: the saved position to continue from. None begins the next epoch.
         """
         if saved is None:
-            position = EpochPosition(self._epoch)
+            position = EpochPosition(self._next_epoch)
         else:
-            skip = entries_to_skip(saved, self._spec)
-            position = EpochPosition(saved["epoch"], skip, states_to_replay=saved["drawn"])
+            skipped_entries = entries_to_skip(saved, self._spec)
+            position = EpochPosition(
+                saved["epoch"], skipped_entries, states_to_replay=saved["drawn"]
+            )
         self._forward_epoch(position.epoch)
-        self._epoch = position.epoch + 1
-        self._latest = position
+        self._next_epoch = position.epoch + 1
+        self._latest_position = position
         if self._spec.sharded_sampler is not None:
             self._spec.sharded_sampler.position = position
         return position
 
     def _announce(self, position: EpochPosition) -> None:
-        """Tell the job that an iteration begins. Nothing has been drawn yet."""
+        """Announce an iteration to the other ranks, before anything is drawn or fetched.
+
+        Ranks that share a batch get the same random streams: collective among these ranks. The
+        detector of uneven inputs gets the number of batches, which it compares between ranks.
+        """
         self._job.synchronize_rng()
         if self._job.detector is None:
             return
         spec = self._spec
-        if spec.worker_seed is not None or self._ends_in_lockstep():
-            batches = 0  # as many on all ranks, whatever the number
+        has_equal_batches = spec.worker_seed_streams is not None or self._ends_in_lockstep()
+        if has_equal_batches:
+            batch_count = 0  # a number that is the same on all ranks
         elif isinstance(spec.dataset, IterableDataset):
-            batches = None  # torch would warn if the dataset yields more than its length
+            # Unknown. len() would make torch warn if the dataset yields more than its length.
+            batch_count = None
         else:
-            batches = length_of(self.loader)
-        draws_order = bool(spec.streams) or bool(self._epoch_targets)
+            batch_count = length_of(self.loader)
+        # A dataset or sampler with set_epoch draws another order in each epoch.
+        draws_order = bool(spec.order_streams) or bool(self._epoch_targets)
         shuffles = spec.num_replicas > 1 and draws_order
-        self._job.detector.on_iteration(self._name, position, batches, shuffles)
+        self._job.detector.on_iteration(self._name, position, batch_count, shuffles)
 
     def _begin_batches(self) -> Iterator[Any]:
-        """Return the loader's iterator, whose workers have the same base seed on all ranks."""
-        worker_seed = self._spec.worker_seed
-        if worker_seed is None:
+        """Return the loader's iterator for a new epoch.
+
+        If fabric shards an iterable dataset, the workers have the same base seed on all ranks, so
+        that all ranks iterate the same samples.
+        """
+        worker_seed_streams = self._spec.worker_seed_streams
+        if worker_seed_streams is None:
             return iter(self.loader)
-        _, batches = worker_seed.draw(self._iterate)
+        # torch draws the base seed of the workers in iter().
+        _, batches = worker_seed_streams.draw(partial(iter, self.loader))
         return batches
 
-    def _iterate(self) -> Iterator[Any]:
-        return iter(self.loader)
-
     def _resume_batches(self, position: EpochPosition) -> Iterator[Any]:
-        """Return the loader's iterator, and restore the streams that the order is not drawn from.
+        """Return the loader's iterator for an iteration that continues at a loaded position.
 
-        torch draws the base seed of the workers from them. If the order is drawn again, the
-        sampler's own generators continue from there instead.
+        torch's ``iter()`` draws the base seed of the workers. In the saved run that happened before
+        the position was saved, so here the draw must not change the streams. The exception are the
+        generators from which the order is replayed: they continue from where the replay leaves
+        them.
         """
         spec = self._spec
-        replayed = spec.streams.generators if position.states_to_replay else ()
+        replayed_generators: tuple[torch.Generator, ...] = ()
+        if position.states_to_replay:
+            replayed_generators = spec.order_streams.generators
         generators: list[torch.Generator] = []
         for generator in spec.generators:
-            if generator not in replayed:
+            if generator not in replayed_generators:
                 generators.append(generator)
         streams = RandomStreams(("torch",), tuple(generators))
         before = streams.state()
@@ -296,12 +330,20 @@ class FabricDataLoader(_Base):
     def _look_ahead(
         self, batches: Iterator[Any], position: EpochPosition, finds_final: bool
     ) -> Iterator[Any]:
-        """Return the batches of an iteration whose end is known ahead, where that is needed."""
+        """Return the batches, wrapped so that the end of the loop is known before it is reached.
+
+        That is needed if the loop ends on all ranks together, or if ``finds_final`` is true.
+        Otherwise the batches are returned as they are.
+        """
         in_lockstep = self._ends_in_lockstep()
         if not in_lockstep and not finds_final:
             return batches
-        number = self._spec.batch_count(position)
-        remaining = RemainingBatches(batches, number, position, self._own_state)
+        remaining = RemainingBatches(
+            batches,
+            count=self._spec.batch_count(position),
+            position=position,
+            read_state=self._state_of_loader_or_dataset,
+        )
         if not in_lockstep:
             return remaining.take_all()
         choose = min if self._spec.uneven == "shortest" else max
@@ -320,13 +362,15 @@ class FabricDataLoader(_Base):
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for special methods: those of this class count. While this
-        # object is being unpickled there is no loader yet.
+        """Return an attribute of the prepared copy. Called for a name that this object lacks."""
+        # copy and pickle look up special methods, which must not be those of the user's loader.
+        # They also look up names before this object has a loader, which would recurse.
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the prepared copy, unless the constructor set it on this object."""
         if name in vars(self):
             object.__setattr__(self, name, value)
         else:
@@ -335,15 +379,16 @@ class FabricDataLoader(_Base):
     @property
     def is_repeat(self) -> bool:
         """Whether the current batch is a repeat, since this rank has no more; see ``uneven``."""
-        return self._latest is not None and self._latest.is_repeat
+        return self._latest_position is not None and self._latest_position.is_repeat
 
     @property
     def resumed_at(self) -> int:
         """Number of batches that the latest iteration skipped because of a loaded position."""
-        if self._latest is None:
+        if self._latest_position is None:
             return 0
-        entries_per_step = self._spec.shards * self._spec.entries_per_batch
-        return -(-self._latest.skipped_entries // entries_per_step)
+        # shard_count is 1 where skipped_entries are those of this rank.
+        entries_per_step = self._spec.shard_count * self._spec.entries_per_batch
+        return -(-self._latest_position.skipped_entries // entries_per_step)  # rounded up
 
     def __repr__(self) -> str:
         return f"FabricDataLoader({self.loader!r})"
@@ -351,9 +396,9 @@ class FabricDataLoader(_Base):
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch, and tell the sampler, batch sampler and dataset.
 
-        Calls ``set_epoch`` of those that have one. Not needed for consecutive numbers: each
-        ``iter()`` counts up, from 0 or from a loaded state. A position inside another epoch, loaded
-        or reached, is discarded.
+        Only objects with a method ``set_epoch`` are told. The call is not needed for consecutive
+        numbers: each ``iter()`` counts up, from 0 or from a loaded state. A position inside another
+        epoch, loaded or reached, is discarded.
 
         Args:
             epoch: number of the epoch, 0 or more.
@@ -361,44 +406,48 @@ class FabricDataLoader(_Base):
         Raises:
             ConfigurationError: ``epoch`` is negative.
         """
+        # Raises a TypeError for a number that is not an integer.
         number = operator.index(epoch)
         if number < 0:
             raise ConfigurationError(
                 f"loader.set_epoch({epoch!r})", problem="epochs are counted from 0"
             )
-        if self._saved is not None and self._saved["epoch"] != number:
-            self._saved = None
-        self._epoch = number
-        self._latest = None
+        if self._loaded_position is not None and self._loaded_position["epoch"] != number:
+            self._loaded_position = None
+        self._next_epoch = number
+        self._latest_position = None
         self._forward_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, what the user has received of it, and its random states.
 
-        Correct at any time, even in the loop's body: batches that workers have prefetched do not
-        count. After the end of an epoch it is the start of the next one; after a ``break`` it is
-        the position of the break (call :meth:`set_epoch` to skip the remainder of the epoch). With
-        several active iterations it is the position of the one that yielded the latest batch.
+        The position is correct at any time, even in the loop's body: batches that workers have
+        prefetched do not count. After the end of an epoch the position is the start of the next
+        epoch. After a ``break`` it is the position of the break (call :meth:`set_epoch` to skip the
+        remainder of the epoch). With several active iterations it is the position of the iteration
+        that yielded the latest batch.
 
         For an iterable dataset only the epoch can be resumed, unless the dataset has
-        ``state_dict`` and ``load_state_dict`` and there are no worker processes: then its state is
-        part of this.
+        ``state_dict`` and ``load_state_dict`` and there are no worker processes: then the state of
+        the dataset is part of the position.
 
         Returns:
             Dicts, lists, numbers, strings and tensors; ``torch.load(weights_only=True)`` reads them
             back.
         """
-        latest: EpochPosition | None = self._latest
-        has_begun = False
-        position = EpochPosition(self._epoch)
-        if latest is not None and not latest.is_finished:
-            has_begun = True
-            position = latest
-        if self._has_own_state:
-            return self._own_position(position)
-        if self._saved is not None:
-            return {**self._saved, **self._spec.summary()}
-        dataset_state = self._own_state(position) if has_begun else None
+        position: EpochPosition | None = self._latest_position
+        has_begun = position is not None and not position.is_finished
+        if position is None or position.is_finished:
+            position = EpochPosition(self._next_epoch)
+        if self._loader_keeps_position:
+            return self._loader_position(position)
+        if self._loaded_position is not None:
+            # No iteration has begun since load_state_dict. The number of ranks and the batch size
+            # are those of this loader.
+            return {**self._loaded_position, **self._spec.summary()}
+        dataset_state = None
+        if has_begun:
+            dataset_state = self._state_of_loader_or_dataset(position)
         return saved_position(
             self._spec, position, has_begun=has_begun, dataset_state=dataset_state
         )
@@ -427,71 +476,90 @@ class FabricDataLoader(_Base):
                   its own.
                 - The position is inside an epoch, and workers yield batches out of order.
         """
-        if self._has_own_state:
-            self._load_own_position(state)
+        if self._loader_keeps_position:
+            self._load_loader_position(state)
             return
         check_saved_position(
             state,
             self._spec,
+            # A single worker, or none, cannot change the order.
             is_in_order=self.loader.num_workers <= 1 or self.loader.in_order,
-            keeps_dataset_state=self._keeps_dataset_state,
+            keeps_dataset_state=self._dataset_keeps_position,
         )
         is_inside = is_inside_epoch(state, self._spec)
-        if is_inside and self._spec.sharded_sampler is None:
-            # The dataset is iterable: the position in the dataset is part of the dataset's state.
+        is_iterable = self._spec.sharded_sampler is None
+        if is_inside and is_iterable:
+            # The position in the dataset is part of the dataset's state.
             self._spec.dataset.load_state_dict(state["dataset"])
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)
-        self._epoch = state["epoch"]
-        self._latest = None
-        # From the start of an epoch, the next iter() begins as usual.
-        self._saved = state if is_inside else None
+        self._next_epoch = state["epoch"]
+        self._latest_position = None
+        # At the start of an epoch, the next iter() begins as usual.
+        self._loaded_position = state if is_inside else None
 
-    def _own_position(self, position: EpochPosition) -> dict[str, Any]:
-        """Return the position of a loader that keeps its own."""
-        loader_state = self._own_state(position)
+    def _loader_position(self, position: EpochPosition) -> dict[str, Any]:
+        """Return the position of a stateful loader, which keeps its own position.
+
+        Its plain state if that is enough to resume. Otherwise a dict that adds the numbers of the
+        epoch and of the ranks, which the loader's state lacks.
+        """
+        loader_state = self._state_of_loader_or_dataset(position)
         ranks = self._spec.num_replicas
         if not self._epoch_targets and ranks == 1:
             return loader_state
-        # The numbers of the epoch and of the ranks are not in the loader's state.
         return {"epoch": position.epoch, "num_replicas": ranks, "loader": loader_state}
 
-    def _load_own_position(self, state: Any) -> None:
-        """Load a position into a loader that keeps its own."""
+    def _load_loader_position(self, state: Any) -> None:
+        """Load a result of :meth:`_loader_position` into a loader that keeps its own position.
+
+        Raises:
+            CheckpointError: the state is fabric's, or of another number of ranks.
+        """
         content: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
-        is_fabrics = "cursor" in content
+        is_of_fabric = "cursor" in content
+        # A plain state of the loader has no number of ranks: it was saved on one rank.
         ranks = content.get("num_replicas", 1)
-        if is_fabrics or ranks != self._spec.num_replicas:
-            source = "fabric's" if is_fabrics else f"one of {ranks} processes"
+        if is_of_fabric or ranks != self._spec.num_replicas:
+            source = "fabric's" if is_of_fabric else f"one of {ranks} processes"
             raise CheckpointError(
                 "loader.load_state_dict()",
                 problem=f"the {type(self.loader).__name__} keeps its own position; this is "
                 f"{source}",
                 expected="a plain DataLoader, or as many processes",
             )
-        if content.keys() >= {"epoch", "num_replicas", "loader"}:
-            self._epoch = content["epoch"]
-            self._latest = None
+        is_wrapped = content.keys() >= {"epoch", "num_replicas", "loader"}
+        if is_wrapped:
+            self._next_epoch = content["epoch"]
+            self._latest_position = None
             state = content["loader"]
         stateful_loader: Any = self.loader
         stateful_loader.load_state_dict(state)
 
-    def _own_state(self, position: EpochPosition) -> Any:
-        """Return the state of the loader or its dataset. None where fabric keeps the position."""
+    def _state_of_loader_or_dataset(self, position: EpochPosition) -> Any:
+        """Return the state of the object of the user that keeps the position.
+
+        This is a stateful loader or an iterable dataset. None where fabric keeps the position. If a
+        batch was fetched ahead, the state is that from before the fetch.
+        """
         if position.state_before_fetch is not None:
             return position.state_before_fetch
-        owner: Any
-        if self._has_own_state:
-            owner = self.loader
-        elif self._keeps_dataset_state:
-            owner = self._spec.dataset
+        keeper: Any
+        if self._loader_keeps_position:
+            keeper = self.loader
+        elif self._dataset_keeps_position:
+            keeper = self._spec.dataset
         else:
             return None
-        return owner.state_dict()
+        return keeper.state_dict()
 
-    def _hand_out(self, position: EpochPosition, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and keep the position and the list of active loops."""
-        # Written without __setattr__, which would be a Python call for every batch.
+    def _yield_batches(self, position: EpochPosition, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches to the user, and update the position and the list of active loops.
+
+        The position counts a batch before the user gets it, so that a state saved in the body of
+        the loop resumes after this batch.
+        """
+        # Written through vars(), since __setattr__ would be a Python call for every batch.
         attributes = vars(self)
         active_loops = self._job.active_loops
         loop = ActiveLoop(self._spec, position)
@@ -499,17 +567,20 @@ class FabricDataLoader(_Base):
             for batch in batches:
                 if not position.is_repeat:
                     position.received_batches += 1
-                attributes["_latest"] = position
+                attributes["_latest_position"] = position
+                # The loop that yielded a batch last has to be the last in the list.
                 if not active_loops or active_loops[-1] is not loop:
                     if loop in active_loops:
                         active_loops.remove(loop)
                     active_loops.append(loop)
                 yield batch
             position.is_finished = True
-            if self._has_own_state and self._spec.ends_in_lockstep:
-                # Otherwise the loader's own state may be inside the epoch.
+            if self._loader_keeps_position and self._spec.ends_in_lockstep:
+                # A loop in lockstep may end before the data of this rank does. The loader's own
+                # state would still be inside the epoch.
                 reset_iterator(self.loader)
         finally:
+            # Also after a break or an error in the body, when the generator is closed.
             if loop in active_loops:
                 active_loops.remove(loop)
 
@@ -522,17 +593,21 @@ class FabricDataLoader(_Base):
                 return
 
     def _forward_epoch(self, epoch: int) -> None:
-        """Tell the user's sampler, batch sampler and dataset the number of the epoch."""
+        """Call ``set_epoch`` of the user's sampler, batch sampler and dataset.
+
+        Their attributes ``epoch`` are recorded afterwards, for :meth:`_follow_user_epoch`.
+        """
         targets: list[_EpochTarget] = []
         for target, _ in self._epoch_targets:
             target.set_epoch(epoch)
-        # Epochs are read once all targets have theirs: a target may pass its epoch on to another.
+        # In a second loop, since a target may pass its epoch on to another target.
         for target, _ in self._epoch_targets:
-            targets.append(_EpochTarget(target, getattr(target, "epoch", None)))
+            targets.append(_EpochTarget(target, known_epoch=getattr(target, "epoch", None)))
         self._epoch_targets = targets
 
 
 def _check_arguments(loader: Any, uneven: str) -> None:
+    """Raise unless ``loader`` is a DataLoader that can be set up, and ``uneven`` is a policy."""
     if isinstance(loader, FabricDataLoader):
         raise ConfigurationError(
             "setup_dataloaders(loader) with a loader that is set up already",
@@ -553,16 +628,20 @@ def _check_arguments(loader: Any, uneven: str) -> None:
         )
 
 
-def _keeps_dataset_state(loader: DataLoader[Any], spec: LoaderSpec) -> bool:
+def _dataset_keeps_position(loader: DataLoader[Any], spec: LoaderSpec) -> bool:
     """Return whether the position in an iterable dataset is part of the dataset's state."""
     has_state = hasattr(spec.dataset, "state_dict") and hasattr(spec.dataset, "load_state_dict")
+    is_iterable = spec.sharded_sampler is None
     # The state that the dataset has in a worker process cannot be asked for.
-    return has_state and spec.sharded_sampler is None and loader.num_workers == 0
+    is_in_this_process = loader.num_workers == 0
+    return has_state and is_iterable and is_in_this_process
 
 
 def _find_epoch_targets(spec: LoaderSpec) -> list[_EpochTarget]:
+    """Return the objects of the user with a ``set_epoch``, which get the number of each epoch."""
+    inner_sampler = getattr(spec.order_source, "sampler", None)
     targets: list[_EpochTarget] = []
-    for target in (spec.order, getattr(spec.order, "sampler", None), spec.dataset):
+    for target in (spec.order_source, inner_sampler, spec.dataset):
         if callable(getattr(target, "set_epoch", None)):
-            targets.append(_EpochTarget(target, 0))
+            targets.append(_EpochTarget(target, known_epoch=0))
     return targets

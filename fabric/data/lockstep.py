@@ -3,10 +3,10 @@
 [Note: Uneven ranks] Where fabric does not shard the data, ranks may have different numbers of
 batches. Under ``uneven="shortest"`` all ranks stop when the first rank runs out. Under
 ``"longest"`` they stop when every rank has run out. Until then a rank without batches gets its
-last one again, a *repeat*, or another rank's first batch if it never had one. One batch ahead, all
-ranks exchange a *flag*, whether they have another batch, in a separate thread and group while the
-loop computes. If all ranks know how many batches they have, they exchange the numbers once, and no
-flags.
+last batch again, a *repeat*. A rank that never had a batch gets another rank's first batch. One
+batch ahead, all ranks exchange a *flag*: whether they have another batch. The exchange runs in a
+separate thread and group while the loop computes. If all ranks know how many batches they have,
+the first flags contain these numbers, and no more flags are exchanged.
 
 A repeat is not part of the epoch. Its loss and weight count as zero in ``fabric.backward``, it does
 not change the position, and random streams and module buffers are restored before the next batch.
@@ -33,9 +33,10 @@ from fabric.seed import rng_state, set_rng_state
 
 __all__ = ["Lockstep", "RemainingBatches", "without_repeats"]
 
-_END = object()
+_END_OF_BATCHES = object()
 _GROUP = "batches"  # the name of the group that exchanges flags
 _UNKNOWN = -1  # a number of batches, in messages
+_MAX_SHOWN_RANKS = 8  # in an error
 
 
 class RemainingBatches:
@@ -45,61 +46,70 @@ class RemainingBatches:
 
     Args:
         batches: the loader's iterator.
-        number: how many batches there are. None if unknown.
+        count: how many batches the iterator has. None if unknown.
         position: the position of the iteration.
-        own_state: returns the loader's or dataset's own state, which is saved before a batch is
-            fetched ahead.
+        read_state: returns the state of the user's loader or dataset, if that object keeps the
+            position. It is read before a batch is fetched ahead.
 
     Attributes:
-        number: how many batches are left. None if unknown.
+        count: how many batches are left. None if unknown.
         position: the position of the iteration.
     """
 
     def __init__(
         self,
         batches: Iterator[Any],
-        number: int | None,
+        count: int | None,
         position: EpochPosition,
-        own_state: Callable[[EpochPosition], Any],
+        read_state: Callable[[EpochPosition], Any],
     ) -> None:
-        self.number = number
+        self.count = count
         self.position = position
         self._batches = batches
-        self._own_state = own_state
+        self._read_state = read_state
+        # The batch that was fetched ahead, or _END_OF_BATCHES. Empty if nothing was.
         self._fetched: list[Any] = []
 
     def has_next(self) -> bool:
-        """Return whether this rank has another batch."""
-        if self.number is None:
-            return self.peek() is not _END
-        return self.number > 0
+        """Return whether this rank has another batch. If the number is unknown, fetch it."""
+        if self.count is None:
+            return self.peek() is not _END_OF_BATCHES
+        return self.count > 0
 
     def peek(self) -> Any:
-        """Return the next batch without consuming it."""
+        """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # Cleared first: own_state returns it while it is there.
+            # Cleared first: read_state would return the state from before the previous fetch.
             self.position.state_before_fetch = None
-            if self.number is None:
-                state = copy.deepcopy(self._own_state(self.position))
+            if self.count is None:
+                # A checkpoint that is saved now must not count the batch that is fetched ahead.
+                state = copy.deepcopy(self._read_state(self.position))
                 self.position.state_before_fetch = state
-            self._fetched.append(next(self._batches, _END))
+            self._fetched.append(next(self._batches, _END_OF_BATCHES))
         return self._fetched[0]
 
     def take(self) -> Any:
-        """Return the next batch, of which there must be one."""
-        if self.peek() is _END:
+        """Return the next batch. The caller knows from :meth:`has_next` that there is one.
+
+        Raises:
+            UsageError: the sampler yields fewer batches than its length says.
+        """
+        if self.peek() is _END_OF_BATCHES:
             _refuse_length("fewer")
-        if self.number is not None:
-            self.number -= 1
+        if self.count is not None:
+            self.count -= 1
         return self._fetched.pop()
 
     def finish(self) -> None:
-        """Check that no batch is left. To ask the loader once more also ends its workers."""
-        if self.peek() is not _END:
+        """Raise a UsageError if a batch is left, although :meth:`has_next` is false.
+
+        This asks the loader for one more batch, which also ends the loader's workers.
+        """
+        if self.peek() is not _END_OF_BATCHES:
             _refuse_length("more")
 
     def take_all(self) -> Iterator[Any]:
-        """Yield all batches. ``position.is_final`` is true while the last one is out."""
+        """Yield all batches. ``position.is_final`` is true while the user has the last batch."""
         while self.has_next():
             batch = self.take()
             self.position.is_final = not self.has_next()
@@ -108,6 +118,7 @@ class RemainingBatches:
 
 
 def _refuse_length(comparison: str) -> NoReturn:
+    """Raise the error for a sampler with a wrong length. ``comparison`` is "fewer" or "more"."""
     raise UsageError(
         "a loop whose end is known ahead",
         problem=f"its sampler yields {comparison} batches than its length says",
@@ -116,12 +127,15 @@ def _refuse_length(comparison: str) -> NoReturn:
 
 
 class _Flag(NamedTuple):
-    """What one rank says about its next batch."""
+    """What one rank says about its next batch.
+
+    Attributes:
+        has_next: 1 if the rank has another batch, 0 if not.
+        remaining_count: how many batches the rank has left, or ``_UNKNOWN``.
+    """
 
     has_next: int
-    """1 if the rank has another batch, 0 if not."""
-    number: int
-    """How many batches the rank has left, or ``_UNKNOWN``."""
+    remaining_count: int
 
 
 class Lockstep:
@@ -129,8 +143,8 @@ class Lockstep:
 
     Args:
         size: number of ranks.
-        connect: returns the CPU communicator of all ranks, in a group for the given name.
-            Collective. None if there is only one rank.
+        connect: returns the CPU communicator of all ranks, in a group for the given name. The first
+            call for a name is collective. None if there is only one rank.
         modules: the modules that are set up.
     """
 
@@ -143,11 +157,15 @@ class Lockstep:
         self.size = size
         self._connect = connect
         self._modules = modules
-        self._loops = count(1)
+        self._loop_numbers = count(1)
+        # It exchanges the flags. One worker, so that all ranks exchange them in the same order.
         self._thread = ThreadPoolExecutor(1, "fabric-batches")
 
     def check_modules(self) -> None:
-        """Raise a UsageError if a repeat would enter statistics computed over all ranks."""
+        """Raise a UsageError if a repeat would enter statistics computed over all ranks.
+
+        Called at the start of a loop under ``"longest"``.
+        """
         for module in self._submodules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise UsageError(
@@ -164,30 +182,34 @@ class Lockstep:
         *,
         finds_final: bool,
     ) -> Iterator[Any]:
-        """Yield equally many batches on all ranks.
+        """Yield equally many batches on all ranks. Collective.
+
+        Before each batch, the ranks start to exchange whether they have one more batch after it,
+        and after the batch they decide by the result. If all ranks know their numbers of batches,
+        the first exchange is the only one.
 
         Args:
             remaining: the batches of this rank.
-            choose: ``min`` ends all ranks with the first one, ``max`` with the last one.
-            finds_final: whether ``position.is_final`` is to be true while the last batch is out.
-                If not, it is always false.
+            choose: ``min`` ends all ranks with the first rank, ``max`` with the last rank.
+            finds_final: whether ``position.is_final`` has to be true while the user has the last
+                batch. This waits for the flags before the batch. If not, ``is_final`` stays false.
         """
-        loop = next(self._loops)
+        loop = next(self._loop_numbers)
         number = 0  # of the current batch, from 1
-        flags = self._exchange(loop, number, remaining).result()
+        flags = self._start_exchange(loop, number, remaining).result()
         total = _total(flags, choose)
-        goes_on = _goes_on(flags, choose)
-        batch = _END
-        if goes_on:
+        has_batch = _has_next(flags, choose)
+        batch = _END_OF_BATCHES
+        if has_batch:
             batch = self._first_repeat(flags, remaining)
-        while goes_on:
+        while has_batch:
             is_repeat = not remaining.has_next()
             if not is_repeat:
                 batch = remaining.take()
             number += 1
             next_flags = None
             if total is None:
-                next_flags = self._exchange(loop, number, remaining)
+                next_flags = self._start_exchange(loop, number, remaining)
             if finds_final:
                 remaining.position.is_final = not _follows(next_flags, number, total, choose)
             if is_repeat:
@@ -195,45 +217,58 @@ class Lockstep:
                     yield batch
             else:
                 yield batch
-            goes_on = _follows(next_flags, number, total, choose)
+            has_batch = _follows(next_flags, number, total, choose)
+        # Under "shortest" this rank may have batches left.
         if not remaining.has_next():
             remaining.finish()
 
     def close(self) -> None:
-        """Wait until the other ranks have answered or exited."""
+        """Wait until the other ranks have answered the last exchange, or have exited."""
         self._thread.shutdown()
 
     def _group(self) -> Communicator:
+        """Return the communicator that exchanges flags. Collective at the first call."""
         assert self._connect is not None, "there are other ranks"
         return self._connect(_GROUP)
 
-    def _exchange(self, loop: int, batch: int, remaining: RemainingBatches) -> Future[list[_Flag]]:
-        """Exchange the flags of all ranks in the background.
+    def _start_exchange(
+        self, loop: int, batch: int, remaining: RemainingBatches
+    ) -> Future[list[_Flag]]:
+        """Exchange the flags of all ranks in the background thread. Collective.
 
         Args:
             loop: number of the loop.
             batch: number of the batch before the one that the flags are about.
             remaining: the batches of this rank.
+
+        Returns:
+            A future of the flags by rank. It raises a UsageError if a rank is at another batch.
         """
-        number = _UNKNOWN if remaining.number is None else remaining.number
-        message = torch.tensor([loop, batch, remaining.has_next(), number])
+        remaining_count = _UNKNOWN if remaining.count is None else remaining.count
+        message = torch.tensor([loop, batch, remaining.has_next(), remaining_count])
         call = CallDescription("the next batch", call_site=user_call(sys._getframe(1)))
-        # Connects in this thread, so that all ranks create their groups in the same order.
-        return self._thread.submit(_gather_flags, self._group(), message, call)
+        # Connects in the calling thread, so that all ranks create their groups in the same order.
+        group = self._group()
+        return self._thread.submit(_gather_flags, group, message, call)
 
     def _first_repeat(self, flags: list[_Flag], remaining: RemainingBatches) -> Any:
-        """Return a batch for ranks that never have one: the first of another rank. Collective.
+        """Return a batch for ranks that never have one: the first batch of another rank.
 
-        Nothing is sent if all ranks have a batch.
+        Collective. Nothing is sent if all ranks have a batch, and ``_END_OF_BATCHES`` is returned.
+
+        Args:
+            flags: the flags of all ranks at the start of the loop. At least one rank has a batch.
+            remaining: the batches of this rank, none of which was taken.
         """
         ranks_with_batch = [rank for rank, flag in enumerate(flags) if flag.has_next]
         if len(ranks_with_batch) == len(flags):
-            return _END
+            return _END_OF_BATCHES
         group = self._group()
         source = ranks_with_batch[0]
         batch = None
         if group.rank == source:
             batch = remaining.peek()
+        # On the CPU: the loader moves the batch to the device of this rank.
         return broadcast(group, batch, source, torch.device("cpu"))
 
     def _submodules(self) -> Iterator[nn.Module]:
@@ -242,11 +277,15 @@ class Lockstep:
 
     @contextmanager
     def _repeating(self, position: EpochPosition) -> Iterator[None]:
-        """Mark the batch as a repeat, and restore random streams and buffers afterwards."""
-        buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        """Mark the batch as a repeat in the block, and undo what the block does to the state.
+
+        The random streams and the buffers of the modules, such as running statistics, are restored
+        afterwards, so that a repeat does not change the training.
+        """
+        buffers: list[_SavedBuffer] = []
         for module in self._submodules():
             for name, buffer in module.named_buffers(recurse=False):
-                buffers.append((module, name, buffer, buffer.clone()))
+                buffers.append(_SavedBuffer(module, name, buffer, values=buffer.clone()))
         streams = rng_state()
         position.is_repeat = True
         try:
@@ -254,20 +293,38 @@ class Lockstep:
         finally:
             position.is_repeat = False
             set_rng_state(streams)
-            for module, name, buffer, values in buffers:
-                registered_buffers(module)[name] = buffer
-                buffer.detach().copy_(values)
+            for saved in buffers:
+                # The forward pass may have put another tensor in the place of the buffer.
+                registered_buffers(saved.module)[saved.name] = saved.buffer
+                saved.buffer.detach().copy_(saved.values)
+
+
+class _SavedBuffer(NamedTuple):
+    """A buffer of a module, with a copy of its values."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    values: Tensor
 
 
 def _total(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> int | None:
-    """Return the number of batches on all ranks. None unless every rank knows its own number."""
-    numbers = [flag.number for flag in flags]
-    if _UNKNOWN in numbers:
+    """Return the number of batches that every rank will yield in the loop.
+
+    None unless every rank knows its own number.
+
+    Args:
+        flags: the flags of all ranks at the start of the loop.
+        choose: ``min`` or ``max``.
+    """
+    counts = [flag.remaining_count for flag in flags]
+    if _UNKNOWN in counts:
         return None
-    return choose(numbers)
+    return choose(counts)
 
 
-def _goes_on(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> bool:
+def _has_next(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> bool:
+    """Return whether all ranks go on: all have a batch (``min``), or at least one (``max``)."""
     return choose(flag.has_next for flag in flags) > 0
 
 
@@ -277,25 +334,44 @@ def _follows(
     total: int | None,
     choose: Callable[[Iterable[int]], int],
 ) -> bool:
-    """Return whether another batch follows on all ranks. Waits for flags that were asked for."""
+    """Return whether another batch follows on all ranks. Waits for the exchange of flags.
+
+    Args:
+        next_flags: the exchange about the next batch. None if ``total`` is known.
+        number: number of the current batch, from 1.
+        total: number of batches on all ranks. None if flags are exchanged.
+        choose: ``min`` or ``max``.
+    """
     if next_flags is not None:
-        return _goes_on(next_flags.result(), choose)
+        return _has_next(next_flags.result(), choose)
     assert total is not None, "without a total, flags are exchanged"
     return number < total
 
 
 def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -> list[_Flag]:
-    """Return the flags of all ranks. Raise unless they are at the same batch of the same loop."""
+    """Return the flags of all ranks. Runs in the background thread. Collective.
+
+    Args:
+        group: the communicator for flags.
+        message: number of the loop, number of the batch, and the two fields of this rank's flag.
+        call: describes the collective in errors.
+
+    Raises:
+        UsageError: the ranks are at different loops or batches.
+    """
     rows = group.run(Collective(Operation.ALL_GATHER, message, call=call)).tolist()
-    for row in rows:
-        if row[:2] != rows[0][:2]:
+    flags: list[_Flag] = []
+    for loop, batch, has_next, remaining_count in rows:
+        if [loop, batch] != rows[0][:2]:
             _refuse_progress(rows)
-    return [_Flag(*row[2:]) for row in rows]
+        flags.append(_Flag(has_next, remaining_count))
+    return flags
 
 
 def _refuse_progress(rows: list[list[int]]) -> NoReturn:
+    """Raise the error for ranks that are at different batches. There is one message per row."""
     descriptions: list[str] = []
-    for rank, (loop, batch, *_) in enumerate(rows[:8]):
+    for rank, (loop, batch, *_) in enumerate(rows[:_MAX_SHOWN_RANKS]):
         descriptions.append(f"rank {rank} behind batch {batch} of loop {loop}")
     raise UsageError(
         "a loop that ends on all ranks together",
@@ -305,7 +381,10 @@ def _refuse_progress(rows: list[list[int]]) -> NoReturn:
 
 
 def without_repeats(position: EpochPosition, loss: Tensor, weight: Any) -> tuple[Tensor, Any]:
-    """Return the loss and weight of a backward pass under ``"longest"``: zero for a repeat.
+    """Return the loss and the weight of a backward pass under ``"longest"``: zeros for a repeat.
+
+    ``fabric.backward`` calls it. A rank with a repeat still makes its backward pass, since the
+    other ranks wait for its gradients, which have to be zero.
 
     Raises:
         UsageError: there is no weight.
@@ -318,5 +397,6 @@ def without_repeats(position: EpochPosition, loss: Tensor, weight: Any) -> tuple
         )
     if not position.is_repeat:
         return loss, weight
-    # Zero times infinity would not be a number.
-    return torch.where(loss.isfinite(), loss, 0) * 0, weight * 0
+    # Zero times infinity would be NaN.
+    finite_loss = torch.where(loss.isfinite(), loss, 0)
+    return finite_loss * 0, weight * 0

@@ -169,7 +169,7 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     """
     cursor = saved["cursor"]
     # 1 if fabric shards the order, which makes the remainder 0.
-    ranks_per_shard = spec.num_replicas // spec.shards
+    ranks_per_shard = spec.num_replicas // spec.shard_count
     entries, remainder = divmod(cursor, ranks_per_shard)
     is_known = remainder == 0
     if spec.is_sharded_by_user:
@@ -188,8 +188,8 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with "
         f"{saved['num_replicas']}",
-        problem=f"the data is a {type(spec.order).__name__}, which shards itself: it is not known "
-        f"where each rank was after {cursor} {saved['unit']} of all ranks",
+        problem=f"the data is a {type(spec.order_source).__name__}, which shards itself: "
+        f"it is not known where each rank was after {cursor} {saved['unit']} of all ranks",
         expected=expected,
         suggestion=f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )

@@ -30,7 +30,8 @@ __all__ = ["ActiveLoop", "LoaderSpec", "ShardRequest", "Uneven", "shard"]
 Uneven = Literal["pad", "drop", "shortest", "longest"]
 
 _Unit = Literal["samples", "single samples", "batches"]
-_LOCKSTEP = ("shortest", "longest")  # for data that fabric does not shard
+# These policies end a loop on all ranks together, for data that fabric does not shard.
+_LOCKSTEP_POLICIES = ("shortest", "longest")
 _RANDOM_SAMPLERS = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
 
 
@@ -56,7 +57,7 @@ class ShardRequest:
     name: str
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         """Number of shards that fabric makes, unless the data is sharded already."""
         return self.num_replicas if self.is_enabled else 1
 
@@ -69,45 +70,46 @@ class LoaderSpec:
         dataset: the user's own dataset.
         batch_size: samples in one rank's batch. None without automatic batching.
         drop_last: whether the loader leaves an incomplete last batch out.
-        order: the user's own sampler or batch sampler that makes the order; the dataset if it is
-            iterable.
-        unit: what the cursor counts; see ``[Note: Data]`` in ``position.py``.
+        order_source: the user's object that makes the order: a sampler, a batch sampler or an
+            iterable dataset.
+        unit: what the cursor counts. See ``[Note: Data]`` in ``position.py``.
         num_replicas: ranks that the order is sharded over, by fabric or by the sampler itself.
-        streams: the random streams that the order is drawn from.
+        order_streams: the random streams that the order is drawn from.
         generators: the generators of the loader and its sampler.
         uneven: what happens if ranks cannot get equally many samples or batches.
         is_sharded_by_user: whether the ranks shard the data themselves, in a way unknown to fabric.
         sharded_sampler: the sampler that fabric put into the loader. None where fabric does not
             follow the indices: an iterable dataset, or a loader that keeps its own state.
-        worker_seed: the streams from which the base seed of the workers is drawn, for an iterable
-            dataset that fabric shards.
+        worker_seed_streams: the streams from which the base seed of the workers is drawn. None
+            unless fabric shards an iterable dataset.
     """
 
     dataset: Any
     batch_size: int | None
     drop_last: bool
-    order: Any
+    order_source: Any
     unit: _Unit
     num_replicas: int
-    streams: RandomStreams
+    order_streams: RandomStreams
     generators: tuple[torch.Generator, ...]
     uneven: Uneven
     is_sharded_by_user: bool
     sharded_sampler: ShardedSampler | None = None
-    worker_seed: SynchronizedStreams | None = None
+    worker_seed_streams: SynchronizedStreams | None = None
 
     @property
     def ends_in_lockstep(self) -> bool:
         """Whether a loop ends on all ranks together; see ``[Note: Uneven ranks]``."""
-        return self.uneven in _LOCKSTEP
+        return self.uneven in _LOCKSTEP_POLICIES
 
     @property
-    def shards(self) -> int:
-        """Number of shards that fabric makes of the order: ``num_replicas``, or 1 for no sharding.
+    def shard_count(self) -> int:
+        """Number of shards that fabric makes of the order: ``num_replicas`` or 1.
 
-        In the second case, the sampler or the dataset may shard.
+        It is 1 if fabric does not shard. The sampler or the dataset may shard by itself then.
         """
-        if self.worker_seed is not None:
+        fabric_shards_iterable = self.worker_seed_streams is not None
+        if fabric_shards_iterable:
             return self.num_replicas
         if self.sharded_sampler is not None:
             return self.sharded_sampler.num_replicas
@@ -116,11 +118,12 @@ class LoaderSpec:
     @property
     def has_equal_counts(self) -> bool:
         """Whether all ranks get equally many batches, however many there are."""
-        sampler = self.order
+        sampler = self.order_source
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
-        is_torchs = getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
-        return self.shards > 1 or is_torchs
+        # A subclass of DistributedSampler with the same length yields as many samples on all ranks.
+        is_distributed = getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
+        return self.shard_count > 1 or is_distributed
 
     @property
     def entries_per_batch(self) -> int:
@@ -131,7 +134,7 @@ class LoaderSpec:
 
     def shard_length(self, position: EpochPosition) -> int | None:
         """Return the number of entries that this rank receives in an iteration. None if unknown."""
-        if self.sharded_sampler is None or length_of(self.order) is None:
+        if self.sharded_sampler is None or length_of(self.order_source) is None:
             return None
         return self.sharded_sampler.length(position.skipped_entries)
 
@@ -146,34 +149,41 @@ class LoaderSpec:
         return full_batches
 
     def cursor(self, position: EpochPosition) -> int:
-        """Return the number of entries that all ranks together have received in this epoch."""
+        """Return the number of entries that all ranks together have received in this epoch.
+
+        A saved position holds this number, since it does not depend on the number of ranks. Entries
+        that are repeated to fill the last round count, so it can exceed the length of the order.
+        """
         received_entries = position.received_batches * self.entries_per_batch
         length = self.shard_length(position)
         if length is not None:
             # The last batch may be short.
             received_entries = min(received_entries, length)
-        if self.shards == self.num_replicas:
-            # Fabric shards the order, and ``skip`` counts the entries of all ranks. Entries that
-            # are repeated to fill the last round count as received.
+        if self.shard_count == self.num_replicas:
+            # Fabric shards the order: the skipped entries are those of all ranks already.
             return position.skipped_entries + received_entries * self.num_replicas
-        # The sampler or the dataset shards, and both numbers count the entries of this rank.
+        # The sampler or the dataset shards: both numbers count the entries of this rank.
         return (position.skipped_entries + received_entries) * self.num_replicas
 
     def summary(self) -> State:
-        """Return the properties that must match to load a saved position."""
+        """Return the properties that must match to load a saved position.
+
+        They are part of each saved position, under these keys. ``num_replicas`` and, for samples,
+        ``batch_size`` may differ.
+        """
         batch_size = self.batch_size
         if self.unit == "batches":
-            batch_size = getattr(self.order, "batch_size", None)
+            batch_size = getattr(self.order_source, "batch_size", None)
         dataset_length = None
         if self.sharded_sampler is not None and not self.is_sharded_by_user:
-            # A dataset need not have a length when its sampler knows one.
+            # None as well if the dataset has no length: its sampler may know one.
             dataset_length = length_of(self.dataset)
         return {
             "unit": self.unit,
             "num_replicas": self.num_replicas,
             "batch_size": batch_size,
             "dataset_length": dataset_length,
-            "sampler": type(self.order).__name__,
+            "sampler": type(self.order_source).__name__,
         }
 
 
@@ -190,21 +200,28 @@ class ActiveLoop(NamedTuple):
 
 
 class _Order(NamedTuple):
+    """The parts of a loader that make the order.
+
+    Attributes:
+        sampler: the user's sampler or batch sampler that makes the order.
+        unit: what the sampler yields.
+        batch_sampler: the batch sampler that groups the samples of ``sampler``, or None.
+    """
+
     sampler: Any
-    """Makes the order."""
     unit: _Unit
-    """What the sampler yields."""
     batch_sampler: Any
-    """The batch sampler around the sampler, or None."""
 
 
-class _Share(NamedTuple):
+class _SamplerShard(NamedTuple):
+    """The shard that a sampler takes by itself."""
+
     rank: int
     num_replicas: int
 
 
 def shard(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
-    """Make a loader iterate one rank's shard.
+    """Make a loader iterate one rank's shard, and return how its batches are made.
 
     Args:
         loader: a copy of the user's loader. It is changed in place.
@@ -212,17 +229,19 @@ def shard(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
 
     Raises:
         ConfigurationError: the sampler shards by itself, but for another rank or number of ranks;
-            or ``uneven`` is a policy for data that ranks shard themselves, and fabric shards this.
+            or ``uneven`` is a policy for data that ranks shard themselves, and fabric shards this
+            data.
     """
     if isinstance(loader.dataset, IterableDataset):
         spec = _shard_iterable(loader, loader.dataset, request)
     else:
         spec = _shard_order(loader, request)
     if not request.is_enabled and spec.ends_in_lockstep:
+        # The policy says that the user shards the data over all ranks.
         return replace(
             spec,
             num_replicas=request.num_replicas,
-            is_sharded_by_user=_share_of(spec.order) is None,
+            is_sharded_by_user=_sampler_shard(spec.order_source) is None,
         )
     return spec
 
@@ -230,53 +249,77 @@ def shard(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
 def _shard_iterable(
     loader: DataLoader[Any], dataset: IterableDataset[Any], request: ShardRequest
 ) -> LoaderSpec:
+    """Shard the samples of an iterable dataset, unless the dataset shards by itself.
+
+    Fabric shards by rounds of samples, for which all ranks must iterate the same samples. So the
+    workers of all ranks need the same base seed, and the spec has ``worker_seed_streams``.
+
+    Args:
+        loader: the prepared loader. Its dataset is replaced.
+        dataset: the loader's dataset.
+        request: how the loader is to be sharded.
+    """
     is_sharded_by_user: bool = getattr(dataset, "shards_itself", False)
-    generators = _own_generators(loader)
-    worker_seed = None
-    if request.shards > 1 and not is_sharded_by_user:
-        includes_incomplete = request.uneven == "longest"
+    generators = _loader_generators(loader)
+    worker_seed_streams = None
+    if request.shard_count > 1 and not is_sharded_by_user:
         shard_of_rank = InterleavedIterable(
-            dataset, request.rank, request.num_replicas, includes_incomplete
+            dataset,
+            rank=request.rank,
+            num_replicas=request.num_replicas,
+            includes_incomplete=request.uneven == "longest",
         )
         _replace_attribute(loader, "dataset", shard_of_rank)
-        seed_streams = (
-            RandomStreams(generators=generators) if generators else RandomStreams(("torch",))
-        )
-        worker_seed = SynchronizedStreams(seed_streams, request.from_rank0, request.name)
+        # torch draws the base seed from the loader's generator, or else from the global stream.
+        seed_streams = RandomStreams(("torch",))
+        if generators:
+            seed_streams = RandomStreams(generators=generators)
+        worker_seed_streams = SynchronizedStreams(seed_streams, request.from_rank0, request.name)
     return LoaderSpec(
         dataset=dataset,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
-        order=dataset,
+        order_source=dataset,
         unit="single samples" if loader.batch_size is None else "samples",
-        num_replicas=request.shards,
-        streams=RandomStreams(),
+        num_replicas=request.shard_count,
+        order_streams=RandomStreams(),
         generators=generators,
         uneven=request.uneven,
         is_sharded_by_user=is_sharded_by_user,
-        worker_seed=worker_seed,
+        worker_seed_streams=worker_seed_streams,
     )
 
 
 def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
+    """Shard the order of a map-style dataset, unless the sampler shards by itself.
+
+    On one rank the sampler is replaced as well, so that fabric can save and replay the order. A
+    stateful loader that saves more than an order keeps its own sampler there.
+
+    Args:
+        loader: the prepared loader. Its sampler or batch sampler is replaced.
+        request: how the loader is to be sharded.
+    """
     order = _find_order(loader)
-    generators = _own_generators(loader)
-    streams = _streams_of(order.sampler, generators)
+    loader_generators = _loader_generators(loader)
+    order_streams = _streams_of(order.sampler, loader_generators)
     if request.is_enabled:
         _check_order(loader, order.sampler, request)
     sharded_sampler = None
-    if request.shards > 1 or not _keeps_more_state(loader, order.sampler):
-        sharded_sampler = _build_sampler(loader, order, streams, request)
+    if request.shard_count > 1 or not _saves_more_than_order(loader, order.sampler):
+        sharded_sampler = _build_sampler(loader, order, order_streams, request)
         _install_sampler(loader, order, sharded_sampler)
+    # dict.fromkeys drops a generator that both lists have, and keeps the order.
+    generators = dict.fromkeys((*order_streams.generators, *loader_generators))
     return LoaderSpec(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
-        order=order.sampler,
+        order_source=order.sampler,
         unit=order.unit,
-        num_replicas=request.shards,
-        streams=streams,
-        generators=tuple(dict.fromkeys((*streams.generators, *generators))),
+        num_replicas=request.shard_count,
+        order_streams=order_streams,
+        generators=tuple(generators),
         uneven=request.uneven,
         is_sharded_by_user=getattr(loader.dataset, "shards_itself", False),
         sharded_sampler=sharded_sampler,
@@ -284,23 +327,35 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
 
 
 def _find_order(loader: DataLoader[Any]) -> _Order:
+    """Return the sampler that makes the order of a loader, and the unit of the order.
+
+    - Without automatic batching, the sampler is used as it is.
+    - The batches of torch's batch sampler are taken apart, so that samples are sharded. This also
+      holds for a batch sampler of the user that has a ``sampler`` and came with a batch size.
+    - Any other batch sampler is sharded by whole batches.
+    """
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is None:
         yields_batches = isinstance(loader.sampler, BatchSampler)
         unit = "batches" if yields_batches else "single samples"
-        return _Order(loader.sampler, unit, None)
+        return _Order(sampler=loader.sampler, unit=unit, batch_sampler=None)
+    # torch sets batch_size to None if the user passed a batch sampler.
     if loader.batch_size is not None and hasattr(batch_sampler, "sampler"):
-        return _Order(batch_sampler.sampler, "samples", batch_sampler)
-    return _Order(batch_sampler, "batches", None)
+        return _Order(sampler=batch_sampler.sampler, unit="samples", batch_sampler=batch_sampler)
+    return _Order(sampler=batch_sampler, unit="batches", batch_sampler=None)
 
 
 def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -> None:
-    """Raise a ConfigurationError if the sampler or the policy does not fit sharding by fabric."""
-    share = _share_of(sampler)
+    """Raise a ConfigurationError if fabric cannot shard this order as requested.
+
+    A sampler that shards by itself must do so for this rank and number of ranks. For any other
+    sampler, ``uneven`` must be a policy for data that fabric shards.
+    """
+    sampler_shard = _sampler_shard(sampler)
     rank = request.rank
     replicas = request.num_replicas
-    if share is None:
-        if request.uneven in _LOCKSTEP:
+    if sampler_shard is None:
+        if request.uneven in _LOCKSTEP_POLICIES:
             raise ConfigurationError(
                 f"setup_dataloaders(uneven={request.uneven!r}) for a "
                 f"{type(loader.dataset).__name__}",
@@ -309,10 +364,10 @@ def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -
                 suggestion='uneven="pad" or "drop"; or use_distributed_sampler=False for data '
                 "that you shard",
             )
-    elif share != (rank, replicas):
+    elif sampler_shard != (rank, replicas):
         raise ConfigurationError(
-            f"setup_dataloaders(loader) with a {type(sampler).__name__} for rank {share.rank} of "
-            f"{share.num_replicas}",
+            f"setup_dataloaders(loader) with a {type(sampler).__name__} for rank "
+            f"{sampler_shard.rank} of {sampler_shard.num_replicas}",
             problem=f"this is rank {rank} of {replicas}: some samples would be seen twice, others "
             "never",
             expected="a sampler for this rank, or one that does not shard at all: fabric shards "
@@ -322,32 +377,34 @@ def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -
         )
 
 
-def _keeps_more_state(loader: DataLoader[Any], sampler: Any) -> bool:
+def _saves_more_than_order(loader: DataLoader[Any], sampler: Any) -> bool:
     """Return whether a stateful loader saves more than fabric could restore.
 
-    Such a loader saves the states of its sampler and dataset, and not only how to draw the order
-    again. On one rank it keeps its own sampler.
+    Such a loader (torchdata's ``StatefulDataLoader``) saves the states of its sampler and dataset.
+    fabric saves only how to draw the order again, so on one rank the loader keeps its own sampler.
     """
-    if not hasattr(type(loader), "state_dict"):
+    is_stateful = hasattr(type(loader), "state_dict")
+    if not is_stateful:
         return False
     return hasattr(sampler, "state_dict") or hasattr(loader.dataset, "state_dict")
 
 
 def _build_sampler(
-    loader: DataLoader[Any], order: _Order, streams: RandomStreams, request: ShardRequest
+    loader: DataLoader[Any], order: _Order, order_streams: RandomStreams, request: ShardRequest
 ) -> ShardedSampler:
-    shards = request.shards
-    if _share_of(order.sampler) is not None:
-        shards = 1  # the sampler shards by itself
+    """Return the sampler that yields this rank's shard of the order."""
+    shard_count = request.shard_count
+    if _sampler_shard(order.sampler) is not None:
+        shard_count = 1  # the sampler shards by itself
     # The plain loop of a loader with drop_last leaves the incomplete last batch out, too.
     drops_last = order.batch_sampler is not None and loader.drop_last
-    from_rank0 = request.from_rank0 if shards > 1 else None
+    from_rank0 = request.from_rank0 if shard_count > 1 else None
     return ShardedSampler(
         order.sampler,
-        rank=request.rank % shards,
-        num_replicas=shards,
+        rank=request.rank % shard_count,  # 0 if there is one shard
+        num_replicas=shard_count,
         pads=request.uneven == "pad" and not drops_last,
-        streams=SynchronizedStreams(streams, from_rank0, request.name),
+        streams=SynchronizedStreams(order_streams, from_rank0, request.name),
         batch_sampler=order.batch_sampler,
     )
 
@@ -355,12 +412,16 @@ def _build_sampler(
 def _install_sampler(
     loader: DataLoader[Any], order: _Order, sharded_sampler: ShardedSampler
 ) -> None:
+    """Replace the sampler or batch sampler of the prepared loader by the sharded one."""
     if loader.batch_sampler is None:
         _replace_attribute(loader, "sampler", sharded_sampler)
         return
     _replace_attribute(loader, "batch_sampler", sharded_sampler)
     if sharded_sampler.num_replicas > 1 and order.batch_sampler is not None:
-        _replace_attribute(loader, "sampler", sharded_sampler.without_batches(EpochPosition(0)))
+        # torch iterates the batch sampler. Users and subclasses may read ``loader.sampler``, which
+        # is then sharded, too, as with a DistributedSampler.
+        sampler = sharded_sampler.without_batches(EpochPosition(0))
+        _replace_attribute(loader, "sampler", sampler)
 
 
 def _replace_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
@@ -368,45 +429,55 @@ def _replace_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
     object.__setattr__(loader, name, value)
 
 
-def _own_generators(loader: DataLoader[Any]) -> tuple[torch.Generator, ...]:
+def _loader_generators(loader: DataLoader[Any]) -> tuple[torch.Generator, ...]:
     if loader.generator is None:
         return ()
     return (loader.generator,)
 
 
-def _share_of(sampler: Any) -> _Share | None:
-    """Return the share of a sampler that shards by itself, as ``DistributedSampler``. Or None."""
+def _sampler_shard(sampler: Any) -> _SamplerShard | None:
+    """Return the shard that a sampler takes by itself, as torch's DistributedSampler does.
+
+    None if the sampler does not shard. The sampler within a batch sampler counts, too.
+    """
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         rank = getattr(candidate, "rank", None)
         num_replicas = getattr(candidate, "num_replicas", None)
         if isinstance(rank, int) and isinstance(num_replicas, int):
-            return _Share(rank, num_replicas)
+            return _SamplerShard(rank, num_replicas)
     return None
 
 
-def _streams_of(sampler: Any, own_generators: tuple[torch.Generator, ...]) -> RandomStreams:
+def _streams_of(sampler: Any, loader_generators: tuple[torch.Generator, ...]) -> RandomStreams:
     """Return the random streams that a sampler may draw from.
+
+    The states of these streams are saved, synchronized and replayed to draw the order again.
 
     Args:
         sampler: the streams of torch's own samplers are known exactly. Any other sampler may draw
-            from all streams that the process shares, from the generators that it holds, and from
-            the loader's generator.
-        own_generators: the loader's generator, if it has one.
+            from all global streams, from the generators that it holds, and from the loader's
+            generator.
+        loader_generators: the loader's generator, if it has one.
     """
+    # A subclass may draw from more streams, so types are compared exactly.
     sampler_type = type(sampler)
-    if sampler_type in (SequentialSampler, list, tuple, range) or _share_of(sampler) is not None:
+    is_fixed = sampler_type in (SequentialSampler, list, tuple, range)
+    # A sampler that shards by itself has to draw the same order on all ranks, without fabric.
+    if is_fixed or _sampler_shard(sampler) is not None:
         return RandomStreams()
     if sampler_type is BatchSampler:
-        return _streams_of(sampler.sampler, own_generators)
+        return _streams_of(sampler.sampler, loader_generators)
     if sampler_type in _RANDOM_SAMPLERS:
         if sampler.generator is None:
             return RandomStreams(global_streams=("torch",))
         return RandomStreams(generators=(sampler.generator,))
-    generators = dict.fromkeys((*_generators_in(sampler), *own_generators))
+    # dict.fromkeys drops a generator that both lists have, and keeps the order.
+    generators = dict.fromkeys((*_generators_in(sampler), *loader_generators))
     return RandomStreams(global_streams=("python", "numpy", "torch"), generators=tuple(generators))
 
 
 def _generators_in(sampler: Any) -> Iterator[torch.Generator]:
+    """Yield the generators in the attributes of a sampler, and of the samplers that it holds."""
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, torch.Generator):
             yield value
