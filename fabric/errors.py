@@ -56,15 +56,15 @@ class FabricError(Exception):
     def __init__(
         self, request: str, problem: str = "", expected: str = "", suggestion: str = ""
     ) -> None:
-        # OSError, the base of FileNotFoundError, keeps only two of its arguments: attributes keep
-        # all four.
         self.request = request
         self.problem = problem
         self.expected = expected
         self.suggestion = suggestion
+        # Not super().__init__(): OSError, a base of some subclasses, has other parameters.
         Exception.__init__(self, request, problem, expected, suggestion)
 
     def __str__(self) -> str:
+        """Return the request, and the other parts on indented lines. Empty parts are left out."""
         lines = [self.request]
         if self.problem:
             lines.append(self.problem)
@@ -75,7 +75,8 @@ class FabricError(Exception):
         return "\n  ".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The third value carries all attributes, and the notes that were added to the error.
+        # A pickle contains the class, the only required argument, and the attributes. The
+        # attributes hold the other arguments, and the notes that were added to the error.
         return type(self), (self.request,), self.__dict__
 
 
@@ -92,16 +93,21 @@ class UsageError(FabricError, RuntimeError):
 
 
 class MissingDependencyError(FabricError, ImportError):
-    """An optional extra is needed and not installed. The text has the ``pip install`` to run."""
+    """An optional package is needed and not installed. The text has the command to install it."""
 
     @classmethod
     @contextmanager
     def unless_installed(cls, request: str, suggestion: str) -> Iterator[None]:
-        """Import optional packages in a context, and raise this error if an import fails."""
+        """Import optional packages in a context, and raise this error if an import fails.
+
+        Args:
+            request: the call or argument that needs the packages, as the user wrote it.
+            suggestion: the ``pip install`` command that installs the packages.
+        """
         try:
             yield
         except ImportError as error:
-            raise cls(request, str(error), suggestion=suggestion) from error
+            raise cls(request, problem=str(error), suggestion=suggestion) from error
 
 
 class NonFiniteGradientError(FabricError, RuntimeError):
@@ -134,29 +140,39 @@ class RankFailedError(FabricError, RuntimeError):
 
     def __str__(self) -> str:
         text = FabricError.__str__(self)
-        if self.traceback.strip():
+        has_traceback = bool(self.traceback.strip())
+        if has_traceback:
             return f"{text}\n{self.traceback.rstrip()}"
         return text
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows: the user's frames, here and in the rank.
+        """Return the lines that a notebook shows for this error. IPython calls this method.
 
-        The attribute ``traceback`` has all frames of the rank.
+        The lines contain the user's frames in this process and in the rank that failed. Frames of
+        fabric and of IPython are left out.
         """
-        from IPython import get_ipython  # IPython is the caller
+        from IPython import get_ipython  # installed, since IPython is the caller
 
-        def cell_name(match: re.Match[str]) -> str:
-            return " ".join(get_ipython().compile.format_code_name(match[1]) or [match[0]])
+        def as_cell_name(file: re.Match[str]) -> str:
+            """Replace ``File "..."`` by IPython's name of a cell. Other files stay as they are."""
+            # A label and a name, such as ("Cell", "In[3]"), or None for a file that is not a cell.
+            label_and_name = get_ipython().compile.format_code_name(file["path"])
+            if label_and_name is None:
+                return file[0]
+            return " ".join(label_and_name)
 
         package = re.escape(os.path.dirname(__file__))
+        # A frame is a line with the name of the file, and lines of code with more indentation.
         hidden_frames = rf'(?m)^  File "(?:{package}|[^"]+[/\\]IPython)[/\\].*\n(?:    .*\n)*'
+        # The text contains the traceback of the rank, which is a part of str(self).
         text = "".join(traceback.format_exception(self))
         text = re.sub(hidden_frames, "", text)
-        return re.sub('File "(.+?)"', cell_name, text).splitlines()
+        text = re.sub('File "(?P<path>.+?)"', as_cell_name, text)
+        return text.splitlines()
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):
-    """The ranks of a group do not make the same call. In checked mode also: a rank is missing."""
+    """The ranks of a group make different calls. In checked mode also: a rank makes no call."""
 
 
 class CheckpointError(FabricError, RuntimeError):

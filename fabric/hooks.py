@@ -1,9 +1,10 @@
 """Functions that diagnostics add around forward and backward passes.
 
-[Note: Hooks] Each diagnostic adds functions that are called before and after every forward pass of
-a module and every backward pass, in the order in which they were added. The functions of the flight
-recorder come first, so that the recorder notes the end of a phase even if a later function raises.
-Around the step of an optimizer, torch's own hooks are used in the same order.
+[Note: Hooks] A diagnostic adds functions to two lists. They are called before and after every
+forward pass of a module, or before and after every backward pass, in the order in which they were
+added. The functions of the flight recorder come first, so that the recorder notes the end of a
+phase even if a later function raises. Around the step of an optimizer, diagnostics use the hooks of
+torch in the same order.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,16 @@ __all__ = ["Hooks"]
 
 @dataclass(frozen=True, eq=False)
 class Hooks:
-    """Functions that are called around a part of the program; see ``[Note: Hooks]``.
+    """Functions that are called before and after each forward or backward pass.
+
+    ``FabricModule.__call__`` and ``Fabric.backward`` call the functions; see ``[Note: Hooks]`` in
+    ``fabric/hooks.py``.
 
     Attributes:
-        before: called without arguments.
-        after: called as ``after(result, error)``, even if the part raised. The result is the output
-            of a forward pass, or the loss of a backward pass. It is None after an error.
+        before: functions without arguments.
+        after: functions ``(result, error)``, which are called even if the pass has raised. The
+            result of a forward pass is the output, or None after an error. The result of a backward
+            pass is the loss. The error is None if the pass did not raise.
     """
 
     before: list[Callable[[], object]] = field(default_factory=list)

@@ -26,7 +26,8 @@ __all__ = [
     "set_rng_state",
 ]
 
-_SEEDS = 2**32  # numpy's legacy generator takes at most 32 bits
+# Seeds are below this number, since numpy's legacy generator takes at most 32 bits.
+_SEED_LIMIT = 2**32
 
 
 def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = False) -> int:
@@ -36,43 +37,48 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
         seed: the seed, ``0 <= seed < 2**32``. None takes a random one from the operating system.
         rank: the global rank of this process. It is used only with ``per_rank``.
         per_rank: whether each rank gets different streams. They are derived from ``seed`` and
-            ``rank`` by a hash, so that neighboring seeds and ranks are unrelated. Rank 0 uses the
-            seed itself. By default all ranks get the same streams.
+            ``rank`` by a hash, so that the streams of neighboring seeds and ranks are unrelated.
+            Rank 0 uses the seed itself. By default all ranks get the same streams.
 
     Returns:
-        The seed, without the rank.
+        The seed. It does not depend on the rank.
 
     Raises:
         ConfigurationError: ``seed`` is out of range.
+        TypeError: ``seed`` is not an integer.
     """
     if seed is None:
-        seed = secrets.randbelow(_SEEDS)
-    seed = operator.index(seed)
-    if not 0 <= seed < _SEEDS:
+        seed = secrets.randbelow(_SEED_LIMIT)
+    seed = operator.index(seed)  # takes an integer of numpy, too, and refuses a float
+    if not 0 <= seed < _SEED_LIMIT:
         raise ConfigurationError(
-            f"seed_everything({seed})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it"
+            f"seed_everything({seed})", expected=f"0 <= seed < {_SEED_LIMIT}, as numpy takes it"
         )
-    _seed_streams(seed, rank if per_rank else 0)
+    if not per_rank:
+        rank = 0  # every rank gets the streams of rank 0
+    _seed_streams(seed, rank)
     return seed
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
     """Return a generator for one sample, whose stream depends only on the arguments.
 
-    Use it in ``Dataset.__getitem__``: random numbers are then the same on any number of processes
-    and workers, and in a resumed run. On the CPU torch uses 32 bits of a seed, so one pair of
-    samples in four billion shares a stream.
+    Use the generator in ``Dataset.__getitem__``. Its random numbers are the same on any number of
+    processes and workers, and in a resumed run. On the CPU torch uses 32 bits of a seed, so one
+    pair of samples in four billion shares a stream.
 
     Args:
-        seed: any integer. Use different ones for independent augmentations.
+        seed: any integer. Use different integers for independent augmentations.
         epoch: the epoch, which a dataset gets through its method ``set_epoch``.
         index: the index of the sample.
 
     Returns:
         A generator on the CPU. Its 64-bit ``initial_seed()`` can seed ``numpy.random.default_rng``.
     """
+    # An integer of numpy or a tensor of one integer has to give the same hash as Python's integer.
     numbers = map(operator.index, (seed, epoch, index))
-    return torch.Generator().manual_seed(_hash("sample", *numbers))
+    sample_seed = _hash_to_64_bits("sample", *numbers)
+    return torch.Generator().manual_seed(sample_seed)
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,10 @@ class WorkerSeeding:
     """A ``worker_init_fn`` that seeds the DataLoader workers of each rank differently.
 
     torch seeds each worker from a base seed that the ranks share. Without this class, worker 0 of
-    every rank would augment with the same random numbers. Rank 0 is not reseeded.
-    ``torch.initial_seed()`` in the worker is the new seed, and ``get_worker_info().seed`` stays
-    torch's. The object can be pickled if ``worker_init_fn`` can, as spawned workers need.
+    every rank would augment with the same random numbers. The workers of rank 0 keep the seeds of
+    torch. In other workers ``torch.initial_seed()`` is the new seed, and ``get_worker_info().seed``
+    is still the seed of torch. Spawned workers get a pickle of the object, which requires that
+    ``worker_init_fn`` can be pickled.
 
     Attributes:
         rank: the global rank of the process that owns the workers.
@@ -93,8 +100,9 @@ class WorkerSeeding:
     worker_init_fn: Callable[[int], None] | None = None
 
     def __call__(self, worker_id: int) -> None:
-        """Seed this worker process. torch calls the object in the worker."""
+        """Seed this worker process. The DataLoader calls the object in each worker."""
         if self.rank > 0:
+            # The initial seed is the seed that torch has given to this worker.
             _seed_streams(torch.initial_seed(), self.rank)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
@@ -105,9 +113,9 @@ class RandomStreams:
     """Random streams of this process that are read and set together.
 
     Attributes:
-        global_streams: the names of streams of the process: ``"python"``, ``"numpy"``, ``"torch"``
-            (the CPU generator).
-        generators: separate generators, such as the generator of a sampler.
+        global_streams: the names of the process-wide streams among them: ``"python"``, ``"numpy"``
+            and ``"torch"`` (the CPU generator).
+        generators: torch generators of their own, such as the generator of a sampler.
     """
 
     global_streams: tuple[str, ...] = ()
@@ -120,29 +128,41 @@ class RandomStreams:
         """Return the states of the streams.
 
         Returns:
-            An entry for each shared stream that exists, and ``"generators"``, a list of uint8
+            An entry for each global stream that exists, and ``"generators"``, a list of uint8
             tensors in the order of the generators.
         """
         state: dict[str, Any] = {}
         for name in self.global_streams:
-            value = _READ[name]()
-            if value is not None:
-                state[name] = value
+            read_state = _READERS[name]
+            stream_state = read_state()
+            if stream_state is not None:
+                state[name] = stream_state
         if self.generators:
             state["generators"] = [generator.get_state() for generator in self.generators]
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the streams to a state of the same streams. Streams without an entry keep theirs."""
-        self.restore_global_streams(state, {})
-        for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
+        """Set the streams to the result of :meth:`state` for the same streams.
+
+        A stream without an entry in ``state`` stays as it is.
+        """
+        self.restore_global_streams(state, unless={})
+        saved_states = state.get("generators", ())
+        for generator, saved in zip(self.generators, saved_states, strict=False):
             generator.set_state(saved)
 
     def restore_global_streams(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
-        """Set the shared streams, except the streams that have an equal entry in ``unless``."""
+        """Set the global streams to a result of :meth:`state`. Generators stay as they are.
+
+        Args:
+            state: the states to restore. A stream without an entry stays as it is.
+            unless: another result of :meth:`state`. A stream whose entries in ``state`` and
+                ``unless`` are equal stays as it is.
+        """
         for name in self.global_streams:
             if name in state and not _is_equal(state[name], unless.get(name)):
-                _WRITE[name](state[name])
+                write_state = _WRITERS[name]
+                write_state(state[name])
 
 
 def rng_state() -> dict[str, Any]:
@@ -167,25 +187,35 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the streams to the result of :func:`rng_state`.
 
-    The current CUDA device gets the state of the device that was current, since a resumed rank may
-    use another device. The other devices are restored by index. Entries for numpy or CUDA are
-    ignored in a process without them: nothing can draw from these streams.
+    The CUDA device that is current now gets the state of the device that was current then, since a
+    resumed rank may use another device. The other devices are restored by index. Entries for numpy
+    or CUDA are ignored in a process that does not use numpy or CUDA.
 
     Raises:
         KeyError: ``state`` is not a result of :func:`rng_state`. Nothing was changed.
     """
+    # First, since this entry always exists: a wrong argument raises before anything changes.
     torch.set_rng_state(state["torch"])
     RandomStreams(("python", "numpy")).restore(state)
     cuda = state.get("cuda")
-    if cuda and torch.cuda.is_available():
-        current = torch.cuda.current_device()
-        for device, saved in enumerate(cuda["states"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(saved, device)
-        torch.cuda.set_rng_state(cuda["states"][cuda["current"]], current)
+    if cuda is None or not torch.cuda.is_available():
+        return
+    device_states = cuda["states"]
+    for device in range(min(len(device_states), torch.cuda.device_count())):
+        torch.cuda.set_rng_state(device_states[device], device)
+    # Last, since the current device has got the state of its index in the loop.
+    state_of_current = device_states[cuda["current"]]
+    torch.cuda.set_rng_state(state_of_current, torch.cuda.current_device())
 
 
 def _seed_streams(seed: int, rank: int) -> None:
-    """Seed the streams of every library, on rank 0 with the seed itself."""
+    """Seed the process-wide streams of python, numpy (if it has been imported) and torch.
+
+    Args:
+        seed: a seed that numpy takes if ``rank`` is 0. Otherwise any integer.
+        rank: 0 seeds every library with the seed itself. Another rank seeds each library with a
+            hash of the library's name, the seed and the rank.
+    """
     numpy = sys.modules.get("numpy")
     if rank == 0:
         random.seed(seed)
@@ -193,40 +223,46 @@ def _seed_streams(seed: int, rank: int) -> None:
             numpy.random.seed(seed)
         torch.manual_seed(seed)
         return
-    random.seed(_hash("python", seed, rank))
+    random.seed(_hash_to_64_bits("python", seed, rank))
     if numpy is not None:
-        # numpy takes a list of 32-bit numbers.
-        numpy.random.seed(divmod(_hash("numpy", seed, rank), _SEEDS))
-    torch.manual_seed(_hash("torch", seed, rank))
+        # numpy takes 64 bits only as a sequence of numbers of 32 bits.
+        numpy.random.seed(divmod(_hash_to_64_bits("numpy", seed, rank), 2**32))
+    torch.manual_seed(_hash_to_64_bits("torch", seed, rank))
 
 
-def _hash(*values: str | int) -> int:
-    """Return a 64-bit hash of the values, the same in every process."""
+def _hash_to_64_bits(*values: str | int) -> int:
+    """Return a hash of the values that is the same in every process, unlike Python's ``hash``."""
     text = "/".join(map(str, values))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def _read_numpy() -> list[Any] | None:
-    # numpy imports its random module on first access: before that, there is no stream to save.
+def _read_numpy_state() -> list[Any] | None:
+    """Return the state of numpy's stream as plain values, or None if there is no stream yet."""
+    # numpy imports its random module on first access, which makes the stream.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return None
-    kind, key, *position = numpy_random.get_state()
-    return [kind, key.tolist(), *position]
+    algorithm, key, *position = numpy_random.get_state()
+    # A list instead of an array, so that torch.load(weights_only=True) reads the state.
+    return [algorithm, key.tolist(), *position]
 
 
-def _write_numpy(state: list[Any]) -> None:
+def _write_numpy_state(state: list[Any]) -> None:
+    """Set numpy's stream to a result of ``_read_numpy_state``, if numpy has been imported."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.set_state(tuple(state))
 
 
 def _is_equal(left: Any, right: Any) -> bool:
+    """Return whether two states of a stream are equal. None is equal to no state."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
+    # The type first: a comparison of a tensor with another object is not a bool.
     return type(left) is type(right) and left == right
 
 
-_READ = {"python": random.getstate, "numpy": _read_numpy, "torch": torch.get_rng_state}
-_WRITE = {"python": random.setstate, "numpy": _write_numpy, "torch": torch.set_rng_state}
+# The functions that read and write the state of a global stream, by the name of the stream.
+_READERS = {"python": random.getstate, "numpy": _read_numpy_state, "torch": torch.get_rng_state}
+_WRITERS = {"python": random.setstate, "numpy": _write_numpy_state, "torch": torch.set_rng_state}
