@@ -24,6 +24,7 @@ __all__ = [
     "start_interpreter",
 ]
 
+# The folder that contains the package fabric.
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -60,8 +61,8 @@ class Launcher(ABC):
 
     Attributes:
         name: the name under which the launcher is selected.
-        runs_function: whether the launcher runs a function in the processes. Otherwise it runs the
-            script again, and ``launch`` needs no function.
+        runs_function: whether the launcher runs a function in the processes. Otherwise the launcher
+            runs the script again, and ``launch`` needs no function.
     """
 
     name: str
@@ -120,30 +121,31 @@ class InlineLauncher(Launcher):
 
 
 def node_worlds(
-    size: int,
-    node: int = 0,
-    nodes: int = 1,
+    processes: int,
+    node_rank: int = 0,
+    num_nodes: int = 1,
     *,
     address: str = "127.0.0.1",
     port: int | None = None,
 ) -> list[World]:
-    """Return the places of the processes of one node.
+    """Return the place in the job of each process of one node, by local rank.
 
     Args:
-        size: the number of processes on every node.
-        node: the number of this node, from 0.
-        nodes: the number of nodes.
+        processes: the number of processes on every node.
+        node_rank: the number of this node, from 0.
+        num_nodes: the number of nodes.
         address: the host on which rank 0 can be reached.
-        port: the port of the rendezvous store on that host. None if no rendezvous is needed.
+        port: the port of the rendezvous store on that host. None if the supervisor of the ranks
+            provides a store.
     """
     worlds: list[World] = []
-    for local_rank in range(size):
+    for local_rank in range(processes):
         world = World(
-            rank=node * size + local_rank,
+            rank=node_rank * processes + local_rank,
             local_rank=local_rank,
-            node_rank=node,
-            world_size=nodes * size,
-            local_world_size=size,
+            node_rank=node_rank,
+            world_size=num_nodes * processes,
+            local_world_size=processes,
             address=address,
             port=port,
         )
@@ -153,7 +155,7 @@ def node_worlds(
 
 def start_interpreter(
     fn: Callable[[], None],
-    fd: int,
+    file: int,
     arguments: Sequence[str] = (),
     cwd: str | None = None,
     stdin: int | None = None,
@@ -161,35 +163,41 @@ def start_interpreter(
 ) -> "subprocess.Popen[bytes]":
     """Start an interpreter with the options of this one, and call a function in it.
 
-    ``multiprocessing`` would always import ``__main__``, and would start a resource tracker.
+    ``multiprocessing`` is not used, because it would always import ``__main__`` and start a
+    resource tracker.
 
     Args:
-        fn: a module-level function, imported by name.
-        fd: an open file that the new process inherits. Its number is the first argument.
+        fn: a module-level function of fabric, imported by name.
+        file: the descriptor of an open file that the new process inherits. The number of the
+            descriptor is ``sys.argv[1]`` in the new process.
         arguments: further arguments, shown in process lists.
-        cwd: the working directory. None uses that of this process.
-        stdin: the standard input. None uses that of this process.
-        output: the standard output and error. None uses those of this process.
+        cwd: the working directory. None uses the directory of this process.
+        stdin: the descriptor of the standard input. None uses the input of this process.
+        output: the descriptor of the standard output and error. None uses the output of this
+            process.
     """
     # The private function that multiprocessing uses for the same purpose.
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    if getattr(sys.__stdout__, "write_through", False):
+    is_unbuffered = getattr(sys.__stdout__, "write_through", False)
+    if is_unbuffered:
         options.append("-u")
+    # The folder of fabric is searched last, and only for this import: the script must not find the
+    # other packages of the folder by accident.
     statements = [
         "import sys",
         f"sys.path.append({_ROOT!r})",
         f"from {fn.__module__} import {fn.__name__}",
-        "sys.path.pop()",
-        f"{fn.__name__}()",
     ]
-    # Modules, such as an import hook, that the imports of the script need.
+    # The user can name a module that has to be loaded before the script, such as an import hook.
     preload = os.environ.get("FABRIC_PRELOAD")
     if preload:
-        statements.insert(3, f"import {preload}")
+        statements.append(f"import {preload}")
+    statements.append("sys.path.pop()")
+    statements.append(f"{fn.__name__}()")
     # -P: files in the current folder must not shadow modules of fabric or of the standard library.
-    command = [sys.executable, *options, "-P", "-c", "; ".join(statements), str(fd), *arguments]
+    command = [sys.executable, *options, "-P", "-c", "; ".join(statements), str(file), *arguments]
     return subprocess.Popen(
-        command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
+        command, pass_fds=[file], cwd=cwd, stdin=stdin, stdout=output, stderr=output
     )
 
 
@@ -222,14 +230,15 @@ def initialized_backend(device_type: str) -> str | None:
     """Return the name of a device library that is initialized in this process, or None.
 
     Args:
-        device_type: the type of the devices of the job. CUDA and XPU are looked at in any case.
+        device_type: the type of the devices of the job. CUDA and XPU are checked for any type.
 
     Returns:
         The name in upper case, such as ``"CUDA"``.
     """
-    torch = sys.modules.get("torch")
-    for name in dict.fromkeys(("cuda", "xpu", device_type)):
-        if name == "cpu":  # the CPU needs no initialization and calls itself initialized
+    torch = sys.modules.get("torch")  # None if torch has not been imported: nothing is initialized
+    for name in ("cuda", "xpu", device_type):
+        # torch.cpu.is_initialized() is always true, although the CPU needs no initialization.
+        if name == "cpu":
             continue
         library = getattr(torch, name, None)
         is_initialized = getattr(library, "is_initialized", None)
@@ -239,17 +248,18 @@ def initialized_backend(device_type: str) -> str | None:
 
 
 def refuse_while_importing_main() -> None:
-    """Raise if a launch is attempted while a rank imports an unguarded script.
+    """Raise a UsageError if this process is a rank that is importing the user's script.
 
-    Each rank of such a launch would launch again, without end. A rank imports the script to find
-    its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
+    A rank imports the script to find the function that it has to run. A script without an
+    ``if __name__ == "__main__"`` guard would launch again in each rank, without end. The import has
+    the name ``__mp_main__``, as in ``multiprocessing``.
     """
-    importing = sys.modules.get("__mp_main__")
+    imported_script = sys.modules.get("__mp_main__")
     # In other processes the name is an alias of the script itself, even if a debugger or
     # `fabric run` has replaced `__main__`.
-    if importing is sys.modules["__main__"]:
+    if imported_script is sys.modules["__main__"]:
         return
-    if getattr(importing, "__name__", None) == "__mp_main__":
+    if getattr(imported_script, "__name__", None) == "__mp_main__":
         raise UsageError(
             "launch() at the top level of a script",
             problem="another process imports the script to find the function that it has to run, "

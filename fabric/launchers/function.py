@@ -1,11 +1,16 @@
 """Launchers that run a function in new processes: spawn, fork and forkserver.
 
-[Note: The fork server] A process with torch loaded, from which ranks are forked. The standard
-library's fork server leaves its socket directory behind if its owner is killed, and its children
-write to the output that the owner had when the server started. This server uses a socket pair to
-its owner, which it inherits. Each request carries open files: the rank's end of the control pipe, a
-pipe on which the server sends the rank's process id and later its exit code, and the owner's
-current standard output and error.
+[Note: The fork server] The fork server is a process with torch loaded, from which ranks are forked.
+The process that started the server is its *owner*. The fork server of the standard library is not
+used, for two reasons: it leaves its socket directory behind if its owner is killed, and its
+children write to the output that the owner had when the server started. Fabric's server inherits
+one end of a socket pair, on which the owner requests ranks. Each request is one byte, sent with
+four open files:
+
+- the rank's end of the control pipe,
+- a *status pipe*, on which the server sends the rank's process id and later its exit code,
+- the owner's current standard output,
+- the owner's current standard error.
 """
 
 import gc
@@ -24,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -40,12 +46,21 @@ from fabric.launchers.rank import (
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import StartedProcess, StartProcess, Supervisor, exit_status
 
-__all__ = ["ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
+__all__ = [
+    "UNKNOWN_EXIT_CODE",
+    "ProcessLauncher",
+    "fork_server",
+    "forkserver_main",
+    "payload_of_call",
+]
 
-# Seconds for the fork server to start a rank. The import of torch takes most of them.
+# Seconds for the fork server to start a rank. For the first rank, most of the time is spent on the
+# import of torch.
 _START_TIMEOUT = 120.0
+# The exit code that is reported for a rank if the fork server was killed and cannot tell the code.
+UNKNOWN_EXIT_CODE = 255
 # The modules that the fork server loads. Creating the first optimizer imports torch._dynamo, which
-# takes longer than torch itself. Nearly every function of a rank receives a Fabric.
+# takes longer to import than torch itself. Nearly every function of a rank receives a Fabric.
 _PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
 
 
@@ -73,11 +88,13 @@ class ProcessLauncher(base.Launcher):
         self.name = start_method
 
     def check(self, spec: base.LaunchSpec) -> None:
-        """Refuse a launch while a rank imports a script, and a fork that cannot work.
+        """Raise if this launch cannot work. No process is started.
 
         Raises:
-            UsageError: the script has no guard, and a rank imports it.
-            ConfigurationError: an initialized device library does not survive a fork.
+            UsageError: this process is a rank that imports the script, and the script calls
+                ``launch`` outside of an ``if __name__ == "__main__"`` block.
+            ConfigurationError: the start method is ``"fork"``, and a device library is initialized
+                in this process. A forked copy could not use the library.
         """
         base.refuse_while_importing_main()
         if self.name != "fork":
@@ -88,7 +105,7 @@ class ProcessLauncher(base.Launcher):
                 "the start method 'fork'",
                 problem=f"{backend} is initialized in this process, and a forked copy cannot use "
                 f"{backend}",
-                suggestion='launcher="forkserver", or a fork before anything touches the device',
+                suggestion='launcher="forkserver", or launch before the first use of a device',
             )
 
     def launch(
@@ -113,55 +130,68 @@ class ProcessLauncher(base.Launcher):
                 of that rank, 128 + n for signal n.
             KeyboardInterrupt: SIGINT arrived. The ranks had a grace period for their ``finally``
                 blocks.
-            SystemExit: another signal that ends a job arrived, with code 128 + n. The ranks had a
-                grace period. Or all ranks were preempted, with code 75.
+            SystemExit: another signal that ends a job arrived, with code 128 + n for signal n. The
+                ranks had a grace period. Or all ranks were preempted, with code 75.
         """
         self.check(spec)
         if not callable(fn):
             raise ArgumentTypeError(
                 f"launch({fn!r})",
-                problem="it is not a function",
+                problem="the argument is not a function",
                 expected="launch(train, x), not launch(train(x))",
             )
         call = Call(fn, args, kwargs)
-        payload = None
+        payload = None  # a forked rank has the call in its memory
         if self.name != "fork":
             # Before any process starts: an argument that cannot be pickled raises here.
-            payload = pickled_call(call)
-        start = self._choose_start(call)
-        job = Supervisor()
+            payload = payload_of_call(call)
+        start_process = self._start_process_function(call)
+        worlds = base.node_worlds(spec.num_processes)
+        supervisor = Supervisor()
         try:
-            with job:
-                job.start(start, base.node_worlds(spec.num_processes), payload, spec.results)
-                results = list(map(load, job.run()))
+            with supervisor:
+                supervisor.start(start_process, worlds, payload, spec.results)
+                pickled_results = supervisor.wait_for_ranks()
         except KeyboardInterrupt:
-            if job.signals:
-                _raise_signal(job.signals[0].number)
+            # The supervisor raises KeyboardInterrupt for every signal that ends a job.
+            if supervisor.signals:
+                _raise_signal(supervisor.signals[0].number)
             raise
         except RankFailedError:
-            # A hook that the user has installed stays.
+            # If nothing catches the error, this hook sets the exit code. A hook that the user has
+            # installed stays.
             if sys.excepthook is sys.__excepthook__ and not base.is_interactive():
                 sys.excepthook = _exit_as_the_rank
             raise
+        results = [load(pickled_result) for pickled_result in pickled_results]
         if spec.results == "all":
             return results
         if spec.results == "first":
             return results[0]
         return None
 
-    def _choose_start(self, call: Call) -> StartProcess:
-        """Return the function that starts a rank."""
+    def _start_process_function(self, call: Call) -> StartProcess:
+        """Return the function that starts the process of one rank by this launcher's start method.
+
+        Args:
+            call: the call that the ranks run. Only a forked rank gets the call from here: the other
+                ranks receive it through the control pipe.
+        """
         if self.name == "spawn":
             return _spawn
         if self.name == "fork":
-            return partial(_fork, partial(call.fn, *call.args, **call.kwargs))
-        return fork_server(os.getpid()).start_rank
+            bound_call = partial(call.fn, *call.args, **call.kwargs)
+            return partial(_fork, bound_call)
+        return fork_server().start_rank
 
 
 def _raise_signal(number: int) -> None:
-    """Have a signal that has ended the ranks take its usual effect on this process.
+    """Let a signal, which has ended the ranks already, take its usual effect on this process.
 
-    SIGINT has none here: the caller raises KeyboardInterrupt.
+    While the ranks ran, the supervisor's handler received the signal. By now the handlers of the
+    user are restored, so the user's handler is called, if there is one. Then SystemExit is raised
+    with code 128 + n. For SIGINT this function returns, because the caller raises
+    KeyboardInterrupt.
     """
     if number == signal.SIGINT:
         return
@@ -172,7 +202,11 @@ def _raise_signal(number: int) -> None:
 
 
 def _exit_as_the_rank(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error as usual. If a rank has failed, exit with the exit code of that rank."""
+    """Print an uncaught error as usual. If a rank has failed, exit with the exit code of that rank.
+
+    This is a ``sys.excepthook``. The interpreter exits with the code of a SystemExit that the hook
+    raises.
+    """
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, RankFailedError):
         raise SystemExit(exit_status(error.exit_code))
@@ -184,9 +218,10 @@ class _LauncherState:
 
     Attributes:
         environment: the environment variables.
-        preparation: the arguments of ``multiprocessing.spawn.prepare``.
-        sources: the source of notebook cells and prompts, which is in no file, by name. Tracebacks
-            show it, and code reads it.
+        preparation: the arguments of ``multiprocessing.spawn.prepare``, which sets the working
+            directory, ``sys.path`` and ``sys.argv``, and imports ``__main__`` if necessary.
+        sources: entries of ``linecache.cache`` by file name, for code that is in no file, such as
+            notebook cells. Tracebacks show this code, and ``inspect.getsource`` returns it.
     """
 
     environment: dict[str, str]
@@ -194,70 +229,100 @@ class _LauncherState:
     sources: dict[str, Any]
 
 
-def pickled_call(call: Call) -> Payload:
-    """Return the payload for a call, which first restores the current state of this process.
+def payload_of_call(call: Call) -> Payload:
+    """Return a payload that takes over the current state of this process, then loads the call.
+
+    The payload is sent to every rank that does not share the memory of this process.
 
     Raises:
-        MissingDependencyError: see :func:`dump_call`.
-        ArgumentTypeError: see :func:`dump_call`.
+        MissingDependencyError: the function has to be pickled by value, and ``cloudpickle`` is not
+            installed.
+        ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
-    main = sys.modules["__main__"]
-    name = getattr(main.__spec__, "name", None)
-    path = getattr(main, "__file__", None)
-    # A new process cannot import the __main__ of an interactive session or notebook, nor that of
-    # `python -m package`, which is not a library.
-    if name:
-        is_importable = not f".{name}".endswith(".__main__")
+    main_module = sys.modules["__main__"]
+    # The name is known under `python -m`, and for a folder or an archive with a __main__.py.
+    module_name = getattr(main_module.__spec__, "name", None)
+    script_path = getattr(main_module, "__file__", None)
+    # A new process cannot import the __main__ of an interactive session or a notebook. It must not
+    # import the __main__.py of a package, folder or archive, which would run the program again.
+    if module_name:
+        is_importable = module_name != "__main__" and not module_name.endswith(".__main__")
     else:
-        is_importable = path not in (None, "<stdin>")
-    packed, needs_main = dump_call(call, main_is_importable=is_importable)
+        is_importable = script_path not in (None, "<stdin>")
+    pickled_call = dump_call(call, main_is_importable=is_importable)
     preparation: dict[str, Any] = {
         "authkey": bytes(multiprocessing.current_process().authkey),
         "sys_path": list(sys.path),
         "sys_argv": list(sys.argv),
         "dir": os.getcwd(),
     }
-    if needs_main and name:
-        preparation["init_main_from_name"] = name
-    elif needs_main:
-        preparation["init_main_from_path"] = path
+    if pickled_call.needs_main and module_name:
+        preparation["init_main_from_name"] = module_name
+    elif pickled_call.needs_main:
+        preparation["init_main_from_path"] = script_path
     state = _LauncherState(
         environment=dict(os.environ), preparation=preparation, sources=_sources_without_file()
     )
-    return partial(_load_call, state, packed)
+    return partial(_load_call, state, pickled_call.data)
 
 
 def _sources_without_file() -> dict[str, Any]:
-    """Return the entries of the line cache that no file backs: they have no time of change."""
+    """Return the entries of the line cache for code that is in no file, such as notebook cells.
+
+    The entry of a file that has been read is ``(size, modification time, lines, path)``. For other
+    code the time is None. An entry whose file has not been read has one item and is left out.
+    """
     sources: dict[str, Any] = {}
     for name, entry in linecache.cache.items():
-        if entry[1:2] == (None,):
+        if len(entry) == 4 and entry[1] is None:
             sources[name] = entry
     return sources
 
 
-def _load_call(state: _LauncherState, packed: bytes) -> Callable[[], Any]:
-    """Give this rank the state of the launching process, and load the call."""
+def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
+    """Give this rank the state of the launching process, and load the call.
+
+    This is the payload of a rank. It runs in the main thread of the rank.
+
+    Returns:
+        The function with its arguments bound.
+    """
+    # First, because the imports below may read variables.
     os.environ.clear()
     os.environ.update(state.environment)
-    # All ranks of all launches are forked from one server, and would draw the same numbers.
-    random = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()
+    # All ranks of the fork server inherit one state of NumPy's generator, and would draw the same
+    # numbers. Python seeds its own generator after a fork.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
     linecache.cache.update(state.sources)
+    # Before loading: the call may refer to modules that only the launcher's sys.path finds.
     multiprocessing.spawn.prepare(state.preparation)
-    call: Call = load(packed)
+    call: Call = load(pickled_call)
     return partial(call.fn, *call.args, **call.kwargs)
 
 
 def _spawn(control: Connection, config: RankConfig) -> StartedProcess:
+    """Start a rank in a new interpreter.
+
+    Args:
+        control: the rank's end of the control pipe. The rank inherits the open file.
+        config: unused. The rank receives the configuration through the control pipe.
+    """
     process = base.start_interpreter(main, control.fileno(), stdin=subprocess.DEVNULL)
     return StartedProcess(process.pid, process.poll)
 
 
 def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> StartedProcess:
-    # A fork has no threads, but inherits the thread pools of this process: to compute in them would
-    # hang. So the rank computes in one thread.
+    """Start a rank in a fork of this process.
+
+    Args:
+        call: the function that the rank runs, with its arguments bound.
+        control: the rank's end of the control pipe.
+        config: the configuration of the rank.
+    """
+    # A fork has no threads, but inherits the thread pools of this process, and would wait for their
+    # threads forever. So the rank computes in one thread.
     config = replace(config, threads=1)
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked_rank, args=(control, config, call)
@@ -275,15 +340,16 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
 
 
 def _run_forked_rank(control: Connection, config: RankConfig, call: Callable[[], Any]) -> NoReturn:
+    """Run a rank in a fork of the launching process."""
     sys.exit(run_rank(control, config, lambda: call))
 
 
 class _ServerConnection(NamedTuple):
-    """The connection to a fork server.
+    """The owner's connection to a running fork server.
 
     Attributes:
-        requests: the socket on which a rank is requested.
-        stop: ends the server.
+        requests: the socket on which ranks are requested.
+        stop: ends the server. A second call does nothing.
     """
 
     requests: socket.socket
@@ -291,104 +357,160 @@ class _ServerConnection(NamedTuple):
 
 
 class _ForkServer:
-    """The owner's side of the fork server; see ``[Note: The fork server]``.
+    """The owner's side of the fork server; see ``[Note: The fork server]`` in function.py.
 
-    It starts the server on first use, restarts it if it has died, and ends it with this process.
-
-    Args:
-        owner: the id of this process.
+    The server process is started when the first rank is requested, is started again if it has died,
+    and ends with this process.
     """
 
-    def __init__(self, owner: int) -> None:
-        assert owner == os.getpid()
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _server: several threads may launch
         self._server: _ServerConnection | None = None
 
     def start_rank(self, control: Connection, config: RankConfig) -> StartedProcess:
-        """Fork a rank, which reads its configuration from its end of the control pipe."""
+        """Have the server fork a rank.
+
+        Args:
+            control: the rank's end of the control pipe, which is sent to the server.
+            config: unused. The rank receives the configuration through the control pipe.
+
+        Raises:
+            UsageError: the server does not answer in time.
+        """
         with self._lock:
             if self._server is not None:
-                with suppress(OSError, EOFError):  # it was killed since the last launch
+                # The errors mean that the server was killed since the last launch.
+                with suppress(OSError, EOFError):
                     return _request_rank(self._server.requests, control)
                 self._server.stop()
             self._server = self._start_server()
             return _request_rank(self._server.requests, control)
 
     def _start_server(self) -> _ServerConnection:
+        """Start a server process, and return the connection to the process."""
         requests, server_requests = socket.socketpair()
+        # The server inherits its end of the pair, so this process closes its copy.
         with server_requests:
             process = base.start_interpreter(
                 forkserver_main, server_requests.fileno(), stdin=subprocess.DEVNULL
             )
+        # The finalizer also runs when this process exits.
         stop = weakref.finalize(self, _stop_server, requests, process)
         return _ServerConnection(requests, stop)
 
 
-# Cached by process id: a forked child must not use the server of its parent.
-fork_server = cache(_ForkServer)
+def fork_server() -> _ForkServer:
+    """Return the fork server of this process. All launches of a process share one server."""
+    return _fork_server_of_process(os.getpid())
+
+
+@cache
+def _fork_server_of_process(pid: int) -> _ForkServer:
+    """Return a new fork server.
+
+    The cache has an entry per process id: a forked child inherits the cache, and must not use the
+    server of its parent.
+    """
+    return _ForkServer()
 
 
 def _request_rank(requests: socket.socket, control: Connection) -> StartedProcess:
-    """Ask the server for a rank, and wait until the server has forked it."""
-    status, server_status = multiprocessing.Pipe(duplex=False)
-    with server_status:
-        files = [control.fileno(), server_status.fileno(), 1, 2]
+    """Ask the server for a rank, and wait until the server has forked the rank.
+
+    Args:
+        requests: the socket of the server.
+        control: the rank's end of the control pipe.
+
+    Raises:
+        OSError: the server has ended.
+        EOFError: the server has ended.
+        UsageError: the server does not answer in time.
+    """
+    status_pipe, server_status_pipe = multiprocessing.Pipe(duplex=False)
+    # The server gets a copy of its end of the pipe, so this process closes the end after sending.
+    with server_status_pipe:
+        standard_output = 1
+        standard_error = 2
+        files = [
+            control.fileno(),
+            server_status_pipe.fileno(),
+            standard_output,
+            standard_error,
+        ]
+        # Files can only be sent along with data. The server ignores the byte.
         socket.send_fds(requests, [b"!"], files)
-    if not status.poll(_START_TIMEOUT):
+    if not status_pipe.poll(_START_TIMEOUT):
         raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
-    return StartedProcess(status.recv(), partial(_read_exit_code, status))
+    pid = status_pipe.recv()
+    return StartedProcess(pid, partial(_read_exit_code, status_pipe))
 
 
 def _stop_server(requests: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    """End the server process and reap it. Ranks of the server end with it."""
     requests.close()
     process.kill()
     process.wait()
 
 
-def _read_exit_code(status: Connection) -> int | None:
-    """Return the exit code that the server has sent, or None if the rank still runs."""
+def _read_exit_code(status_pipe: Connection) -> int | None:
+    """Return the exit code that the server has sent, or None if the rank still runs.
+
+    This function does not wait. The code can be read only once, so a caller does not ask again
+    after a code was returned.
+
+    Args:
+        status_pipe: the owner's end of the rank's status pipe. The rank is a child of the server,
+            so only the server can wait for the rank.
+    """
     try:
-        if not status.poll():
+        if not status_pipe.poll():
             return None
-        return status.recv()
+        return status_pipe.recv()
     except EOFError:
-        # The server was killed. The rank watches the id of its parent process, so it ends, too. Its
-        # exit code is unknown.
-        return 255
+        # The server was killed. The rank ends, too: it watches the id of its parent process.
+        return UNKNOWN_EXIT_CODE
 
 
 def forkserver_main() -> None:
-    """Run the fork server: fork a rank for each request until the owner has ended."""
+    """Run the fork server: fork a rank for each request until the owner has ended.
+
+    This is the main function of the server process. Its first argument is the number of the socket
+    on which the owner requests ranks.
+    """
     owner = os.getppid()
-    # The server ignores signals to the process group, since only it can report the ranks' exit
-    # codes. An ignored SIGINT stays ignored, because a rank inherits that.
+    # The server has to survive signals to the process group, since only the server can report the
+    # exit codes of the ranks. An ignored SIGINT stays ignored, because the ranks inherit that.
     for number in ending_signals():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _do_nothing)
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _PRELOAD:
         importlib.import_module(name)
-    # A garbage collection in a rank would visit all objects that are not frozen, and copy their
-    # memory by marking them.
+    # A garbage collection in a rank would mark all objects that are not frozen, and the system
+    # would copy the memory of the marked objects.
     gc.freeze()
-    ranks: dict[Any, Connection] = {}
-    # A process that the owner forked may hold the connection open: the id of the parent process
-    # shows that the owner has ended.
+    status_pipes: dict[ForkProcess, Connection] = {}  # of the ranks that run
+    # A process that the owner forked may hold the socket open after the owner has ended. The id of
+    # the parent process shows that the owner has ended.
     while os.getppid() == owner:
-        # The timeout: the sentinel of a rank is not ready while a process that the rank forked
-        # lives.
-        sentinels = [rank.sentinel for rank in ranks]
-        timeout = 0.1 if ranks else 1.0
+        sentinels = [process.sentinel for process in status_pipes]
+        # The sentinel of an ended rank is not ready while a process that the rank forked lives. So
+        # the exit codes are looked at after a short time in any case.
+        timeout = 0.1 if status_pipes else 1.0
         ready = wait([requests, *sentinels], timeout)
-        _report_exits(ranks)
+        _report_exits(status_pipes)
         if requests not in ready:
             continue
-        message, fds, _, _ = socket.recv_fds(requests, 1, 4)
-        if not message:
+        message, files, _, _ = socket.recv_fds(requests, 1, maxfds=4)
+        if not message:  # the owner has closed the socket
             break
-        control_fd, status_fd, *output = fds
-        rank, status = _fork_rank(control_fd, status_fd, output, [requests, *ranks.values()])
-        ranks[rank] = status
+        control_file, status_file, *output_files = files
+        # Copies of these in the rank would hide from the owner that the server has ended.
+        server_connections = [requests, *status_pipes.values()]
+        process, status_pipe = _fork_rank(
+            control_file, status_file, output_files, server_connections
+        )
+        status_pipes[process] = status_pipe
     # No exit handlers: they would wait for the ranks, which exit by themselves.
     os._exit(0)
 
@@ -397,52 +519,77 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Handle a signal without any effect."""
 
 
-def _report_exits(ranks: dict[Any, Connection]) -> None:
-    """Send the exit codes of the ranks that have ended to the owner, and forget these ranks."""
-    for rank in list(ranks):
-        if rank.exitcode is not None:
-            _send(ranks.pop(rank), rank.exitcode)
+def _report_exits(status_pipes: dict[ForkProcess, Connection]) -> None:
+    """Send the exit codes of the ranks that have ended to the owner.
+
+    Args:
+        status_pipes: the status pipe of each running rank. Ranks that have ended are removed.
+    """
+    for process in list(status_pipes):
+        if process.exitcode is not None:
+            _send_status(status_pipes.pop(process), process.exitcode)
 
 
 def _fork_rank(
-    control_fd: int, status_fd: int, output: list[int], inherited: list[Any]
-) -> tuple[Any, Connection]:
-    """Fork a rank, and send its process id to the owner.
+    control_file: int,
+    status_file: int,
+    output_files: list[int],
+    server_connections: list[socket.socket | Connection],
+) -> tuple[ForkProcess, Connection]:
+    """Fork a rank from the server, and send its process id to the owner.
+
+    The server closes the rank's files. The status pipe stays open, for the exit code.
 
     Args:
-        control_fd: the rank's end of its control pipe.
-        status_fd: the pipe for the process id and the exit code.
-        output: the standard output and error of the rank.
-        inherited: what the rank has to close, because only the server uses it.
+        control_file: the descriptor of the rank's end of the control pipe.
+        status_file: the descriptor of the status pipe.
+        output_files: the descriptors of the rank's standard output and error.
+        server_connections: what the rank inherits and has to close, because only the server uses
+            it.
 
     Returns:
-        The process of the rank, and the pipe for its exit code.
+        The process of the rank, and its status pipe.
     """
-    control = Connection(control_fd)
-    status = Connection(status_fd)
+    control = Connection(control_file)
+    status_pipe = Connection(status_file)
     process = multiprocessing.get_context("fork").Process(
-        target=_run_served_rank, args=(control, output, [status, *inherited])
+        target=_run_served_rank, args=(control, output_files, [status_pipe, *server_connections])
     )
-    process.start()
+    process.start()  # returns only in the server
     control.close()
-    for fd in output:
-        os.close(fd)
-    _send(status, process.pid)
-    return process, status
+    for file in output_files:
+        os.close(file)
+    _send_status(status_pipe, process.pid)
+    return process, status_pipe
 
 
-def _send(status: Connection, number: int | None) -> None:
-    # The owner may have ended. The next read of the requests detects that.
+def _send_status(status_pipe: Connection, number: int | None) -> None:
+    """Send a process id or an exit code to the owner."""
+    # The owner may have ended. The loop of the server detects that.
     with suppress(BrokenPipeError):
-        status.send(number)
+        status_pipe.send(number)
 
 
-def _run_served_rank(control: Connection, output: list[int], inherited: list[Any]) -> NoReturn:
-    for connection in inherited:
+def _run_served_rank(
+    control: Connection,
+    output_files: list[int],
+    server_connections: list[socket.socket | Connection],
+) -> NoReturn:
+    """Run a rank in a fork of the server.
+
+    Args:
+        control: the rank's end of the control pipe.
+        output_files: the descriptors of the rank's standard output and error.
+        server_connections: what only the server uses. The rank closes these connections.
+    """
+    for connection in server_connections:
         connection.close()
-    for number, fd in enumerate(output, start=1):
-        os.dup2(fd, number)
-        os.close(fd)
+    # The standard output has the number 1, and the standard error 2.
+    for number, file in enumerate(output_files, start=1):
+        os.dup2(file, number)
+        os.close(file)
     config, payload = receive_payload(control)
-    # multiprocessing ends a forked process with os._exit, since the exit handlers are the server's.
-    sys.exit(run_rank(control, config, payload))
+    exit_code = run_rank(control, config, payload)
+    # multiprocessing ends a forked process with os._exit. So the exit handlers that the server has
+    # registered do not run in the rank.
+    sys.exit(exit_code)

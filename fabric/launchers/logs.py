@@ -77,8 +77,8 @@ class RankLogs:
             if rank.failure is not None:
                 text = rank.failure.text
             else:
-                text = f"rank {rank.rank} {describe_exit(rank.exit_code)}\n"
-            self._logs[rank.rank].file.write(f"\n{text}".encode())
+                text = f"rank {rank.global_rank} {describe_exit(rank.exit_code)}\n"
+            self._logs[rank.global_rank].file.write(f"\n{text}".encode())
         for log in self._logs.values():
             log.file.close()
 

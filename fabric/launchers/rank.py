@@ -6,18 +6,18 @@
 =========  ===========  ============================================================================
 kind       sent by      content
 =========  ===========  ============================================================================
-ready      rank         None: signals run the rank's ``finally`` blocks from now on
+ready      rank         None. From now on a signal runs the rank's ``finally`` blocks
 error      rank         the :class:`Failure` that ends the rank
 finished   rank         the pickled result of the payload
 signal     rank         the number of a signal that the rank's main thread has acted on
-saving     rank         None: signals ask the rank to save and exit from now on
-describe   supervisor   None: asks for the error that the main thread is handling
-stack      rank         sent before the answer: the stack of the main thread, as in a traceback
-described  rank         the :class:`Failure` of the main thread, or None
+saving     rank         None. From now on a signal asks the rank to save and exit
+describe   supervisor   None. The rank answers with *stack* and *described*
+stack      rank         the stack of the main thread, as in a traceback
+described  rank         the :class:`Failure` that the main thread is handling, or None
 report     supervisor   the id of the user's request for a report of what the ranks are doing
-call       supervisor   for the ranks of a pool: the call to run, pickled, or None to end
-serving    rank         of a pool, None: a signal makes the rank write its stack from now on
-reply      rank         of a pool: the outcome of the call
+call       supervisor   to a rank of a pool: the call to run, pickled, or None to end
+serving    rank         from a rank of a pool: None. From now on SIGUSR1 writes the rank's stack
+reply      rank         from a rank of a pool: the outcome of the call
 =========  ===========  ============================================================================
 
 When the pipe closes, the supervisor has ended, and the rank exits at once.
@@ -73,7 +73,10 @@ __all__ = [
 PREEMPTED = 75
 
 Payload = Callable[[], Callable[[], Any]]
-"""Prepares a process, and returns a function to call once the rank's variables are set."""
+"""A function that prepares the process of a rank and returns the function that the rank runs.
+
+The environment variables of the rank are set between the two calls.
+"""
 
 MessageKind = Literal[
     "ready",
@@ -99,12 +102,13 @@ class Message(NamedTuple):
     content: Any
 
 
-# Characters. A message may hold a whole tensor, which would push the cause off the screen.
+# The number of characters of an error text. A message may hold a whole tensor, which would push the
+# cause of the error off the screen.
 _MAX_TEXT_LENGTH = 20_000
 # Seconds between two attempts to wake the main thread.
 _WAKE_INTERVAL = 0.05
-# Phrases in messages of gloo, the stores and NCCL about a lost process. The errors are
-# RuntimeErrors or subclasses of torch's.
+# Phrases in the messages of gloo, of torch's stores and of NCCL about a lost process. The errors
+# are RuntimeErrors.
 _PEER_LOST_PHRASES = ("closed by peer", "reset by peer")
 _SECONDARY_PHRASES = (
     *_PEER_LOST_PHRASES,
@@ -115,21 +119,22 @@ _SECONDARY_PHRASES = (
     "distnetwork",
     "diststore",
 )
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+# How the file names of the frames begin that lead to the user's code.
 _OUR_FRAMES = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>", "<string>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """The place and the settings of one rank.
+    """The place and the settings of one rank, which its supervisor chooses.
 
     Attributes:
         world: the place in the job.
         variables: the variables that are added to the environment.
         threads: the number of threads of a CPU operation.
         stack_file: the path to which the interpreter writes the stack of a fatal signal.
-        runs_script: whether the rank runs a script, which may exit at any time. Otherwise it runs a
-            function.
+        runs_script: whether the rank runs a script, which may exit at any time. Otherwise the rank
+            runs a function.
         returns: whether the result of the payload is sent back.
     """
 
@@ -164,19 +169,22 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
         """Return the failure for an error, without the frames that lead to the user's code."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(error.with_traceback(trace)))
+        user_traceback = error.__traceback__
+        while user_traceback is not None:
+            file = user_traceback.tb_frame.f_code.co_filename
+            if not file.startswith(_OUR_FRAMES):
+                break
+            user_traceback = user_traceback.tb_next
+        lines = traceback.format_exception(error.with_traceback(user_traceback))
         return cls(
-            text=_shorten(text),
+            text=_shorten("".join(lines)),
             secondary=is_secondary(error),
             peer_lost=_mentions(error, _PEER_LOST_PHRASES),
         )
 
 
 def _shorten(text: str) -> str:
-    """Leave out the middle of a text that is too long to read."""
+    """Return an error text without its middle part if the text is too long to read."""
     left_out = len(text) - _MAX_TEXT_LENGTH
     if left_out <= 0:
         return text
@@ -185,9 +193,9 @@ def _shorten(text: str) -> str:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask a job to save and end.
+    """Return the signals that ask a job to save a checkpoint and end.
 
-    Under SLURM, SIGUSR1 is one of them, because users often have SLURM send it.
+    SIGUSR1 is one of them in a SLURM job, because users often have SLURM send SIGUSR1.
     """
     signals = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2]
     if "SLURM_JOB_ID" in os.environ:
@@ -196,14 +204,15 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a job: those of :func:`stop_signals`, and Ctrl-C."""
+    """Return the signals that end a job: Ctrl-C, and the signals of :func:`stop_signals`."""
     return [*stop_signals(), signal.SIGINT]
 
 
 def is_secondary(error: BaseException) -> bool:
     """Return whether an error is usually the result of another rank's failure.
 
-    The first error of its chain is then a lost connection, a timeout or a missing rank.
+    The answer is true if the first error in the chain of causes and contexts is a lost connection,
+    a timeout or a missing rank.
     """
     origin = _origin(error)
     if isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError):
@@ -212,31 +221,36 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the first error in the chain of causes and contexts of an error."""
+    """Return the first error in the chain of causes and contexts that a traceback would show."""
     chain = [error]
     while True:
         last = chain[-1]
         previous = last.__cause__
         if previous is None and not last.__suppress_context__:
             previous = last.__context__
+        # A chain may be circular, because __cause__ and __context__ can be assigned.
         if previous is None or previous in chain:
             return last
         chain.append(previous)
 
 
 def _mentions(error: BaseException, phrases: Sequence[str]) -> bool:
-    """Return whether the first line of an error contains one of the phrases."""
-    # str(error) may raise, and would include the notes.
+    """Return whether the first line of an error contains one of the phrases, in lower case."""
+    # str(error) is not used: it may raise, and would include later lines of the message.
     first_line = traceback.format_exception_only(error)[0].lower()
     return any(phrase in first_line for phrase in phrases)
 
 
 class ControlThread(threading.Thread):
-    """The rank's end of the control pipe. A process that the rank forks does not have one.
+    """The thread that serves the rank's end of the control pipe.
+
+    See ``[Note: Control pipe]`` in rank.py. A process that the rank forks does not have this
+    thread.
 
     Attributes:
         config: the configuration of this rank.
-        calls: the calls that the supervisor of a pool has sent, in order.
+        calls: the pickled calls that the supervisor of a pool has sent, in order. None asks the
+            rank to end.
         report_request: the id of the supervisor's latest request for a report. Empty before the
             first request.
     """
@@ -247,31 +261,40 @@ class ControlThread(threading.Thread):
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.report_request = ""
         self._control = control
-        self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._rank_pid = os.getpid()
+        self._send_lock = threading.Lock()  # two threads must not mix their messages
 
     @classmethod
     def of_this_process(cls) -> "ControlThread | None":
-        """Return the control thread, or None if no launcher of fabric started this process."""
+        """Return the control thread of this process.
+
+        The result is None if no launcher of fabric started this process, or if a rank forked it.
+        """
         for thread in threading.enumerate():
             if isinstance(thread, cls):
                 return thread
         return None
 
     def send(self, kind: MessageKind, content: Any = None) -> None:
-        """Send a message to the supervisor. The message is lost if the supervisor has ended."""
-        if os.getpid() == self._process:
-            with self._lock, suppress(OSError):
+        """Send a message to the supervisor, from any thread.
+
+        The message is lost if the supervisor has ended. In a process that the rank has forked
+        nothing is sent, and an error is printed.
+        """
+        is_rank = os.getpid() == self._rank_pid
+        if is_rank:
+            with self._send_lock, suppress(OSError):
                 self._control.send(Message(kind, content))
         elif kind == "error":
-            # A process that the script forked also gets here, but it is not the rank.
+            # The script forked this process, which has left the script with an error.
             print(content.text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        """Serve the pipe until the supervisor has ended, then exit at once.
+        """Receive messages until the supervisor has ended, then end this process at once.
 
-        The process exits even if the main thread is blocked. This is needed although the kernel
-        kills the process with its parent: the parent may end before ``prctl`` is called.
+        This is the main function of the thread. The process ends even if the main thread is
+        blocked. The kernel also kills the process when its parent ends, but not if the parent ended
+        before the process asked the kernel to do so.
         """
         parent = os.getppid()
         # Another process that the parent forked may hold the pipe open. The id of the parent
@@ -279,21 +302,24 @@ class ControlThread(threading.Thread):
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if self._control.poll(1.0):
-                    self._receive(self._control.recv())
+                    self._handle_message(self._control.recv())
         os._exit(1)
 
-    def _receive(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
+        """Act on a message of the supervisor. This method runs in the control thread."""
         if message.kind == "describe":
             self._describe_main_thread()
         elif message.kind == "report":
             self.report_request = message.content
         else:
+            assert message.kind == "call"
             self.calls.put(message.content)
 
     def _describe_main_thread(self) -> None:
         """Send the stack of the main thread, and the error that the main thread is handling.
 
-        A rank that waits for other ranks in a ``finally`` block has not sent its error yet.
+        A rank that waits for other ranks in a ``finally`` block has not sent its error yet. The
+        stack is sent first, because the supervisor waits only for the error.
         """
         main_thread = threading.main_thread().ident or 0
         stack = traceback.format_stack(sys._current_frames()[main_thread])
@@ -302,6 +328,7 @@ class ControlThread(threading.Thread):
         if isinstance(error, tuple):  # type, error and traceback, until Python 3.12
             error = error[1]
         failure = None
+        # A StopIteration is not an error: it ends a loop.
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             failure = Failure.of(error)
         self.send("described", failure)
@@ -312,25 +339,28 @@ def main() -> None:
     control = Connection(int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
     config, payload = receive_payload(control)
-    code = run_rank(control, config, payload)
-    if code != 0 or not config.runs_script:
-        exit_process(code)
+    exit_code = run_rank(control, config, payload)
+    # After a script that has succeeded, the interpreter exits in the usual way.
+    if exit_code != 0 or not config.runs_script:
+        exit_process(exit_code)
 
 
 def receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
-    """Receive the configuration and the payload of a rank.
+    """Receive the configuration and the payload of a rank from its supervisor.
 
-    A rank that shares the memory of its supervisor does not need this.
+    A rank that shares the memory of its supervisor does not call this function. If the supervisor
+    has ended, or has ended the launch, this function ends the process.
     """
     try:
         return control.recv()
     except (EOFError, OSError):
-        # The parent has exited, or has ended the launch, before or while it configured this rank.
         os._exit(1)
 
 
 def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
-    """Run the payload as this rank.
+    """Run the payload as this rank, in the main thread.
+
+    This function starts the control thread and a thread for signals.
 
     Args:
         control: the rank's end of the control pipe.
@@ -340,22 +370,23 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     Returns:
         The exit code of the process. Errors are sent to the supervisor and not printed.
     """
-    thread = ControlThread(control, config)
+    control_thread = ControlThread(control, config)
     if sys.platform == "linux":
         _end_with_parent()
     if not faulthandler.is_enabled():
-        # faulthandler keeps the file open. It is unbuffered because a crash flushes nothing.
+        # The file is unbuffered because a crash flushes nothing. It stays open: faulthandler keeps
+        # a reference.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
-    thread.start()
-    end = _run_payload(thread, payload)
-    # No ``finally`` block is left to run, and a signal that raises during send() would leave half a
-    # message in the pipe.
+    control_thread.start()
+    outcome = _run_payload(control_thread, payload)
+    # Signals no longer raise: no ``finally`` block is left to run, and a signal that raises during
+    # send() would leave half a message in the pipe. A handler of the user stays.
     for number in ending_signals():
         if isinstance(signal.getsignal(number), SignalHandler):
             signal.signal(number, signal.SIG_IGN)
-    if end.message is not None:
-        thread.send(*end.message)
-    return end.exit_code
+    if outcome.message is not None:
+        control_thread.send(outcome.message.kind, outcome.message.content)
+    return outcome.exit_code
 
 
 def _end_with_parent() -> None:
@@ -363,84 +394,101 @@ def _end_with_parent() -> None:
 
     To the kernel the parent is the *thread* that started the process. A launch keeps that thread
     until its ranks have ended. DataLoader workers and other forks of the main thread end with this
-    process in turn. Daemons, which fork twice, do not.
+    process in turn. Daemons, which fork twice, do not. Call this function in the main thread.
     """
     set_parent_death_signal = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
     set_parent_death_signal()
-    process = os.getpid()
+    rank_pid = os.getpid()
     main_thread = threading.get_ident()
 
     def set_in_child() -> None:
-        if os.getppid() == process and threading.get_ident() == main_thread:
+        """Set the signal in a fork, which does not inherit the setting."""
+        is_child_of_rank = os.getppid() == rank_pid
+        # A fork of another thread would be killed when that thread ends.
+        is_fork_of_main_thread = threading.get_ident() == main_thread
+        if is_child_of_rank and is_fork_of_main_thread:
             set_parent_death_signal()
 
     os.register_at_fork(after_in_child=set_in_child)
 
 
-class _End(NamedTuple):
-    """The end of a rank: its exit code, and the last message to its supervisor, if any."""
+class _Outcome(NamedTuple):
+    """How the payload of a rank has ended.
+
+    Attributes:
+        exit_code: the exit code of the rank.
+        message: the last message to the supervisor. None if the rank was interrupted or has exited
+            without a result: the exit code says everything.
+    """
 
     exit_code: int
     message: Message | None = None
 
 
-def _run_payload(thread: ControlThread, payload: Payload) -> _End:
-    """Run the payload and return how it ended."""
-    config = thread.config
+def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
+    """Run the payload and return how it ended. This function raises nothing."""
+    config = control_thread.config
     try:
-        raise_on_signals(partial(thread.send, "signal"))
-        thread.send("ready")
+        raise_on_signals(partial(control_thread.send, "signal"))
+        control_thread.send("ready")
         call = payload()
         # Set after loading: a script that is imported to find the function must not detect that it
-        # is a rank.
+        # runs in a rank.
         os.environ.update(config.variables)
         torch = sys.modules.get("torch")
         if torch is not None:
-            # A forked process has torch, which reads OMP_NUM_THREADS only when it is loaded.
+            # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.
             torch.set_num_threads(config.threads)
         result = call()
         if not config.returns:
             result = None
-        return _End(0, Message("finished", dump_result(result)))
+        return _Outcome(exit_code=0, message=Message("finished", dump_result(result)))
     except KeyboardInterrupt:
-        return _End(128 + signal.SIGINT)
+        return _Outcome(exit_code=128 + signal.SIGINT)
     except SystemExit as error:
-        return _end_of_exit(error, config.runs_script)
+        return _outcome_of_exit(error, config.runs_script)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
-        # For exit handlers: the interpreter sets these on an uncaught exception.
+        # For exit handlers of the user: the interpreter sets these after an uncaught exception.
         sys.last_type = type(error)
         sys.last_value = error
         sys.last_traceback = error.__traceback__
-        return _End(1, Message("error", Failure.of(error)))
+        return _Outcome(exit_code=1, message=Message("error", Failure.of(error)))
 
 
-def _end_of_exit(error: SystemExit, runs_script: bool) -> _End:
-    """Return how a rank ends that calls ``sys.exit``. A code that is not an integer is a text."""
+def _outcome_of_exit(error: SystemExit, runs_script: bool) -> _Outcome:
+    """Return how a rank ends whose payload has called ``sys.exit``.
+
+    - The code 75 (:data:`PREEMPTED`), and for a script the code 0, count as finished.
+    - The code 0 of a function, and 128 + n for a signal n that asks the job to stop, send no
+      message: the supervisor judges the exit code.
+    - Any other code is an error.
+    """
     text = ""
     if error.code is None:
-        code = 0
+        exit_code = 0
     elif isinstance(error.code, int):
-        code = error.code & 0xFF  # truncated as by the system
+        exit_code = error.code & 0xFF  # the system keeps eight bits, too
     else:
-        code = 1
+        # sys.exit("text") prints the text and exits with 1.
+        exit_code = 1
         text = str(error.code)
-    if code == PREEMPTED or (code == 0 and runs_script):
-        return _End(code, Message("finished", b""))
-    if code == 0 or code - 128 in stop_signals():
-        return _End(code)
-    return _End(code, Message("error", Failure(text=text, exit_code=code)))
+    if exit_code == PREEMPTED or (exit_code == 0 and runs_script):
+        return _Outcome(exit_code, Message("finished", b""))
+    if exit_code == 0 or exit_code - 128 in stop_signals():
+        return _Outcome(exit_code)
+    return _Outcome(exit_code, Message("error", Failure(text=text, exit_code=exit_code)))
 
 
 class SignalHandler:
     """A signal handler that raises on the first signal, and ignores later signals.
 
     The exception runs the ``finally`` blocks. Ctrl-C in a terminal reaches a rank twice, from the
-    terminal and from the parent, and the second signal would interrupt the ``finally`` blocks.
+    terminal and from the supervisor, and the second signal would interrupt the ``finally`` blocks.
 
     Attributes:
-        listeners: functions to call with the number of a signal that asks the job to save. If there
-            are any, the signal does not raise.
-        noted: the signals for which listeners were called.
+        listeners: functions to call with the number of a signal that asks the job to save. While
+            there are any, the signal does not raise.
+        noted: the numbers of the signals that listeners were called for.
     """
 
     def __init__(self) -> None:
@@ -448,7 +496,12 @@ class SignalHandler:
         self.noted: set[int] = set()
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal, in the main thread."""
+        """Handle the signal ``number``, in the main thread. The interpreter calls this method.
+
+        Raises:
+            KeyboardInterrupt: the signal is SIGINT.
+            SystemExit: the signal is another one, and there are no listeners. The code is 128 + n.
+        """
         if self.notify(number):
             return
         signal.signal(number, signal.SIG_IGN)
@@ -457,81 +510,110 @@ class SignalHandler:
         raise SystemExit(128 + number)
 
     def notify(self, number: int) -> bool:
-        """Call the listeners for a signal. Return whether there are any, so that it does not raise.
+        """Call all listeners with the number of a signal, from any thread.
 
-        Ctrl-C has no listeners.
+        Returns:
+            Whether there are listeners. If so, the handler does not raise. The result is False for
+            Ctrl-C, which always raises.
         """
         if number == signal.SIGINT:
             return False
-        is_noted = False
+        has_listeners = False
         for listener in self.listeners:
             listener(number)
             self.noted.add(number)
-            is_noted = True
-        return is_noted
+            has_listeners = True
+        return has_listeners
 
 
 def raise_on_signals(on_signal: Callable[[int], object]) -> None:
-    """Make the job-ending signals raise in the main thread, which calls this.
+    """Make the signals that end a job raise in the main thread. Call it in the main thread, once.
+
+    This function starts a thread.
 
     Args:
-        on_signal: a function to call with the number of a signal once it has raised, or if a
-            handler that the user installed has received it.
+        on_signal: a function to call with the number of a signal once the handler has raised, or if
+            a handler that the user installed has received the signal. The started thread calls it.
     """
     handler = SignalHandler()
     for number in ending_signals():
-        # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
+        # Ignored signals stay ignored: SIGINT in the background of a shell script, SIGHUP under
+        # nohup. The supervisor ends ranks with SIGTERM, so SIGTERM is never ignored.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
     # A signal interrupts no wait if it arrives after the interpreter's last check but before the
     # wait, or in another thread. The main thread would stay blocked and never run its ``finally``
-    # blocks. So another thread reads the numbers of all signals from a pipe, and wakes it.
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # blocks. So another thread reads the numbers of all signals from a pipe, and wakes the main
+    # thread.
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     # A forked child would otherwise write the signals that it gets to this pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     main_thread = threading.get_ident()
-    threading.Thread(
+    signal_thread = threading.Thread(
         target=_wake_on_signals,
-        args=(reading, handler, main_thread, on_signal),
+        args=(reading_end, handler, main_thread, on_signal),
         name="fabric-signals",
         daemon=True,
-    ).start()
-    # The supervisor blocked SIGINT. This raises if SIGINT has arrived.
+    )
+    signal_thread.start()
+    # The supervisor blocked SIGINT while it started this process. If SIGINT has arrived since then,
+    # this line raises.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _wake_on_signals(
-    reading: int, handler: SignalHandler, main_thread: int, on_signal: Callable[[int], object]
+    reading_end: int,
+    handler: SignalHandler,
+    main_thread: int,
+    on_signal: Callable[[int], object],
 ) -> None:
-    """Send each signal to the main thread until the handler has raised there."""
+    """Send each signal to the main thread again until the handler has raised in the main thread.
+
+    This is the main function of the thread that :func:`raise_on_signals` starts.
+
+    Args:
+        reading_end: the pipe to which the interpreter writes the number of each signal, one byte
+            each.
+        handler: the handler of the signals in the main thread. Before the handler raises, it makes
+            this process ignore the signal.
+        main_thread: the identifier of the main thread.
+        on_signal: see :func:`raise_on_signals`.
+    """
     while True:
-        received = os.read(reading, 1)
+        received = os.read(reading_end, 1)
         if not received:
             return
         number = received[0]
         time.sleep(_WAKE_INTERVAL)
         while signal.getsignal(number) is handler:
-            # Listeners are called here, too: the main thread may be in C++ code for a long time.
-            # A noted signal is not sent again: if the listeners are gone by now, it would end a job
-            # that has saved because of the first signal.
-            if handler.notify(number) or number in handler.noted:
+            # Listeners are called here, too, since the main thread may be in C++ code for a long
+            # time and cannot run the handler.
+            has_listeners = handler.notify(number)
+            # A noted signal is not sent again. If the listeners are gone by now, the signal would
+            # end a job that has saved because of it.
+            if has_listeners or number in handler.noted:
                 break
             signal.pthread_kill(main_thread, number)
             time.sleep(_WAKE_INTERVAL)
-        # Other signals, such as SIGCHLD, do not matter for the grace period.
+        # The supervisor must not learn about other signals, such as SIGCHLD: they do not show that
+        # the rank responds.
         if number in ending_signals():
             on_signal(number)
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process: wait for threads and run exit handlers, but skip the finalization.
+    """End this process as the interpreter would, but without its finalization.
 
-    With torch loaded, the interpreter's finalization takes half a second or more. The process
-    aborts if a thread of gloo frees a collective during the finalization. ``multiprocessing`` also
-    ends the processes that it forks without finalization. As in finalization, open files are
-    flushed, and code 0 becomes 120 if a standard stream cannot be flushed.
+    This function waits for threads, runs exit handlers and flushes open files. The finalization is
+    skipped for two reasons. With torch loaded, it takes half a second or more. And a thread of gloo
+    that releases a finished collective during the finalization aborts the process.
+    ``multiprocessing`` also ends the processes that it forks without finalization.
+
+    Args:
+        code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
+            flushed.
     """
     # A private function that multiprocessing calls for the same purpose.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -541,20 +623,21 @@ def exit_process(code: int) -> NoReturn:
             if stream is not None and not stream.closed:
                 stream.flush()
         except OSError:
-            code = code or 120
+            if code == 0:
+                code = 120
     _flush_files()
     os._exit(code)
 
 
 def _flush_files() -> None:
-    """Flush all open files of this process."""
+    """Flush all open files of this process, which ends without the interpreter's finalization."""
     gc.disable()
     gc.unfreeze()  # gc.get_objects() leaves out frozen objects
     objects = gc.get_objects()
     # Text files first: they write to the buffered files.
     for file_type in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
         for candidate in objects:
-            # type(): reading __class__ runs code in some objects.
+            # Not isinstance(): it reads __class__, which runs code in some objects.
             if not issubclass(type(candidate), file_type):
                 continue
             # The file may be closed, detached or on a full disk. Finalization ignores these errors,
@@ -564,11 +647,12 @@ def _flush_files() -> None:
 
 
 def exit_with_late_error() -> None:
-    """Make this process, which is running its exit handlers, end with code 120 instead of 0.
+    """Make this process end with code 120 instead of 0. Call it in an exit handler that fails.
 
     An exception in an exit handler does not change the exit code, and exiting at once would skip
-    the other handlers. The last step of Python is to flush the standard streams. If that fails, the
-    code is 120 (see ``sys.exit``).
+    the other handlers. But the last step of the interpreter is to flush the standard streams, and a
+    failure of this step changes the exit code to 120 (see ``sys.exit``). So this function replaces
+    ``flush`` of the standard error by a function that fails in that step.
     """
     stream: Any = sys.stderr
     if stream is None:
@@ -576,9 +660,10 @@ def exit_with_late_error() -> None:
     flush = stream.flush
 
     def flush_or_fail() -> None:
+        """Flush the stream, and raise if the interpreter itself is calling."""
         flush()
-        # Without a Python frame above this one, the interpreter itself is calling.
-        if sys._getframe().f_back is None:
+        is_called_by_interpreter = sys._getframe().f_back is None
+        if is_called_by_interpreter:
             raise OSError("an exit handler has failed")
 
     stream.flush = flush_or_fail

@@ -225,7 +225,7 @@ def run_script(
         written one report to standard error. It is 128 + n if signal n interrupted this process.
 
     Raises:
-        SystemExit: the job was preempted; see :meth:`Supervisor.run`.
+        SystemExit: the job was preempted; see :meth:`Supervisor.wait_for_ranks`.
     """
 
     def start(control: Connection, config: RankConfig) -> StartedProcess:
@@ -249,7 +249,7 @@ def run_script(
     try:
         with job:
             job.start(start, worlds, script, variables=variables, runs_script=True)
-            job.run()
+            job.wait_for_ranks()
     except KeyboardInterrupt:
         return ScriptEnd(128 + job.signals[0].number, is_interrupted=True)
     except RankFailedError as error:

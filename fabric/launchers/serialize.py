@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fabric.errors import ArgumentTypeError, MissingDependencyError
 
-__all__ = ["Call", "dump_call", "dump_result", "has_cloudpickle", "load"]
+__all__ = ["Call", "PickledCall", "dump_call", "dump_result", "has_cloudpickle", "load"]
 
 
 class Call(NamedTuple):
@@ -23,7 +23,19 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> tuple[bytes, bool]:
+class PickledCall(NamedTuple):
+    """A pickled call.
+
+    Attributes:
+        data: the bytes, for :func:`load`.
+        needs_main: whether ``__main__`` has to be imported before the bytes are loaded.
+    """
+
+    data: bytes
+    needs_main: bool
+
+
+def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> PickledCall:
     """Pickle a call once, for all ranks.
 
     Functions and classes of importable modules and of a script are pickled by name: the ranks
@@ -36,52 +48,57 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
         main_is_importable: whether a rank could import ``__main__``.
         by_name: whether to try the standard library's ``pickle`` first.
 
-    Returns:
-        The bytes, and whether ``__main__`` has to be imported before the bytes are loaded.
-
     Raises:
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not
             installed.
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
     if by_name:
-        packed = _try_dump(pickle.dumps, call)
-        if isinstance(packed, bytes):
-            # Pickling by name stores the names of modules: if "__main__" is absent, nothing
-            # refers to that module.
-            needs_main = b"__main__" in packed
+        data = _try_dump(pickle.dumps, call)
+        if isinstance(data, bytes):
+            # pickle stores the module name of every function and class. So without "__main__" in
+            # the bytes nothing refers to that module.
+            needs_main = b"__main__" in data
             if main_is_importable or not needs_main:
-                return packed, needs_main
+                return PickledCall(data, needs_main)
     if not has_cloudpickle():
         raise _call_error(call, pickle.dumps, by_value=False)
     dump_by_value = import_module("cloudpickle").dumps  # an optional dependency
-    packed = _try_dump(dump_by_value, call)
-    if isinstance(packed, bytes):
-        return packed, False
+    data = _try_dump(dump_by_value, call)
+    if isinstance(data, bytes):
+        return PickledCall(data, needs_main=False)
     raise _call_error(call, dump_by_value, by_value=True)
 
 
 def _call_error(
     call: Call, dump: Callable[[Any], bytes], *, by_value: bool
 ) -> MissingDependencyError | ArgumentTypeError:
-    """Return the error for a call that cannot be pickled, which names the part that cannot."""
-    request = f"launch({getattr(call.fn, '__qualname__', call.fn)}, ...)"
+    """Return the error for a call that cannot be sent to the ranks.
+
+    Args:
+        call: the function and its arguments.
+        dump: the function that failed to pickle the call.
+        by_value: whether ``dump`` pickles functions and classes by value.
+    """
+    function_name = getattr(call.fn, "__qualname__", call.fn)
+    call_text = f"launch({function_name}, ...)"
     unpicklable = _find_unpicklable(call, dump)
+    # Without an error the call can be pickled by name, but the ranks cannot import the name.
+    has_unimportable_name = unpicklable.error is None
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
-    # If there is no error, the call can be pickled by name, but the ranks cannot import that name.
-    if unpicklable.error is None or (is_definition and not by_value):
+    if has_unimportable_name or (is_definition and not by_value):
         return MissingDependencyError(
-            request,
+            call_text,
             problem="it is defined where another process cannot import it, and cloudpickle is not "
             "installed",
             suggestion='pip install "torch-fabric[notebook]"',
         )
-    path = unpicklable.path.lstrip(".") or "it"
+    path = unpicklable.path.lstrip(".") or "the call"
     return ArgumentTypeError(
-        request,
+        call_text,
         problem=f"{path} is {unpicklable.description}",
-        suggestion="build it inside the function, or use the start method 'fork', which inherits "
-        "it",
+        suggestion="build the object inside the function; or use the start method 'fork', whose "
+        "ranks inherit objects",
     )
 
 
@@ -91,22 +108,23 @@ def dump_result(value: Any) -> bytes:
     Raises:
         ArgumentTypeError: a part of the result cannot be pickled. The text names the part.
     """
-    packed = _try_dump(_dump_by_value, value)
-    if isinstance(packed, bytes):
-        return packed
-    unpicklable = _find_unpicklable(value, _dump_by_value)
+    data = _try_dump(_dump_detached, value)
+    if isinstance(data, bytes):
+        return data
+    pickling_error = data
+    unpicklable = _find_unpicklable(value, _dump_detached)
     raise ArgumentTypeError(
         "what the function returned in a rank has to reach the launching process",
         problem=f"result{unpicklable.path} is {unpicklable.description}",
         expected="numbers, texts, tensors, state dicts, and collections of them",
         suggestion="return the values that you need; or None, or launch(..., return_result=False)",
-    ) from packed
+    ) from pickling_error
 
 
-def load(packed: bytes) -> Any:
+def load(data: bytes) -> Any:
     """Unpickle the output of :func:`dump_call` or :func:`dump_result`."""
     # The parent or a child of this process wrote the bytes, on a pipe that no other process holds.
-    return pickle.loads(packed)  # noqa: S301
+    return pickle.loads(data)  # noqa: S301
 
 
 def has_cloudpickle() -> bool:
@@ -146,20 +164,28 @@ class _Unpicklable(NamedTuple):
 
 
 def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
-    """Return the first leaf of a collection that cannot be pickled, or else the collection."""
+    """Return the first leaf of a collection that ``dump`` cannot pickle, for an error text.
+
+    If each leaf can be pickled, return the whole collection.
+    """
     from fabric.tree import flatten, leaf_paths  # imports torch, without which a rank starts faster
 
     leaves, structure = flatten(value)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-        packed = _try_dump(dump, leaf)
-        if isinstance(packed, Exception):
-            return _Unpicklable(path, leaf, packed)
-    packed = _try_dump(dump, value)
-    error = packed if isinstance(packed, Exception) else None
-    return _Unpicklable("", value, error)
+        outcome = _try_dump(dump, leaf)
+        if isinstance(outcome, Exception):
+            return _Unpicklable(path, value=leaf, error=outcome)
+    outcome = _try_dump(dump, value)
+    error = outcome if isinstance(outcome, Exception) else None
+    return _Unpicklable(path="", value=value, error=error)
 
 
-def _dump_by_value(value: Any) -> bytes:
+def _dump_detached(value: Any) -> bytes:
+    """Pickle a value with detached copies of its tensors.
+
+    ``cloudpickle`` is used if it is installed and the standard library's ``pickle`` fails, as for
+    closures.
+    """
     try:
         return _dump_with(pickle.Pickler, value)
     except Exception:
@@ -169,13 +195,21 @@ def _dump_by_value(value: Any) -> bytes:
 
 
 def _dump_with(pickler_type: Any, value: Any) -> bytes:
+    """Pickle a value with a pickler class, and with detached copies of its tensors.
+
+    Args:
+        pickler_type: the ``Pickler`` of ``pickle`` or of ``cloudpickle``.
+        value: the value.
+    """
     buffer = io.BytesIO()
     pickler = pickler_type(buffer, pickle.HIGHEST_PROTOCOL)
     reducers: dict[type, Callable[[Any], Any]] = {}
+    # A value can have tensors only if torch is loaded. A rank without torch does not import torch.
     torch = sys.modules.get("torch")
     if torch is not None:
         reducers[torch.Tensor] = _reduce_tensor
         reducers[torch.nn.Parameter] = _reduce_tensor
+    # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
     default_reducers = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
     pickler.dispatch_table = ChainMap(reducers, default_reducers)
     pickler.dump(value)
@@ -183,8 +217,13 @@ def _dump_with(pickler_type: Any, value: Any) -> bytes:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    # The copy keeps a view from pickling all of its storage.
-    copy = tensor.detach().cpu().clone()
-    if type(tensor) is not type(copy):  # a Parameter
-        copy = type(tensor)(copy, tensor.requires_grad)
-    return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    """Return how to pickle a tensor or a parameter, as its ``__reduce_ex__`` would.
+
+    The pickled tensor is a detached copy on the CPU.
+    """
+    # Without the clone, a view would be pickled with all of its storage.
+    detached = tensor.detach().cpu().clone()
+    is_parameter = type(tensor) is not type(detached)
+    if is_parameter:
+        detached = type(tensor)(detached, tensor.requires_grad)
+    return detached.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -3,8 +3,8 @@
 [Note: The end of a failed job] The first process to end is often a secondary failure: the rank
 that failed first is still in its ``finally`` block. So the supervisor waits briefly for the errors
 of all ranks, asks the remaining ranks which error they are handling, and only then names the root
-cause. Errors that do not look like a lost connection come first. Among them, the earliest is the
-cause.
+cause. Errors that do not look like a lost connection come first. Among these errors, the cause is
+the earliest.
 
 [Note: Unresponsive ranks] A rank handles a signal in Python code. If it waits for another rank in
 C++ code, it handles the signal only after the other rank makes the same call or ends. So the
@@ -67,10 +67,11 @@ class StartedProcess(NamedTuple):
 
 
 StartProcess = Callable[[Connection, RankConfig], StartedProcess]
-"""Starts a process and passes it its end of the control pipe."""
+"""A function that starts the process of one rank, which gets its end of the control pipe."""
 
 # All times are in seconds. After a fault, a user must wait less than five seconds in total. A test
-# checks this.
+# checks this limit.
+
 # How long the errors of the other ranks may take to arrive.
 COLLECT_TIMEOUT = 1.0
 # How long the remaining ranks may take to describe their errors.
@@ -94,30 +95,33 @@ _POLL_INTERVAL = 0.1
 
 # Signals that conventionally end a process. Programs choose the meaning of the others.
 _STANDARD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The share of a core that an idle rank uses: the threads of fabric and of gloo poll now and then.
+# The share of a core that an idle rank uses at most: threads of fabric and of gloo wake up to poll.
 _IDLE_LOAD = 0.05
 # The number of ranks whose last call an error shows.
 _MAX_LAST_CALLS = 16
-# A frame of user code. The innermost frame is the last in a traceback, and the first in a stack of
-# faulthandler, whose lines do not continue with a comma.
+# A frame of user code, that is, of a file that belongs to neither fabric nor torch. In a traceback
+# the innermost frame is the last one, and a comma follows the line number. In a stack of
+# faulthandler the innermost frame is the first one, and no comma follows.
 _LIBRARIES = rf'<|{re.escape(str(Path(__file__).parents[1]))}/|[^"]*-packages/torch/'
 _FRAME = re.compile(rf'File "(?!{_LIBRARIES})(?P<file>.+?)", line (?P<line>\d+)(?P<comma>,?)')
 
 
 def _open_standard_streams() -> None:
-    """Open the standard streams that are closed.
+    """Open each closed standard stream of this process as ``os.devnull``.
 
-    Otherwise the next open files would get the numbers of closed streams, and ranks would print to
-    these files.
+    Otherwise the next files that this process opens would get the numbers 0 to 2, and ranks would
+    print to these files.
     """
-    fd = os.open(os.devnull, os.O_RDWR)
-    while fd < 3:
-        os.set_inheritable(fd, True)
-        fd = os.open(os.devnull, os.O_RDWR)
-    os.close(fd)
+    # os.open() returns the lowest number that is free.
+    file = os.open(os.devnull, os.O_RDWR)
+    while file < 3:
+        os.set_inheritable(file, True)
+        file = os.open(os.devnull, os.O_RDWR)
+    os.close(file)
 
 
 def _never() -> bool:
+    """Return False: the condition of a wait that nothing ends early."""
     return False
 
 
@@ -129,23 +133,24 @@ class _PrivateFile:
     """
 
     def __init__(self) -> None:
-        self._file = self._open()
+        self._file = self._open_file()
         if sys.platform == "linux":
-            # The process id as this /proc has it, which may belong to an outer namespace.
+            # Not os.getpid(): in a container, /proc may show the process ids of an outer namespace.
             self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
             self.path = self._file.name
 
-    def _open(self) -> Any:
+    def _open_file(self) -> Any:
         """Return a new open file.
 
-        On Linux it has no name, and its path is in /proc/<pid>/fd, which other users cannot read.
+        On Linux the file has no name in the file system. Its path is in /proc/<pid>/fd, which other
+        users cannot read.
         """
         if sys.platform != "linux":
             return tempfile.NamedTemporaryFile(prefix="fabric-")
         if hasattr(os, "memfd_create"):
             return open(os.memfd_create("fabric"), "rb")
-        # The interpreter was built for an older C library, as some of conda's are.
+        # The interpreter was built for an older C library, as some interpreters of conda are.
         return tempfile.TemporaryFile()
 
     def close(self) -> None:
@@ -161,10 +166,12 @@ class RankProcess:
         config: the configuration of the rank.
         process: the process of the rank.
         control: the supervisor's end of the control pipe; see ``[Note: Control pipe]`` in rank.py.
-        stack: the file with the stack of a fatal signal.
-        messages: the content of the latest message of each kind.
-        exit_code: the exit code of the rank, once it has ended.
-        end_time: when the end was noticed, on the monotonic clock.
+        stack: the file to which the rank writes its stack on a fatal signal.
+        messages: the content of the latest message of each kind. A kind is missing if the rank has
+            not sent a message of this kind.
+        exit_code: the exit code of the rank. None while the rank runs.
+        end_time: when the end of the rank was noticed, on the monotonic clock. While the rank runs,
+            the time of the latest poll.
     """
 
     config: RankConfig
@@ -176,22 +183,25 @@ class RankProcess:
     end_time: float = 0.0
 
     @property
-    def rank(self) -> int:
-        """The global rank."""
+    def global_rank(self) -> int:
+        """The number of the rank in the job."""
         return self.config.world.rank
 
     @property
     def failure(self) -> Failure | None:
-        """The error of the rank, if it has sent one."""
+        """The error of the rank, or None if it has sent none.
+
+        An error that has ended the payload comes before an error that the rank may still handle.
+        """
         return self.messages.get("error") or self.messages.get("described")
 
     @property
     def is_exiting(self) -> bool:
-        """Whether the payload has returned or failed."""
+        """Whether the payload has returned or failed, so that only the process has to end."""
         return "finished" in self.messages or "error" in self.messages
 
     def poll(self) -> bool:
-        """Return whether the rank has ended."""
+        """Return whether the rank has ended. Update ``exit_code`` and ``end_time``."""
         if self.exit_code is None:
             self.exit_code = self.process.poll()
             self.end_time = monotonic()
@@ -205,46 +215,60 @@ class RankProcess:
             return False
         if self.exit_code not in (0, PREEMPTED):
             return True
-        return "finished" not in self.messages and not self.config.runs_script
+        # A script may exit at any time, but a function has to return.
+        has_exited_early = "finished" not in self.messages
+        return has_exited_early and not self.config.runs_script
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, unless the rank has ended."""
+        """Send the signal ``number`` to the rank, unless the rank has ended."""
         if not self.poll():
+            # A process that is not a child of this one may end after the poll.
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def send(self, kind: MessageKind, content: Any = None) -> None:
-        """Send a message. :meth:`poll` finds a rank that has died."""
-        with suppress(OSError):
+        """Send a message to the rank. The message is lost if the rank has ended."""
+        with suppress(OSError):  # poll() reports that the rank has ended
             self.control.send(Message(kind, content))
 
     def send_payload(self, payload: Payload) -> None:
         """Send the configuration and the payload, which the rank reads before any message."""
-        with suppress(OSError):
+        with suppress(OSError):  # poll() reports that the rank has ended
             self.control.send((self.config, payload))
 
     def receive(self) -> None:
-        """Read the messages that have arrived."""
+        """Read the messages that have arrived into ``messages``, without waiting."""
         try:
             while not self.control.closed and self.control.poll():
                 message: Message = self.control.recv()
                 self.messages[message.kind] = message.content
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the rank has ended
             self.control.close()
 
     def read_stack(self) -> str:
-        """Return the stack of the thread that failed, as the rank has written it.
+        """Return the stack of the thread that received a fatal signal, as the rank has written it.
 
-        If the thread that failed is not a Python thread, the stack is that of the main thread.
+        If no Python thread received the signal, the stack is that of the main thread. The text is
+        empty if the rank has written no stack.
         """
         text = Path(self.stack.path).read_text(errors="replace")
-        stacks, _, _ = text.partition("\n\nExtension")
-        reason, *threads = stacks.split("\n\n")
-        failed_threads = [thread for thread in threads if thread.startswith("Current")]
-        return "\n\n".join([reason, *(failed_threads or threads[-1:])])
+        # faulthandler writes the reason, one paragraph per thread, and a list of the extension
+        # modules.
+        paragraphs, _, _ = text.partition("\n\nExtension")
+        reason, *threads = paragraphs.split("\n\n")
+        # The thread that received the signal begins with "Current thread". The last is the main
+        # thread.
+        shown_threads = [thread for thread in threads if thread.startswith("Current")]
+        if not shown_threads:
+            shown_threads = threads[-1:]
+        return "\n\n".join([reason, *shown_threads])
 
     def last_call(self) -> str:
-        """Return the innermost line of user code in the error or stack, as a line of a table."""
+        """Return where the rank was last in user code, for the table in an error text.
+
+        The place is the innermost line of user code in the rank's error, in the stack that the rank
+        has sent, or in the stack of a fatal signal.
+        """
         if self.failure is not None:
             text = self.failure.text
         else:
@@ -254,15 +278,13 @@ class RankProcess:
             is_traceback = frames[0]["comma"] != ""
             frame = frames[-1] if is_traceback else frames[0]
             code = linecache.getline(frame["file"], int(frame["line"])).strip()
-            call = f"{frame['file']}:{frame['line']}: {code}"
-        elif "finished" in self.messages:
-            call = "it had finished"
-        else:
-            call = "unknown"
-        return f"\n    rank {self.rank}: {call}"
+            return f"{frame['file']}:{frame['line']}: {code}"
+        if "finished" in self.messages:
+            return "it had finished"
+        return "unknown"
 
     def processor_seconds(self) -> float:
-        """Return the CPU time of all threads of the process, in seconds.
+        """Return the CPU time that all threads of the process have used, in seconds.
 
         The result is NaN if the time is unknown, or if the main thread is not sleeping.
         """
@@ -270,23 +292,33 @@ class RankProcess:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:  # the process has ended, or this is not Linux
             return math.nan
-        # The name of the program, in parentheses, may contain spaces.
+        # The second field is the name of the program in parentheses, which may contain spaces. So
+        # the fields are counted from the closing parenthesis. See proc(5).
         _, _, after_name = stat.rpartition(")")
         state, *fields = after_name.split()
-        if state != "S":
+        is_sleeping = state == "S"
+        if not is_sleeping:
             return math.nan
         user_ticks = int(fields[10])
         system_ticks = int(fields[11])
         return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
     def cause_order(self, peer_lost: bool) -> tuple[int, float, int]:
-        """Return a sort key that puts the root cause first.
+        """Return a sort key that puts the rank that has ended the job first.
+
+        The first item of the key tells how unlikely the rank is to be the cause:
+
+        - 0: the rank has sent its error, was killed, or exited with an error code.
+        - 1: the rank is handling an error, and may recover from the error.
+        - 2: the rank has left the job early, without an error.
+        - 3: the error of the rank looks like the result of another rank's failure.
+        - 4: the rank runs, has finished, or was preempted.
 
         Args:
-            peer_lost: whether a rank reports that it has lost another rank.
+            peer_lost: whether any rank of the job reports that it has lost another rank.
 
         Returns:
-            How unlikely the rank is to be the cause, from 0; when it failed; and its rank.
+            The unlikeliness, the time of the failure or of the end, and the global rank.
         """
         failure = self.failure
         if failure is not None:
@@ -295,8 +327,8 @@ class RankProcess:
             elif "error" in self.messages:
                 unlikeliness = 0
             else:
-                unlikeliness = 1  # the rank is handling this error, and may recover from it
-            return unlikeliness, failure.time, self.rank
+                unlikeliness = 1
+            return unlikeliness, failure.time, self.global_rank
 
         if "finished" in self.messages:
             # A rank that has finished did so too early only if another rank has lost a peer.
@@ -309,7 +341,7 @@ class RankProcess:
             unlikeliness = 4
         else:
             unlikeliness = 0
-        return unlikeliness, self.end_time, self.rank
+        return unlikeliness, self.end_time, self.global_rank
 
 
 class ReceivedSignal(NamedTuple):
@@ -329,48 +361,51 @@ class Supervisor:
 
     Attributes:
         ranks: the ranks that have been started.
-        signals: the job-ending signals that have arrived since the block was entered.
+        signals: the signals that have arrived since the block was entered and that end a job.
     """
 
     def __init__(self) -> None:
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
-        self._store = _PrivateFile()
-        self._handlers: dict[int, Any] = {}
+        self._store = _PrivateFile()  # through which the ranks find each other
+        self._previous_handlers: dict[int, Any] = {}  # by signal
+        # The signal with which a user asks for a report of what the ranks are doing.
         self._report_signal = signal.SIGUSR1
-        if signal.SIGUSR1 in ending_signals():  # users of SLURM have it send SIGUSR1
+        if signal.SIGUSR1 in ending_signals():  # users of SLURM have SLURM send SIGUSR1
             self._report_signal = signal.SIGQUIT
         self._is_report_requested = False
 
     def __enter__(self) -> Self:
+        """Install signal handlers, which record signals instead of ending this process."""
         # Only the main thread may install handlers. In another thread the signals keep theirs.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
                 if self._should_handle(number):
-                    self._handlers[number] = signal.signal(number, self._on_signal)
+                    self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def _should_handle(self, number: int) -> bool:
-        """Return whether the supervisor handles a signal, rather than the handler of now."""
+        """Return whether the supervisor replaces the current handler of a signal."""
         handler = signal.getsignal(number)
-        if handler is None:  # installed from C: it could not be restored
+        if handler is None:  # installed from C: Python could not restore the handler
             return False
         if handler is signal.SIG_IGN:
             # An ignored signal stays ignored, as the shell or nohup wants. The shell also ignores
-            # SIGQUIT for all "&" jobs, but only because of the keyboard.
+            # SIGQUIT for all "&" jobs, but only to protect them from the keyboard.
             return number == self._report_signal
+        # A handler that the user has installed for another signal than these stays.
         return number in _STANDARD_SIGNALS or handler is signal.SIG_DFL
 
     def __exit__(self, *_: object) -> None:
         try:
             self.close()
         finally:
-            for number, handler in self._handlers.items():
+            for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
 
     def close(self) -> None:
-        """Kill the ranks that still run, and wait until they are gone."""
+        """Kill the ranks that still run, wait until they are gone, and close all files."""
         for rank in self.ranks:
             rank.kill()
         self.collect_until(REAP_TIMEOUT)
@@ -381,7 +416,7 @@ class Supervisor:
 
     def start(
         self,
-        start: StartProcess,
+        start_process: StartProcess,
         worlds: Sequence[World],
         payload: Payload | None,
         results: str = "none",
@@ -389,34 +424,42 @@ class Supervisor:
         *,
         runs_script: bool = False,
     ) -> None:
-        """Start the ranks.
+        """Start the ranks. Call this method once, inside the ``with`` block.
 
         Args:
-            start: starts a process.
-            worlds: the place of each rank. In a job of one machine the store is added.
+            start_process: starts the process of one rank.
+            worlds: the place of each rank. A world without a port gets a store of this supervisor,
+                through which the ranks find each other.
             payload: the work, which is sent to the ranks. None if the ranks share the memory of
-                this process.
+                this process and have the work already.
             results: which ranks send back their results, as in
                 :class:`~fabric.launchers.LaunchSpec`.
-            variables: variables for the environment of the ranks, besides their place and
-                :func:`rank_variables`.
+            variables: variables for the environment of the ranks. They are added to the variables
+                of the place and to :func:`rank_variables`.
             runs_script: whether the ranks run a script. A rank that runs a function fails if it
                 exits before it returns.
         """
         for world in worlds:
-            self._start_rank(start, world, results, variables, runs_script)
+            returns = results == "all" or (results == "first" and world.rank == 0)
+            config, stack = self._configure_rank(world, returns, variables, runs_script)
+            self._start_rank(start_process, config, stack)
+        # Sent last, so that all ranks start at the same time: a payload may exceed the capacity of
+        # a pipe, and would then be sent only as fast as the rank starts.
         if payload is not None:
             for rank in self.ranks:
                 rank.send_payload(payload)
 
-    def _start_rank(
-        self,
-        start: StartProcess,
-        world: World,
-        results: str,
-        variables: Mapping[str, str],
-        runs_script: bool,
-    ) -> None:
+    def _configure_rank(
+        self, world: World, returns: bool, variables: Mapping[str, str], runs_script: bool
+    ) -> tuple[RankConfig, _PrivateFile]:
+        """Return the configuration of a rank, and the new file for its stack.
+
+        Args:
+            world: the place of the rank.
+            returns: whether the rank sends back its result.
+            variables: variables of the user, which win over those of fabric.
+            runs_script: whether the rank runs a script.
+        """
         if world.port is None:
             world = replace(world, store=f"file://{self._store.path}")
         rank_environment = {
@@ -433,30 +476,43 @@ class Supervisor:
             threads=int(threads),
             stack_file=stack.path,
             runs_script=runs_script,
-            returns=results == "all" or (results == "first" and world.rank == 0),
+            returns=returns,
         )
+        return config, stack
+
+    def _start_rank(
+        self, start_process: StartProcess, config: RankConfig, stack: _PrivateFile
+    ) -> None:
+        """Start the process of a rank, and append the rank to ``ranks``.
+
+        Args:
+            start_process: starts the process.
+            config: the configuration of the rank.
+            stack: the file of ``config.stack_file``.
+        """
         control, rank_control = multiprocessing.Pipe()
         # On Ctrl-C a process that is still starting would print a long traceback. Blocked signals
         # are inherited, and are delivered when the rank unblocks them.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
+            # This process closes its copy of the rank's end, so that the pipe closes with the rank.
             with rank_control:
-                process = start(rank_control, config)
+                process = start_process(rank_control, config)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         rank = RankProcess(config=config, process=process, control=control, stack=stack)
         self.ranks.append(rank)
 
-    def run(self) -> list[bytes]:
-        """Wait for all ranks.
+    def wait_for_ranks(self) -> list[bytes]:
+        """Wait until all ranks have ended. End all ranks if one fails or a signal arrives.
 
         Returns:
             The pickled result of each rank, in the order in which they were started.
 
         Raises:
             RankFailedError: a rank failed. The other ranks have had a grace period.
-            KeyboardInterrupt: a job-ending signal arrived, see ``signals``. The ranks have had a
-                grace period.
+            KeyboardInterrupt: a signal arrived that ends a job, see ``signals``. The ranks have had
+                a grace period.
             SystemExit: the job was preempted: all ranks have ended, at least one of them with
                 :data:`PREEMPTED`.
         """
@@ -471,36 +527,40 @@ class Supervisor:
             raise SystemExit(PREEMPTED)
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
-    def collect_until(self, seconds: float, done: Callable[[], object] = _never) -> None:
+    def collect_until(self, seconds: float, is_done: Callable[[], object] = _never) -> None:
         """Collect messages and exit codes until all ranks have ended.
 
         Args:
             seconds: how long to wait at most.
-            done: a condition that ends the wait earlier.
+            is_done: a condition that ends the wait earlier.
         """
         deadline = monotonic() + seconds
         while True:
             timeout = min(_POLL_INTERVAL, max(0.0, deadline - monotonic()))
             have_ended = self._collect(timeout)
-            if have_ended or done() or monotonic() >= deadline:
+            if have_ended or is_done() or monotonic() >= deadline:
                 return
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Record a signal, in the main thread. The loop that waits for the ranks acts on it."""
         if number == self._report_signal:
             self._is_report_requested = True
         else:
             self.signals.append(ReceivedSignal(number, monotonic()))
 
     def _handle_signal(self) -> None:
-        """Pass the first signal on to the ranks, and end the job unless the ranks save on it.
+        """Pass the first recorded signal on to the ranks, and end the job unless the ranks save.
+
+        A rank that asks ``fabric.should_stop`` saves a checkpoint on a signal, and then exits.
 
         Raises:
-            KeyboardInterrupt: the ranks have ended, unless all of them were preempted.
+            KeyboardInterrupt: the ranks have been ended, and not all of them were preempted.
         """
         number = self.signals[0].number
         saving_ranks = [rank for rank in self.ranks if "saving" in rank.messages]
         if saving_ranks and number not in _STANDARD_SIGNALS:
-            # A scheduler sent it, and will end the job itself when the time to save is over.
+            # A scheduler sent the signal as a warning. The scheduler itself will end the job when
+            # the time to save is over. So the supervisor forgets the signal and goes on waiting.
             self.signals.pop(0)
             for rank in saving_ranks:
                 rank.kill(number)
@@ -508,127 +568,159 @@ class Supervisor:
         grace = INTERRUPT_GRACE
         if saving_ranks and number != signal.SIGINT:
             grace = SAVE_GRACE
-        self._end(number, grace, self._is_signal_followed)
+        self._end_ranks(number, grace, self._has_second_signal)
         if any(rank.exit_code != PREEMPTED for rank in self.ranks):
             raise KeyboardInterrupt
 
-    def _is_signal_followed(self) -> bool:
-        """Return whether a second signal has arrived that does not just repeat the first one."""
+    def _has_second_signal(self) -> bool:
+        """Return whether a signal has arrived that does not just repeat the first one.
+
+        A user who sends a second signal does not want to wait for the ranks any longer.
+        """
         return self.signals[-1].time - self.signals[0].time > REPEAT_WINDOW
 
-    def _alive(self) -> list[RankProcess]:
+    def _running_ranks(self) -> list[RankProcess]:
         """Return the ranks that have not ended."""
         return [rank for rank in self.ranks if not rank.poll()]
 
     def _collect(self, timeout: float) -> bool:
-        """Wait for messages or an exit. Return whether all ranks have ended.
+        """Wait for messages or an exit, and record them in ``ranks``.
 
         Args:
             timeout: how long to wait at most, in seconds.
+
+        Returns:
+            Whether all ranks have ended.
         """
         if self._is_report_requested:
             self._is_report_requested = False
-            request = os.urandom(8).hex()
-            for rank in self._alive():
-                rank.send("report", request)
+            request_id = os.urandom(8).hex()
+            for rank in self._running_ranks():
+                rank.send("report", request_id)
         controls = [rank.control for rank in self.ranks if not rank.control.closed]
         if not controls:
-            timeout = min(timeout, 0.005)  # nothing will end this wait early
+            # Without an open pipe nothing ends the wait early, and the ranks are about to end.
+            timeout = min(timeout, 0.005)
         wait(controls, timeout)
         for rank in self.ranks:
-            # In this order: once a rank has ended, all its messages are in the pipe.
+            # First poll, then receive: once a rank has ended, all its messages are in the pipe.
             rank.poll()
             rank.receive()
         return all(rank.exit_code is not None for rank in self.ranks)
 
     def _end_failed_job(self) -> NoReturn:
-        """End the other ranks and raise the root cause. See ``[Note: The end of a failed job]``."""
+        """End the other ranks and raise the root cause as a RankFailedError.
+
+        See ``[Note: The end of a failed job]`` in supervisor.py.
+        """
         self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
-        for rank in self._alive():
+        for rank in self._running_ranks():
             rank.send("describe")
         self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
+        # Before the ranks are ended: their ends by a signal are not causes.
         error = self._root_cause()
-        self._end(signal.SIGTERM, END_GRACE)
+        self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
 
     def _are_errors_complete(self) -> bool:
-        """Return whether all ranks are ending, or a signal asks not to wait for them."""
-        return bool(self.signals) or all(rank.is_exiting for rank in self._alive())
+        """Return whether all running ranks are exiting, or a signal asks not to wait for them."""
+        return bool(self.signals) or all(rank.is_exiting for rank in self._running_ranks())
 
     def _are_descriptions_complete(self) -> bool:
-        """Return whether all ranks have described their errors, or a signal asks not to wait."""
-        return bool(self.signals) or all("described" in rank.messages for rank in self._alive())
+        """Return whether all running ranks have described their errors, or a signal has arrived."""
+        if self.signals:
+            return True
+        return all("described" in rank.messages for rank in self._running_ranks())
 
-    def _end(self, number: int, grace: float, stop: Callable[[], object] = _never) -> None:
-        """Signal the ranks to end, and wait. :meth:`close` kills the ranks that remain.
+    def _end_ranks(
+        self, number: int, grace: float, should_stop: Callable[[], object] = _never
+    ) -> None:
+        """Send a signal to the ranks, and wait until they have run their ``finally`` blocks.
 
-        The wait stops early if the ranks do not respond; see ``[Note: Unresponsive ranks]``.
+        The wait also stops if the ranks do not respond; see ``[Note: Unresponsive ranks]`` in
+        supervisor.py. Ranks that remain are killed by :meth:`close`.
 
         Args:
             number: the signal to send.
             grace: how long to wait at most, in seconds.
-            stop: a condition that ends the wait earlier.
+            should_stop: a condition that ends the wait earlier.
         """
         for rank in self.ranks:
             # A signal to a rank that is exiting would only replace its exit code.
             if rank.is_exiting:
                 continue
-            if "ready" in rank.messages:
+            is_ready = "ready" in rank.messages
+            if is_ready:
                 rank.kill(number)
             else:
-                rank.kill()  # a rank that starts has no ``finally`` to run, and ignores Ctrl-C
+                # A rank that is starting has no ``finally`` block to run, and blocks Ctrl-C.
+                rank.kill(signal.SIGKILL)
         deadline = monotonic() + grace
-        while not stop():
-            ranks = self._alive()
+        while not should_stop():
+            running_ranks = self._running_ranks()
             seconds_left = deadline - monotonic()
-            if not ranks or seconds_left <= 0:
+            if not running_ranks or seconds_left <= 0:
                 return
-            seconds_before = _processor_seconds(ranks)
-            self.collect_until(min(RESPONSE_TIME, seconds_left), stop)
-            seconds_used = _processor_seconds(ranks) - seconds_before
-            is_responding = any("signal" in rank.messages or rank.is_exiting for rank in ranks)
+            seconds_before = _processor_seconds(running_ranks)
+            self.collect_until(min(RESPONSE_TIME, seconds_left), should_stop)
+            seconds_used = _processor_seconds(running_ranks) - seconds_before
+            has_responded = False
+            for rank in running_ranks:
+                if "signal" in rank.messages or rank.is_exiting:
+                    has_responded = True
             # The time may be NaN, which is not less than anything: then the wait goes on.
-            is_idle = seconds_used < _IDLE_LOAD * RESPONSE_TIME
-            if self._alive() == ranks and is_idle and not is_responding:
+            are_idle = seconds_used < _IDLE_LOAD * RESPONSE_TIME
+            has_rank_ended = self._running_ranks() != running_ranks
+            if are_idle and not has_responded and not has_rank_ended:
                 return
 
     def _root_cause(self) -> RankFailedError:
-        """Return the error of the rank that has ended the job."""
+        """Return the error for the rank that has most likely ended the job.
+
+        Call this method when all errors and descriptions of the ranks have been collected.
+        """
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         peer_lost = any(failure.peer_lost for failure in failures)
-        rank = min(self.ranks, key=lambda rank: rank.cause_order(peer_lost))
-        failure = rank.failure
-        if rank.exit_code is not None:
-            code = rank.exit_code
-        elif failure is not None:
-            code = failure.exit_code
+        cause = min(self.ranks, key=lambda rank: rank.cause_order(peer_lost))
+        if cause.exit_code is not None:
+            exit_code = cause.exit_code
+        elif cause.failure is not None:
+            exit_code = cause.failure.exit_code
         else:
-            code = 0
+            exit_code = 0
 
-        if code == 0:
-            # The early exit raised no error: show the first error that it caused.
+        if exit_code == 0:
+            # The rank has left early and raised no error: show the first error that this caused.
             text = _first_text(failures)
-        elif failure is not None:
-            text = failure.text
+        elif cause.failure is not None:
+            text = cause.failure.text
         else:
-            text = rank.read_stack()
-        if text and code == 1:
-            end = "failed (exit code 1)"
-        else:
-            end = describe_exit(code)
-        last_calls = ""
-        if code == -signal.SIGABRT:
+            text = cause.read_stack()
+        outcome = describe_exit(exit_code)
+        if text and exit_code == 1:
+            outcome = "failed (exit code 1)"
+        problem = ""
+        if exit_code == -signal.SIGABRT:
             # C++ code often aborts because another rank made a different call.
-            calls = "".join(rank.last_call() for rank in self.ranks[:_MAX_LAST_CALLS])
-            last_calls = f"where each rank was:{calls}"
-        request = f"rank {rank.rank} of {rank.config.world.world_size} {end}"
+            problem = self._last_calls()
         return RankFailedError(
-            request, rank=rank.rank, exit_code=code, traceback=text, problem=last_calls
+            f"rank {cause.global_rank} of {cause.config.world.world_size} {outcome}",
+            rank=cause.global_rank,
+            exit_code=exit_code,
+            traceback=text,
+            problem=problem,
         )
+
+    def _last_calls(self) -> str:
+        """Return where the first ranks were last in user code, as a table for an error text."""
+        lines = ["where each rank was:"]
+        for rank in self.ranks[:_MAX_LAST_CALLS]:
+            lines.append(f"    rank {rank.global_rank}: {rank.last_call()}")
+        return "\n".join(lines)
 
 
 def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
-    """Return the CPU time of all ranks, or NaN if the time of one is unknown."""
+    """Return the CPU time that all ranks have used, in seconds. NaN if the time of one is NaN."""
     return sum(rank.processor_seconds() for rank in ranks)
 
 
@@ -644,7 +736,7 @@ def rank_variables(
 ) -> dict[str, str]:
     """Return the environment variables of a rank besides its place.
 
-    Variables that the user has set keep their values.
+    Variables that the user has set to a value that is not empty keep their values.
 
     Args:
         environ: the environment of the launching process.
@@ -652,11 +744,12 @@ def rank_variables(
         cores: the number of cores that the ranks of this machine share.
         platform: as in ``sys.platform``.
     """
-    # torchrun sets one thread and warns. Without a limit every rank would use all cores and slow
-    # down the others.
+    # Without a limit every rank would use all cores and slow down the others. torchrun sets one
+    # thread instead, and warns.
     variables = {"OMP_NUM_THREADS": str(max(1, cores // world.local_world_size))}
     if world.port is None:
-        # gloo listens on the address that the host name resolves to, unless an interface is set.
+        # All ranks are on this machine. Without this variable, gloo would listen on the address
+        # that the host name resolves to.
         loopback = "lo0" if platform == "darwin" else "lo"
         variables["GLOO_SOCKET_IFNAME"] = loopback
     for name in variables:
@@ -665,25 +758,30 @@ def rank_variables(
 
 
 def exit_status(code: int) -> int:
-    """Return the exit code of the launching process for the exit code of a rank.
+    """Return the exit code of the launching process after a rank has failed with ``code``.
 
-    The code is as a shell shows it: 128 + n for a rank that signal n has killed. It is never 0.
+    A shell shows 128 + n for a process that signal n has killed, and so does this function. The
+    result is never 0, even for a rank that left early with 0.
     """
     if code < 0:
         return 128 - code
     return code or 1
 
 
+# Usual reasons for a rank's end by a signal.
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: (": fabric did not kill it; the system kills this way when memory runs out"),
-    signal.SIGABRT: (
-        ": C++ code aborted, as when ranks make different calls, which FABRIC_CHECK=1 compares"
-    ),
+    signal.SIGKILL: ": fabric did not kill it; the system kills this way when memory runs out",
+    signal.SIGABRT: ": C++ code aborted, as when ranks make different calls, which FABRIC_CHECK=1 "
+    "compares",
 }
 
 
 def describe_exit(code: int) -> str:
-    """Return how a rank ended and the usual reason, to follow the rank's name in a sentence."""
+    """Return how a rank ended and the usual reason, to follow the rank's name in a sentence.
+
+    Args:
+        code: the exit code: negative for a signal.
+    """
     if code == 0:
         return (
             "exited with exit code 0: it ended early, without an error, while the other ranks "

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 from fabric._fabric import Fabric
 from fabric.errors import UsageError
 from fabric.launchers.base import node_worlds
-from fabric.launchers.function import fork_server, pickled_call
+from fabric.launchers.function import UNKNOWN_EXIT_CODE, fork_server, payload_of_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
@@ -151,8 +151,8 @@ class RankPool:
             self._job = job
             # Ends the processes of a pool that is garbage-collected, or open at the end.
             self._close = weakref.finalize(self, _close, os.getpid(), job)
-            payload = pickled_call(Call(_serve, (self._fabric,), {}))
-            job.start(fork_server(os.getpid()).start_rank, node_worlds(self.size), payload)
+            payload = payload_of_call(Call(_serve, (self._fabric,), {}))
+            job.start(fork_server().start_rank, node_worlds(self.size), payload)
             _results(job, "the start of the pool", _START)
         return self._job
 
@@ -188,7 +188,7 @@ class RankPool:
 
 def _has_lost_server(job: Supervisor) -> bool:
     """Return whether a rank has ended since its server did."""
-    return any(rank.poll() and rank.exit_code == 255 for rank in job.ranks)
+    return any(rank.poll() and rank.exit_code == UNKNOWN_EXIT_CODE for rank in job.ranks)
 
 
 def _close(owner: int, job: Supervisor) -> None:
@@ -219,7 +219,7 @@ def _results(job: Supervisor, call: str, timeout: float) -> list[Any]:
         elif rank.exit_code is not None:
             reports.append(_exit_report(rank, rank.exit_code))
         elif has_failed:
-            reports.append(Report(rank=rank.rank, did="was still in the call"))
+            reports.append(Report(rank=rank.global_rank, did="was still in the call"))
         else:
             reports.append(_timeout_report(job, rank, timeout))
     raise rank_failed_error(call, reports)
@@ -249,7 +249,7 @@ def _received_report(reply: _Reply) -> Report:
 def _exit_report(rank: RankProcess, exit_code: int) -> Report:
     """Return the report of a rank whose process has ended."""
     return Report(
-        rank=rank.rank,
+        rank=rank.global_rank,
         did=describe_exit(exit_code),
         failed=True,
         exit_code=exit_code,
@@ -264,7 +264,7 @@ def _timeout_report(job: Supervisor, rank: RankProcess, timeout: float) -> Repor
     innermost, _, _ = frames.partition("\n")
     is_waiting = any(path in innermost for path in _WHERE_RANKS_WAIT)
     return Report(
-        rank=rank.rank,
+        rank=rank.global_rank,
         did=f"did not return within {timeout:g} s",
         failed=True,
         secondary=int(is_waiting),
@@ -341,15 +341,13 @@ def _dump(call: Call) -> bytes:
     """
     test_module = _module_of_test_runner(call.fn)
     if test_module is None or not has_cloudpickle():
-        message, _ = dump_call(call, main_is_importable=False)
-        return message
+        return dump_call(call, main_is_importable=False).data
     import cloudpickle  # an optional dependency
 
     was_registered = test_module.__name__ in cloudpickle.list_registry_pickle_by_value()
     cloudpickle.register_pickle_by_value(test_module)
     try:
-        message, _ = dump_call(call, main_is_importable=False, by_name=False)
-        return message
+        return dump_call(call, main_is_importable=False, by_name=False).data
     finally:
         if not was_registered:
             cloudpickle.unregister_pickle_by_value(test_module)
