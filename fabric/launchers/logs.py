@@ -16,12 +16,13 @@ _POLL_INTERVAL = 0.1  # seconds between two looks at the files
 
 @dataclass
 class _RankLog:
-    """The file of a rank, and what of it has been shown.
+    """The output file of a rank, and how far the file has been shown on the terminal.
 
     Attributes:
-        file: the open file.
+        file: the open file. The rank writes to the same open file.
         position: the number of bytes that have been read.
-        unfinished_line: the bytes that have been read and not shown, because their line goes on.
+        unfinished_line: the bytes that have been read and not shown, because their line is not
+            complete.
     """
 
     file: BinaryIO
@@ -31,15 +32,16 @@ class _RankLog:
 
 @final
 class RankLogs:
-    """A file for the output of each rank of this machine.
+    """A file for the output of each rank of this machine, which ``fabric run`` can also show.
 
     The ranks write to their files directly, so that nothing is lost if any process is killed.
 
     Args:
         folder: an existing folder for the files. Existing files are appended to.
-        restart: how often the ranks have been restarted. If it is not 0, it is part of the names.
-        tee: whether to show complete lines on standard output, too, each behind its rank. Of a
-            progress bar that rewrites its line, the last state is shown.
+        restart: how often the ranks have been restarted. If it is not 0, it is part of the names of
+            the files.
+        tee: whether to show complete lines on standard output, too, after the number of their rank.
+            Of a progress bar that rewrites its line, only the last state is shown.
     """
 
     def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
@@ -47,32 +49,40 @@ class RankLogs:
         self._suffix = ".log"
         if restart > 0:
             self._suffix = f".restart-{restart}.log"
-        self._logs: dict[int, _RankLog] = {}
-        self._have_ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="fabric-tee", daemon=True)
+        self._logs: dict[int, _RankLog] = {}  # by global rank
+        self._have_ranks_ended = threading.Event()  # ends the thread
+        self._tee_thread: threading.Thread | None = None
         if tee:
-            self._thread.start()
+            self._tee_thread = threading.Thread(
+                target=self._show_lines, name="fabric-tee", daemon=True
+            )
+            self._tee_thread.start()
 
     def path(self, rank: object) -> Path:
-        """Return the path of the file of a rank."""
+        """Return the path of the file of a rank, or a pattern of all paths for ``"*"``."""
         return self._folder / f"rank-{rank}{self._suffix}"
 
     def open(self, rank: int) -> int:
-        """Open the file of a rank, and return its descriptor."""
+        """Open the file of a rank, and return the descriptor, which the rank inherits."""
         file = self.path(rank).open("a+b", buffering=0)
-        self._logs[rank] = _RankLog(file, position=os.fstat(file.fileno()).st_size)
+        # Earlier output, of another run, is not shown.
+        size = os.fstat(file.fileno()).st_size
+        self._logs[rank] = _RankLog(file, position=size)
         return file.fileno()
 
     def close(self, ranks: Iterable[RankProcess]) -> None:
-        """Show the remaining output, and append each failed rank's error to its file.
+        """Show the remaining output, append each failed rank's error to its file, close the files.
 
         The ranks do not print their errors themselves.
+
+        Args:
+            ranks: the ranks, which have all ended.
         """
-        self._have_ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._have_ranks_ended.set()
+        if self._tee_thread is not None:
+            self._tee_thread.join()
         for rank in ranks:
-            if not rank.exit_code:
+            if rank.exit_code is None or rank.exit_code == 0:
                 continue
             if rank.failure is not None:
                 text = rank.failure.text
@@ -82,30 +92,43 @@ class RankLogs:
         for log in self._logs.values():
             log.file.close()
 
-    def _follow(self) -> None:
-        """Show new lines of all files until the ranks have ended."""
-        with open(1, "wb", closefd=False) as terminal:
-            have_ended = False
-            while not have_ended:
-                have_ended = self._have_ended.wait(_POLL_INTERVAL)
+    def _show_lines(self) -> None:
+        """Show the new lines of all files on standard output until the ranks have ended.
+
+        This is the main function of the thread that shows the output.
+        """
+        with open(1, "wb", closefd=False) as standard_output:
+            have_ranks_ended = False
+            while not have_ranks_ended:
+                # The files are read once more after the ranks have ended.
+                have_ranks_ended = self._have_ranks_ended.wait(_POLL_INTERVAL)
+                # A copy: the main thread may open the file of another rank.
                 for rank, log in list(self._logs.items()):
-                    for line in _read_lines(log, have_ended):
-                        # What a progress bar has written over is left out.
+                    for line in _read_lines(log, is_last_read=have_ranks_ended):
+                        # A progress bar writes "\r" before each of its states. Only the last state
+                        # is shown.
                         _, _, visible = line.rstrip(b"\r").rpartition(b"\r")
-                        terminal.write(b"[rank%d]: %s\n" % (rank, visible))
-                terminal.flush()
+                        standard_output.write(b"[rank%d]: %s\n" % (rank, visible))
+                standard_output.flush()
 
 
 def _read_lines(log: _RankLog, is_last_read: bool) -> list[bytes]:
-    """Return the complete lines that were added to a file, and at the end the unfinished line."""
+    """Return the complete lines that were added to a file since the last call.
+
+    Args:
+        log: the file. Its position and its unfinished line are updated.
+        is_last_read: whether to return the unfinished line, too.
+    """
     descriptor = log.file.fileno()
-    size = max(0, os.fstat(descriptor).st_size - log.position)
-    # read() would move the file position, which the rank shares.
-    added = os.pread(descriptor, size, log.position)
+    # The size is less than the position if the user has truncated the file.
+    added_size = max(0, os.fstat(descriptor).st_size - log.position)
+    # Not read(), which would move the file position that the rank shares.
+    added = os.pread(descriptor, added_size, log.position)
     log.position += len(added)
     *lines, unfinished_line = (log.unfinished_line + added).split(b"\n")
-    # Only the last state of a progress bar is needed.
-    log.unfinished_line = unfinished_line[max(0, unfinished_line.rfind(b"\r")) :]
+    # Of a progress bar, which writes "\r" before each of its states, only the last state is kept.
+    last_state = max(0, unfinished_line.rfind(b"\r"))
+    log.unfinished_line = unfinished_line[last_state:]
     if is_last_read and log.unfinished_line:
         lines.append(log.unfinished_line)
     return lines

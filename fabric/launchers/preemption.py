@@ -1,13 +1,19 @@
 """The decision to stop: on a signal, at a time limit, or before the end of a SLURM job.
 
-[Note: Stopping] All ranks stop at the same step. Every rank counts its calls of ``should_stop``. A
-rank that is asked to stop writes the request to the store. On each rank the thread of the hang
-reports checks the store twice a second. If it finds the request, it holds its rank at the next call
-and publishes the number of that call. The last rank to publish also publishes the highest number,
-the *agreed call*. A rank waits at the call where it is held until the agreed call is known, then
-continues up to that call. It waits only for the threads of other ranks, which answer even while
-their main threads are blocked, and never in a collective. A rank does not answer before its first
-call of ``should_stop``. It does answer when it closes.
+[Note: Stopping] All ranks stop at the same step, which they agree on as follows:
+
+1. Every rank counts its calls of ``should_stop``. On each rank, the thread of the hang reports
+   looks at the store twice a second.
+2. A rank that is asked to stop writes the request to the store.
+3. A thread that finds the request *holds* its rank at the next call of ``should_stop``, and
+   publishes the number of this *held call*.
+4. The last rank to publish also publishes the highest of the numbers, the *agreed call*.
+5. The main thread of a rank waits at the held call until the agreed call is known. Then the rank
+   continues up to the agreed call, at which ``should_stop`` is true.
+
+A rank waits only for the threads of other ranks, which answer even while their main threads are
+blocked, and never in a collective. A rank does not answer before its first call of
+``should_stop``. A rank that closes answers without holding.
 """
 
 import math
@@ -34,9 +40,9 @@ from fabric.world import read_integer_variable, read_variable
 
 __all__ = ["StopRequest", "exit_preempted", "slurm_deadline", "to_seconds"]
 
-# Seconds for the ranks to agree, in addition to the timeout.
+# Seconds for the ranks to agree, in addition to the timeout of collectives.
 _GRACE = 3.0
-# Seconds between two looks at what the thread has found.
+# Seconds between two looks of a held main thread at whether the agreed call is known.
 _POLL_INTERVAL = 0.02
 # Seconds for an answer of SLURM's controller.
 _SCONTROL_TIMEOUT = 60.0
@@ -62,44 +68,61 @@ class StopRequest:
         self._deadline = deadline
         self._margin = margin
         self._communicator = runtime.communicator
-        # None if this is the only rank, or if no thread of a reporter answers: then each call is a
-        # collective.
+        # The owner of the thread that looks at the store. None if there is no such thread or this
+        # is the only rank: then each call of is_due() is a collective.
         self._reporter = runtime.reporter
-        self._calls = 0
-        # The call at which this rank is held. is_due() only counts before that call.
+        # The number of calls of is_due().
+        self._call_count = 0
+        # The call at which this rank is held. Before that call is_due() only counts. It is 0 until
+        # the first call, which starts to listen, and without a reporter; and infinity while the
+        # rank is not held.
         self._held_call = 0.0
+        # The call at which all ranks stop. Infinity until it is known.
         self._agreed_call = math.inf
-        self._is_requested = False
+        self._is_requested = False  # whether a signal has asked this rank to stop
         self._is_listening = False
-        # Shared by the thread that answers and the thread that closes.
-        self._lock = threading.Lock()
-        # The previous handler of each signal.
-        self._handlers: dict[int, Any] = {}
+        # Guards the answer of this rank, which the reporter's thread or close() gives, only once.
+        self._answer_lock = threading.Lock()
+        self._previous_handlers: dict[int, Any] = {}  # by signal
 
     def is_due(self) -> bool:
         """Return whether to stop now. From the first call on, signals are noted and do not raise.
+
+        Every rank calls this method equally often. ``fabric.should_stop`` calls it.
 
         Raises:
             ConfigurationError: the variables of SLURM contradict each other, or the margin is too
                 long.
             UsageError: not all ranks have answered within the timeout.
         """
-        self._calls += 1
-        return self._calls >= self._held_call and self._decide()
+        self._call_count += 1
+        return self._call_count >= self._held_call and self._decide()
 
     def _decide(self) -> bool:
+        """Return whether to stop now, when this rank is held or calls :meth:`is_due` first.
+
+        Without a reporter this method is collective.
+        """
         if not self._is_listening:
             self._listen()
         reporter = self._reporter
         if reporter is None:
             is_due = self._is_requested or time.monotonic() >= self._deadline
             return any(self._communicator.gather_objects(is_due))
+        # The name of the phase is in a hang report while this rank waits.
         with reporter.recorder.record_phase("should_stop"):
             self._wait_for_agreement()
-        return self._calls >= self._agreed_call
+        return self._call_count >= self._agreed_call
 
     def _wait_for_agreement(self) -> None:
-        """Wait while the thread of the reports holds this rank at the current call."""
+        """Wait at the held call until the agreed call is known.
+
+        The reporter's thread sets both calls. If this rank is not held at the current call, return
+        at once.
+
+        Raises:
+            UsageError: not all ranks have answered within the timeout.
+        """
         deadline = time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE
         while self._is_held():
             if time.monotonic() > deadline:
@@ -110,107 +133,154 @@ class StopRequest:
             time.sleep(_POLL_INTERVAL)
 
     def _is_held(self) -> bool:
-        if self._calls < self._held_call or self._reporter is None:
+        """Return whether this rank has reached the held call, and the agreed call is not known."""
+        # The reporter's thread forgets the reporter when the other ranks have gone.
+        if self._call_count < self._held_call or self._reporter is None:
             return False
         return self._agreed_call == math.inf
 
     def _listen(self) -> None:
-        """Note signals from now on, and have the thread of the reports look for requests."""
+        """Note signals from now on, and have the reporter's thread look for requests.
+
+        The first call of :meth:`is_due` calls this method.
+        """
         end_of_job = slurm_deadline(os.environ, self._margin, self._runtime.world.rank)
         self._deadline = min(self._deadline, end_of_job)
         self._is_listening = True
         is_main_thread = threading.current_thread() is threading.main_thread()
         for number in stop_signals():
             self._listen_to(number, is_main_thread)
-        control = ControlThread.of_this_process()
-        if control is not None:
-            control.send("saving")
+        control_thread = ControlThread.of_this_process()
+        if control_thread is not None:
+            # The supervisor then gives this rank time to save, and does not end it on a signal.
+            control_thread.send("saving")
         elif not is_main_thread:
             warnings.warn(
                 "should_stop cannot note signals in this thread: read it in the main thread first",
-                stacklevel=5,
+                stacklevel=5,  # the line that reads should_stop
             )
         if self._reporter is not None:
             self._held_call = math.inf
             self._reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
+        """Note the signal ``number`` from now on instead of ending this process.
+
+        In a rank that fabric started, the handler of the rank passes signals on, so this works in
+        any thread. In another process only the main thread can install a handler.
+        """
         handler = signal.getsignal(number)
         if isinstance(handler, SignalHandler):
-            self._handlers[number] = handler
+            self._previous_handlers[number] = handler
             handler.listeners.append(self._on_signal)
-        elif is_main_thread and (number == signal.SIGTERM or handler is not signal.SIG_IGN):
-            self._handlers[number] = signal.signal(number, self._on_signal)
+            return
+        # Ignored signals stay ignored, as nohup wants for SIGHUP. SIGTERM is always noted.
+        should_note = number == signal.SIGTERM or handler is not signal.SIG_IGN
+        if is_main_thread and should_note:
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
 
     def _poll(self, now: float) -> None:
-        """Look for a request to stop. The thread of the reports calls this."""
-        with self._lock:
+        """Look for a request to stop. The reporter's thread calls this method twice a second.
+
+        Args:
+            now: the current time on the monotonic clock.
+
+        Raises:
+            DistError: the process that hosted the store has ended.
+        """
+        with self._answer_lock:
             if self._reporter is None or self._agreed_call < math.inf:
                 return
             try:
                 self._read_store(self._reporter.store, now)
             except dist.DistError:
-                # The process that hosted the store has ended: there are no ranks to agree with.
+                # The process that hosted the store has ended, so there are no ranks to agree with.
+                # From now on this rank decides alone, at each call.
                 self._communicator = LocalCommunicator(self._runtime.device)
                 self._reporter = None
                 self._held_call = 0
                 raise
 
     def _read_store(self, store: JobStore, now: float) -> None:
-        """Hold this rank if a rank is asked to stop, and read the agreed call if it is known."""
-        if self._held_call == math.inf:
+        """Hold this rank if any rank is asked to stop, and read the agreed call if it is known.
+
+        Called in the reporter's thread, with the lock.
+        """
+        has_held_call = self._held_call < math.inf
+        if not has_held_call:
             is_requested = self._is_requested or now >= self._deadline
             if not is_requested and not store.get_nowait("stop/requested"):
                 return
-            # Repeated, because the main thread may call is_due at the same time.
-            while not self._calls < self._held_call < math.inf:
-                self._held_call = self._calls + 1
+            # The main thread may call is_due() between the two steps of an assignment. The number
+            # is chosen again until the main thread has not reached it.
+            while not self._call_count < self._held_call < math.inf:
+                self._held_call = self._call_count + 1
             store.set("stop/requested", "yes")
+            # Before the answer: the last rank that answers reads the held calls of all ranks.
             store.publish("stop/held", self._held_call)
             self._answer(store)
         self._agreed_call = float(store.get_nowait("stop/agreed") or math.inf)
 
     def _answer(self, store: JobStore) -> None:
-        """Count this rank as one that has answered. The last rank writes the agreed call."""
-        if store.add("stop/answers", 1) == store.size:
+        """Count this rank as one that has answered. The last rank to answer writes the agreed call.
+
+        A rank calls this method once, with the lock.
+        """
+        is_last_answer = store.add("stop/answers", 1) == store.size
+        if is_last_answer:
+            # A rank that was closed without being held has published no call.
             held_calls = store.read("stop/held", range(store.size)).values()
             store.set("stop/agreed", str(max(held_calls, default=0)))
 
     def close(self) -> None:
-        """Restore the handlers, and let the other ranks agree without this one."""
+        """Restore the signal handlers, and let the other ranks agree without this one."""
+        # In a thread that cannot restore handlers, _on_signal() does so at the next signal.
         self._is_listening = False
-        for number, previous in self._handlers.items():
-            if isinstance(previous, SignalHandler):
-                previous.listeners.remove(self._on_signal)
+        for number, previous_handler in self._previous_handlers.items():
+            if isinstance(previous_handler, SignalHandler):
+                previous_handler.listeners.remove(self._on_signal)
             elif threading.current_thread() is threading.main_thread():
                 self._restore_handler(number)
-        with self._lock, suppress(dist.DistError):
-            if self._reporter is not None and self._held_call == math.inf:
+        # A DistError means that the process that hosted the store has ended: nobody waits.
+        with self._answer_lock, suppress(dist.DistError):
+            has_answered = self._held_call < math.inf
+            if self._reporter is not None and not has_answered:
                 self._answer(self._reporter.store)
             self._reporter = None
 
     def _restore_handler(self, number: int) -> bool:
         """Restore the previous handler of a signal, unless the user has installed another one.
 
+        Call this method in the main thread.
+
+        Args:
+            number: the signal.
+
         Returns:
-            Whether the handler was this object's.
+            Whether the handler was that of this object, and has been replaced.
         """
         if signal.getsignal(number) != self._on_signal:
             return False
-        # None: the previous handler was installed from C, and Python cannot restore it.
-        signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
+        # The previous handler is None if it was installed from C. Python cannot restore it.
+        signal.signal(number, self._previous_handlers.get(number) or signal.SIG_DFL)
         return True
 
     def _on_signal(self, number: int, frame: Any = None) -> None:
+        """Note that this rank is asked to stop.
+
+        This method is the handler of the signal ``number``, or a listener of the rank's handler,
+        which passes no frame.
+        """
         self._is_requested = True
-        # A thread that is not the main thread has closed this object, and could not restore the
+        # Another thread than the main thread may have closed this object. It could not restore the
         # handler.
         if not self._is_listening and self._restore_handler(number):
-            signal.raise_signal(number)
+            signal.raise_signal(number)  # for the restored handler
             return
-        previous = self._handlers.get(number)
-        if callable(previous) and not isinstance(previous, SignalHandler):
-            previous(number, frame)
+        # A handler of the user is called as well. The handler of a rank calls this method itself.
+        previous_handler = self._previous_handlers.get(number)
+        if callable(previous_handler) and not isinstance(previous_handler, SignalHandler):
+            previous_handler(number, frame)
 
 
 def to_seconds(length: Any) -> Any:
@@ -218,13 +288,14 @@ def to_seconds(length: Any) -> Any:
 
     Args:
         length: a timedelta, or a text such as ``"HH:MM:SS"`` or ``"D-HH:MM:SS"``. Any other value
-            is returned unchanged.
+            is returned unchanged, for the caller to check.
     """
     if isinstance(length, str):
         duration = _DURATION.fullmatch(length)
         if duration is not None:
-            units = duration.groupdict("0")
-            length = timedelta(**{unit: int(number) for unit, number in units.items()})
+            # A text without days has None for them, which becomes "0".
+            texts = duration.groupdict(default="0")
+            length = timedelta(**{unit: int(text) for unit, text in texts.items()})
     if isinstance(length, timedelta):
         return length.total_seconds()
     return length
@@ -238,6 +309,7 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         margin: how long before the end to stop. None uses a minute, or half of the remaining time
             if that is less.
         rank: the rank of this process. Rank 0 asks ``scontrol`` if the environment has no end time.
+            The other ranks then return infinity, and stop together with rank 0.
 
     Returns:
         The time, or infinity without a SLURM job or an end time.
@@ -247,8 +319,8 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
             the margin.
     """
     job = read_variable(env, "SLURM_JOB_ID")
-    end = read_integer_variable(env, "SLURM_JOB_END_TIME")
-    if job and end is None and rank == 0:
+    end = read_integer_variable(env, "SLURM_JOB_END_TIME")  # seconds since the epoch
+    if job is not None and end is None and rank == 0:
         end = _ask_for_end(job)
     if job is None or end is None:
         return math.inf
@@ -257,6 +329,7 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         margin_seconds = min(_DEFAULT_MARGIN, seconds_left / 2)
     else:
         margin_seconds = margin.total_seconds()
+    # SLURM sets both variables to the same job. In a shell that is older than its job they differ.
     is_other_job = read_variable(env, "SLURM_JOBID") not in (None, job)
     if is_other_job or seconds_left <= max(margin_seconds, 0):
         raise ConfigurationError(
@@ -270,12 +343,16 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
 
 
 def _ask_for_end(job: str) -> float | None:
-    """Return the time at which a SLURM job ends, in seconds since the epoch, or None."""
+    """Return the time at which a SLURM job ends, in seconds since the epoch.
+
+    The result is None if SLURM does not know the time, or with a warning if SLURM cannot be asked.
+    """
     try:
-        answer = re.search(r"\bEndTime=(?P<time>\S+)", _scontrol("show", "job", "-o", job))
-        if answer is None or answer["time"] == "Unknown":
+        description = _scontrol("show", "job", "-o", job)
+        end = re.search(r"\bEndTime=(?P<time>\S+)", description)
+        if end is None or end["time"] == "Unknown":
             return None
-        return datetime.fromisoformat(answer["time"]).timestamp()
+        return datetime.fromisoformat(end["time"]).timestamp()
     except (UsageError, ValueError) as error:
         warnings.warn(
             f"the end of job {job} of SLURM is not known, time_limit= says it: {error}",
@@ -288,19 +365,22 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
     """Exit with :data:`PREEMPTED`, the exit code of a job that asks to be started again.
 
     Args:
-        close: called first.
+        close: called first, to end what this process has begun, such as saves.
         requeue: whether to put the SLURM job, if there is one, back into the queue.
 
     Raises:
         UsageError: SLURM did not put the job, or this task of an array, back into the queue.
+        SystemExit: otherwise.
     """
     close()
     job = read_variable(os.environ, "SLURM_JOB_ID")
     if requeue and job is not None:
-        # To scontrol, SLURM_JOB_ID would mean all tasks of an array.
+        # In a job array, scontrol would requeue all tasks for SLURM_JOB_ID. The name ARRAY_TASK
+        # stands for the task of this process only.
         array = read_variable(os.environ, "SLURM_ARRAY_JOB_ID")
         if array is not None:
-            job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+            task = os.environ["SLURM_ARRAY_TASK_ID"]
+            job = f"{array}_{task}"
         _scontrol("requeue", job)
     raise SystemExit(PREEMPTED)
 
@@ -324,7 +404,7 @@ def _scontrol(*arguments: str) -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        # An OSError has no such attribute.
+        # An OSError has no stderr, and a command that took too long may have None.
         stderr = getattr(error, "stderr", None) or ""
         raise UsageError(" ".join(command), problem=f"{error} {stderr}") from error
     return result.stdout

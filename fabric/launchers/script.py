@@ -23,7 +23,8 @@ from fabric.world import World
 
 __all__ = ["Script", "ScriptEnd", "ScriptLauncher", "run_script"]
 
-# Read before the script has a chance to change it.
+# The working directory in which this process was started. multiprocessing reads it at its import,
+# before the script has a chance to change the directory.
 _START_DIRECTORY: str | None = vars(multiprocessing.process)["ORIGINAL_DIR"]
 
 
@@ -36,7 +37,8 @@ class Script:
         is_module: whether ``name`` is the name of a module.
         arguments: the ``sys.argv`` of the script, whose first item is its name.
         directory: the initial working directory.
-        extends_path: whether the interpreter prepends the script's folder to ``sys.path``.
+        extends_path: whether the script's folder is prepended to ``sys.path``, as the interpreter
+            does without the option ``-P``.
     """
 
     name: str
@@ -51,8 +53,8 @@ class Script:
 
         Args:
             main: the module ``__main__``.
-            command: the command line of the process. The script may have removed arguments from
-                ``sys.argv``.
+            command: the command line of the process, which still has arguments that the script may
+                have removed from ``sys.argv``.
 
         Raises:
             ConfigurationError: there is no script that could be run again.
@@ -64,29 +66,26 @@ class Script:
         if file in (None, "<stdin>"):
             raise _no_script_error("the code came from `python -c` or standard input")
 
+        # The interpreter gives __main__ a spec, except for a file: python script.py.
         is_module = False
         if spec is None:
             name = os.path.abspath(file)
-        elif spec.name == "__main__":
-            # A directory or a zip archive with a __main__.py.
+        elif spec.name == "__main__":  # a directory or a zip archive with a __main__.py
             name = str(Path(file).parent)
-        else:
+        else:  # python -m name
             name = spec.name.removesuffix(".__main__")
             is_module = True
-        words = command
-        if not is_module:
-            directory = _START_DIRECTORY or ""
-            words = [os.path.abspath(os.path.join(directory, word)) for word in command]
-        arguments = sys.argv
-        if name in words:
-            arguments = command[words.index(name) :]
+        arguments = _arguments_from(command, name, is_module)
         return cls(name=name, is_module=is_module, arguments=_in_hydra_folder(arguments))
 
     def __call__(self) -> Callable[[], None]:
-        """Prepare this process to run the script, and return the function that runs it."""
+        """Prepare this process to run the script, and return the function that runs the script.
+
+        A script is the payload of its ranks. A rank calls this method in its main thread.
+        """
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # Line buffering: a killed rank flushes nothing, and partial lines would mix with the
-            # lines of other ranks.
+            # A killed rank flushes nothing, and parts of a line would mix with the lines of other
+            # ranks.
             sys.stdout.reconfigure(line_buffering=True)
         sys.argv[:] = self.arguments
         if self.extends_path:
@@ -94,21 +93,49 @@ class Script:
         return self._run
 
     def _extend_path(self) -> None:
+        """Prepend the folder to ``sys.path`` that the interpreter would prepend.
+
+        For a folder or an archive, ``runpy`` prepends its path.
+        """
         if self.is_module:
             sys.path.insert(0, os.getcwd())
         elif os.path.isfile(self.name):
             sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
 
     def _run(self) -> None:
-        # The result is dropped, so that the script's globals are freed before it counts as
-        # finished.
+        """Run the script as ``__main__``."""
+        # Both functions return the globals of the script. They are dropped here, so that the
+        # script's objects are freed before the rank reports that it has finished.
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
+def _arguments_from(command: Sequence[str], name: str, is_module: bool) -> Sequence[str]:
+    """Return the arguments of a script, whose first item is its name, from a command line.
+
+    Args:
+        command: the command line: the interpreter, its options, the script and its arguments.
+        name: the absolute path of the script, or the name of a module.
+        is_module: whether ``name`` is the name of a module.
+
+    Returns:
+        The end of the command, from the script on. If the command does not contain the script,
+        because a program such as a debugger runs it, the result is ``sys.argv``.
+    """
+    words = command
+    if not is_module:
+        # The command may have a relative path of the script.
+        directory = _START_DIRECTORY or ""
+        words = [os.path.abspath(os.path.join(directory, word)) for word in command]
+    if name not in words:
+        return sys.argv
+    return command[words.index(name) :]
+
+
 def _no_script_error(problem: str) -> ConfigurationError:
+    """Return the error for a process without a script that could be run again."""
     return ConfigurationError(
         "the launcher 'popen', which runs the script again in every rank",
         problem,
@@ -117,25 +144,29 @@ def _no_script_error(problem: str) -> ConfigurationError:
 
 
 def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with the output folder of Hydra, if Hydra runs this script.
+    """Return the arguments of a script with the output folder of Hydra, if Hydra runs the script.
 
-    Every rank then uses the folder of this process instead of making another one.
+    Every rank then uses the output folder of this process instead of creating another one.
     """
-    hydra: Any = sys.modules.get("hydra.core.hydra_config")
-    if hydra is None or not hydra.HydraConfig.initialized():
+    hydra_config: Any = sys.modules.get("hydra.core.hydra_config")
+    if hydra_config is None or not hydra_config.HydraConfig.initialized():
         return arguments
-    config = hydra.HydraConfig.get()
-    if "MULTIRUN" in str(config.mode):  # every rank runs all jobs
+    config = hydra_config.HydraConfig.get()
+    is_multirun = "MULTIRUN" in str(config.mode)
+    if is_multirun:
+        # Every rank runs all jobs of the sweep. Hydra puts the folder of each job below this one.
         option = "hydra.sweep.dir"
         folder = os.path.join(config.runtime.cwd, config.sweep.dir)
     else:
         option = "hydra.run.dir"
         folder = config.runtime.output_dir
     escaped_folder = folder.replace("'", r"\'")
-    # After the other overrides, which must be consecutive.
+    # Hydra reads arguments such as key=value as overrides, which must be consecutive. So this
+    # override follows the last one.
     position = len(arguments)
     for index, argument in enumerate(arguments):
-        if re.match("[^-]*=", argument):
+        is_override = re.match("[^-]*=", argument) is not None
+        if is_override:
             position = index + 1
     return [*arguments[:position], f"{option}='{escaped_folder}'", *arguments[position:]]
 
@@ -152,15 +183,16 @@ class ScriptLauncher(base.Launcher):
     runs_function: ClassVar[bool] = False
 
     def check(self, spec: base.LaunchSpec) -> None:
-        """Refuse a script that cannot be run again.
+        """Raise if the script of this process cannot be run again. No process is started.
 
         Raises:
             ConfigurationError: this is an interactive session, a notebook, ``python -c`` or a
                 script on standard input.
-            UsageError: this process is a rank already, or a rank is importing the script.
+            UsageError: this process is a rank already, or is a rank that is importing the script.
         """
         base.refuse_while_importing_main()
-        if "FABRIC_STORE" in os.environ:
+        is_rank = "FABRIC_STORE" in os.environ
+        if is_rank:
             raise UsageError(
                 f"a launch of {spec.num_processes} processes by re-running the script",
                 problem=f"this process is rank {os.environ.get('RANK')} of a job that fabric "
@@ -168,7 +200,7 @@ class ScriptLauncher(base.Launcher):
                 suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start another job from "
                 "within a rank",
             )
-        # Called for its error.
+        # Called only for its error.
         Script.of(sys.modules["__main__"])
 
     def launch(
@@ -180,23 +212,25 @@ class ScriptLauncher(base.Launcher):
     ) -> NoReturn:
         """Run the script in ``spec.num_processes`` processes, wait for them, and exit.
 
-        This method never returns. The ranks call ``fn`` when they reach the same line.
+        This method never returns, and does not call ``fn``. The ranks run the script from its
+        beginning, and call ``fn`` when they reach the line of the launch.
 
         Raises:
-            SystemExit: the exit code of :func:`run_script`.
+            SystemExit: always, with the exit code of :func:`run_script`.
         """
         self.check(spec)
         script = Script.of(sys.modules["__main__"])
-        end = run_script(script, base.node_worlds(spec.num_processes))
-        raise SystemExit(end.exit_code)
+        script_end = run_script(script, base.node_worlds(spec.num_processes))
+        raise SystemExit(script_end.exit_code)
 
 
 class ScriptEnd(NamedTuple):
-    """The end of a script that ran in several processes.
+    """How a script that ran in several processes has ended.
 
     Attributes:
         exit_code: the exit code for this process.
-        is_interrupted: whether a signal to this process has ended the job.
+        is_interrupted: whether a signal to this process has ended the job. Then ``fabric run``
+            does not restart the job.
     """
 
     exit_code: int
@@ -216,8 +250,8 @@ def run_script(
         worlds: the places of this machine's ranks. Ranks without a port connect through a store of
             this process.
         variables: variables for the environment of the ranks, besides their place.
-        logs: files for the output of the ranks. None uses the standard output and error of this
-            process.
+        logs: files for the output of the ranks, which this function closes. None uses the standard
+            output and error of this process.
 
     Returns:
         The exit code for this process. It is 0 if all ranks ended with 0. If a rank failed, it is
@@ -228,7 +262,13 @@ def run_script(
         SystemExit: the job was preempted; see :meth:`Supervisor.wait_for_ranks`.
     """
 
-    def start(control: Connection, config: RankConfig) -> StartedProcess:
+    def start_process(control: Connection, config: RankConfig) -> StartedProcess:
+        """Start the process of one rank in a new interpreter.
+
+        Args:
+            control: the rank's end of the control pipe, through which the rank receives the script.
+            config: the configuration of the rank.
+        """
         stdin = None
         if config.world.local_rank != 0:
             stdin = subprocess.DEVNULL
@@ -238,6 +278,7 @@ def run_script(
         process = base.start_interpreter(
             main,
             control.fileno(),
+            # Shown in process lists only.
             arguments=[script.name, *script.arguments[1:]],
             cwd=script.directory,
             stdin=stdin,
@@ -245,18 +286,21 @@ def run_script(
         )
         return StartedProcess(process.pid, process.poll)
 
-    job = Supervisor()
+    supervisor = Supervisor()
     try:
-        with job:
-            job.start(start, worlds, script, variables=variables, runs_script=True)
-            job.wait_for_ranks()
+        with supervisor:
+            supervisor.start(start_process, worlds, script, variables=variables, runs_script=True)
+            supervisor.wait_for_ranks()
     except KeyboardInterrupt:
-        return ScriptEnd(128 + job.signals[0].number, is_interrupted=True)
+        # The supervisor raises KeyboardInterrupt for every signal that ends a job.
+        return ScriptEnd(128 + supervisor.signals[0].number, is_interrupted=True)
     except RankFailedError as error:
-        print(end="", flush=True)  # standard output may be None
+        # Flushes what this process has printed, so that the report comes last. Not
+        # sys.stdout.flush(): the stream may be None.
+        print(end="", flush=True)
         print(f"\n{error}", file=sys.stderr, flush=True)
-        return ScriptEnd(exit_status(error.exit_code), is_interrupted=bool(job.signals))
+        return ScriptEnd(exit_status(error.exit_code), is_interrupted=bool(supervisor.signals))
     finally:
         if logs is not None:
-            logs.close(job.ranks)
+            logs.close(supervisor.ranks)
     return ScriptEnd(0, is_interrupted=False)
