@@ -220,6 +220,15 @@ def test_the_controller_is_asked_where_the_environment_does_not_say_the_end(
         assert slurm_deadline(os.environ) == math.inf
 
 
+def test_a_controller_that_fails_warns_at_the_line_that_reads_should_stop(controller: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="the end of job 17 of SLURM is not known") as warned,
+        Fabric(accelerator="cpu", devices=1) as fabric,
+    ):
+        assert not fabric.should_stop
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
+
+
 def preempted(requeue: bool) -> Any:
     with pytest.raises(SystemExit) as leaving:
         Fabric(accelerator="cpu", devices=1).exit_preempted(requeue)

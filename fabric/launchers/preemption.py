@@ -356,7 +356,7 @@ def _ask_for_end(job: str) -> float | None:
     except (UsageError, ValueError) as error:
         warnings.warn(
             f"the end of job {job} of SLURM is not known, time_limit= says it: {error}",
-            stacklevel=6,
+            stacklevel=7,  # the line that reads should_stop
         )
         return None
 
