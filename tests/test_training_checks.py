@@ -140,7 +140,8 @@ MISTAKES: dict[Case, str] = {
     ),
     unused_parameter: ("no gradient has arrived at left_out.weight, left_out.bias of PartlyUnused"),
     unfrozen_parameter: (
-        "frozen when it was set up, or absent, and their gradients would not be synchronized: "
+        "these parameters were frozen or absent when it was set up, so their gradients would not be "
+        "synchronized: "
         "encoder"
     ),
     unfrozen_module: "their gradients would not be synchronized: weight",

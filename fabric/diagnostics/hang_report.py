@@ -1,13 +1,14 @@
 """Hang reports: which rank waits, for which ranks, and what every rank is doing.
 
-[Note: Reports] Each rank has a thread that polls a few times a minute, with its own connection to
-the store. A rank whose flight recorder has not changed for longer than the threshold requests
-report number n by a key in the store. Every rank that sees the key publishes its state: what the
-rank is doing, and its stack. Rank 0 composes the report. If C++ code holds the interpreter of rank
-0, the requesting rank composes it. The composing rank prints the report, and stores the text for
-ranks whose collective times out. If a rank publishes nothing, its stack is read as the note in
-``stacks.py`` says. None of this is a collective. While a rank compiles, the report is not printed
-but requested again.
+[Note: Reports] Each rank has a thread that polls several times a minute, with its own connection to
+the store. The reports are numbered from 1. A rank whose flight recorder has not changed for longer
+than the threshold requests the next report, number n, by writing the key ``request/n``. Every rank
+that sees the key publishes its state: what the rank is doing, and its stack. Rank 0 composes the
+report. If rank 0 does not, for example because C++ code holds its interpreter, the requesting rank
+composes the report. The composing rank prints the report, and stores the text for ranks whose
+collective times out. If a rank publishes nothing, its stack is read as ``[Note: Stacks]`` in
+``stacks.py`` says. None of these steps is a collective, since a collective would hang, too. While a
+rank compiles, the report is not printed but requested again.
 """
 
 import json
@@ -39,34 +40,36 @@ __all__ = [
 ]
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
-_POLLS = 16  # of the store, per threshold
-_COMPILES = "torch.compile is at work"
+_LOOKS_PER_THRESHOLD = 16  # how often a rank looks for requests of other ranks
+_COMPILES = "torch.compile is at work"  # the activity of a rank that compiles contains this text
 
 # In seconds.
-_LONGEST_TICK = 0.5
-_GRACE_PERIOD = 2.0
-_PAUSE = 0.02
-_JOIN = 5.0
+_MAX_POLL_INTERVAL = 0.5
+_GRACE_PERIOD = 2.0  # for other ranks to publish their states, in addition to their poll intervals
+_PAUSE = 0.02  # between two looks for something that is due
+_JOIN_TIMEOUT = 5.0
 _STORE_TIMEOUT = timedelta(seconds=30)  # of store requests that do not wait for other ranks
 
 # How many ranks a report lists, and how many of them with their stacks.
-_MOST_LINES = 16
-_MOST_STACKS = 4
+_MAX_LISTED_RANKS = 16
+_MAX_STACKS = 4
 
 
 class RankState(NamedTuple):
-    """The state that a rank publishes.
+    """The state of one rank, which the rank publishes for a report.
 
     Attributes:
-        activity: what the rank is doing and where, as text.
-        history: the step of the rank and what it did before, as text.
-        is_inside: whether the rank is in a collective, or in a phase in which torch issues some.
+        activity: what the rank is doing and where, as text that follows "rank 1".
+        history: the step of the rank and what it did before, as text that follows ``activity``.
+        is_inside: whether the rank is in a collective, or in a phase in which torch issues
+            collectives.
         seconds_waited: seconds since the flight recorder of the rank changed.
-        key: the key in ``counts`` of what the rank is in, or started last.
-        members: the ranks that must make the same call. Empty for all ranks.
-        counts: how many calls of each kind the rank has started. See
+        key: the key in ``counts`` of the collective or phase that the rank is in, or else of the
+            one that started last. The keys are groups and phases.
+        members: the global ranks that must make the same call. Empty means all ranks.
+        counts: how many collectives of each group and how many phases the rank has started. See
             :class:`fabric.diagnostics.recorder.FlightRecorder`.
-        stack: the stack of the rank, innermost frame first.
+        stack: the stack of the rank, innermost frame first. Empty if unknown.
     """
 
     activity: str
@@ -80,54 +83,69 @@ class RankState(NamedTuple):
 
 
 def compose_report(states: Mapping[int, RankState], requester: int, reason: str = "") -> str:
-    """Compose a report.
+    """Compose the text of a report from the states of all ranks.
+
+    The report compares one rank with the others: the rank that requested the report because it
+    waits or, if the user requested the report, the rank that has waited longest.
 
     Args:
-        states: the states of all ranks.
-        requester: the rank that waits.
-        reason: the reason for the report, unless the requester waits.
+        states: the states of all ranks, by rank.
+        requester: the rank that requested the report.
+        reason: the first line of a report that the user requested. Empty, the default, means that
+            the requester waits.
 
     Returns:
-        The text. Empty if the requester is not waiting and no rank is behind it.
+        The text. It is empty if the requester does not wait after all: the requester is not in a
+        collective or phase, and all ranks have started what it started last.
     """
-    if reason:
-        requester = _longest_waiting(states)
-    waiting = states[requester]
-    members = waiting.members or tuple(states)
-    missing = _missing_ranks(states, waiting, members)
-    if not reason and not waiting.is_inside and not missing:
-        return ""
-    if not reason:
-        seconds = f"{round(waiting.seconds_waited, 1):g} s"
-        reason = f"rank {requester} of {len(states)} has waited {seconds} {waiting.activity}"
-        most_stacks = _MOST_STACKS
-    else:
-        most_stacks = len(states)
+    is_by_user = reason != ""
+    compared_rank = _longest_waiting(states) if is_by_user else requester
+    compared_state = states[compared_rank]
+    members = compared_state.members or tuple(states)
+    missing_ranks = _missing_ranks(states, compared_state, members)
+    max_stacks = len(states)
+    if not is_by_user:
+        if not compared_state.is_inside and not missing_ranks:
+            return ""
+        seconds = f"{round(compared_state.seconds_waited, 1):g} s"
+        waiter = f"rank {compared_rank} of {len(states)}"
+        reason = f"{waiter} has waited {seconds} {compared_state.activity}"
+        max_stacks = _MAX_STACKS
     lines = [f"fabric: {reason}"]
-    if missing:
-        lines += _describe_missing(states, waiting, members, missing)
-    elif waiting.is_inside:
+    if missing_ranks:
+        lines += _describe_missing(states, compared_state, members, missing_ranks)
+    elif compared_state.is_inside:
         lines.append(
             "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
         )
     lines.append(HEADING)
-    lines += _describe_ranks(states, requester, missing, most_stacks)
+    lines += _describe_ranks(states, compared_rank, missing_ranks, max_stacks)
     return "\n  ".join(lines)
 
 
 def _longest_waiting(states: Mapping[int, RankState]) -> int:
-    """Return the rank that waits longest, first among those in a collective."""
+    """Return the rank that has waited longest.
 
-    def wait(rank: int) -> tuple[bool, float]:
+    Ranks in a collective or phase come before all others, since only they wait for other ranks.
+    """
+
+    def waiting_time(rank: int) -> tuple[bool, float]:
         return states[rank].is_inside, states[rank].seconds_waited
 
-    return max(states, key=wait)
+    return max(states, key=waiting_time)
 
 
 def _missing_ranks(
     states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
 ) -> list[int]:
-    """Return the members that have not started the call in which a rank waits."""
+    """Return the ranks that have not started the call in which a rank waits.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting: the state of the waiting rank.
+        members: the ranks that must make the call.
+    """
+    # A rank has started the call if it has counted as many calls with this key.
     number = waiting.counts.get(waiting.key, 0)
     return [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
 
@@ -138,13 +156,22 @@ def _describe_missing(
     members: Sequence[int],
     missing: Sequence[int],
 ) -> list[str]:
-    """Return lines that name the ranks that reached a call and those that did not."""
+    """Return lines that name the ranks that reached a call and the ranks that did not.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting: the state of the rank that waits in the call.
+        members: the ranks that must make the call.
+        missing: the members that have not reached the call.
+    """
     reached = sorted(set(members) - set(missing))
     lines = [
         f"reached by: {ranks_in_words(reached)}",
         f"not reached by: {ranks_in_words(missing)}",
     ]
+    # Only the key of a message, "{group} {source}>{destination}", has this character.
     is_message = ">" in waiting.key
+    # A process that has ended has no stack. The advice below would not help such a rank.
     is_any_running = any(states[rank].stack for rank in missing)
     if is_any_running and not is_message:
         lines.append(
@@ -155,47 +182,65 @@ def _describe_missing(
 
 
 def _describe_ranks(
-    states: Mapping[int, RankState], requester: int, missing: Sequence[int], most_stacks: int
+    states: Mapping[int, RankState],
+    compared_rank: int,
+    missing: Sequence[int],
+    max_stacks: int,
 ) -> list[str]:
-    """Return lines that say what ranks are doing, the missing ranks first of all with stacks."""
+    """Return lines that say what the ranks are doing, some of them with their stacks.
+
+    The lines are ordered by rank. At most ``_MAX_LISTED_RANKS`` ranks are listed: first the missing
+    ranks, then the compared rank, then the other ranks.
+
+    Args:
+        states: the states of all ranks, by rank.
+        compared_rank: the rank that waits.
+        missing: the ranks that it waits for. If there are any, only these get a stack.
+        max_stacks: how many ranks get a stack.
+    """
 
     def order(rank: int) -> tuple[bool, bool, int]:
-        return rank not in missing, rank != requester, rank
+        return rank not in missing, rank != compared_rank, rank
 
-    listed = sorted(states, key=order)[:_MOST_LINES]
-    with_stack = (missing or listed)[:most_stacks]
+    listed_ranks = sorted(states, key=order)[:_MAX_LISTED_RANKS]
+    ranks_with_stack = (missing or listed_ranks)[:max_stacks]
     lines = []
-    for rank in sorted(listed):
+    for rank in sorted(listed_ranks):
         state = states[rank]
         lines.append(f"  rank {rank}: {state.activity}{state.history}")
-        if rank in with_stack:
+        if rank in ranks_with_stack:
             for frame in state.stack.splitlines():
                 lines.append(f"    {frame}")
-    if len(states) > len(listed):
-        lines.append(f"  ... and {len(states) - len(listed)} ranks more")
+    if len(states) > len(listed_ranks):
+        lines.append(f"  ... and {len(states) - len(listed_ranks)} ranks more")
     return lines
 
 
 def announce_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
-    """Return a context for the wait until all ranks connect. It prints that this rank waits.
+    """Return a context for the wait until all ranks have connected.
 
-    Ranks 0 and 1 print, since either of them may be the missing one.
+    If the wait takes longer than ``watchdog``, a timer's thread prints that this rank waits. No
+    hang report is possible before the ranks are connected. A ``watchdog`` of zero prints nothing.
     """
-    stack = ExitStack()
+    context = ExitStack()
+    # Two ranks print, since one of the two may be the rank that is missing.
     if watchdog and rank < 2:
         text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"
-        reminder = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
-        reminder.daemon = True
-        reminder.start()
-        stack.callback(reminder.cancel)
-    return stack
+        timer = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
+        timer.daemon = True
+        timer.start()
+        context.callback(timer.cancel)
+    return context
 
 
 def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
-    """Return a store connection for reports alone. The main thread may block the other one.
+    """Return a second connection to a store, for the thread that makes reports.
+
+    The thread cannot share the first connection: while the main thread waits for a key, the
+    connection is blocked.
 
     Returns:
-        The connection. None if a user's store cannot be cloned and ``is_required`` is false.
+        The connection. None if the user's store cannot be cloned and ``is_required`` is false.
 
     Raises:
         ConfigurationError: the store cannot be cloned, and a connection is required.
@@ -217,23 +262,24 @@ def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
 
 
 class HangReporter:
-    """Detects that this rank waits, and publishes its state when another rank does.
+    """A thread that reports when this rank waits, and takes part in the reports of other ranks.
 
-    See ``[Note: Reports]``.
+    See ``[Note: Reports]``. The thread runs from :meth:`start` to :meth:`close`.
 
     Args:
-        store: the store of the job, through a connection of its own.
-        threshold: how long a rank waits before it requests a printed report. Zero for never.
-        timeout: the timeout of a collective. Its error holds a report, which is composed after
-            half of that time at the latest.
-        is_asynchronous: whether collectives run in the background, so that a rank may wait for one
-            anywhere.
+        store: the store of the job. Its connection is used by nothing else.
+        threshold: how long a rank waits before it requests a report that is printed. Zero means
+            that no report is printed, unless the user requests one.
+        timeout: the timeout of a collective. The error of a timed-out collective gets a report, so
+            the report is requested after half of this time at the latest.
+        is_asynchronous: whether the device runs collectives in the background. If so, a rank may
+            wait for a collective anywhere, not only in a collective or phase.
 
     Attributes:
         recorder: the flight recorder of this process.
         store: the ``store`` argument.
-        polls: functions that the thread calls with the monotonic time whenever it polls. They may
-            use the store.
+        polls: functions that the thread calls with the monotonic time whenever it polls. The
+            functions may use the store.
     """
 
     def __init__(
@@ -243,27 +289,36 @@ class HangReporter:
         timeout: timedelta,
         is_asynchronous: bool = False,
     ) -> None:
-        # Has the id of the user's latest request for a report, which a supervisor sends to all its
-        # ranks.
+        # Holds the id of the latest report that the user requested. The supervisor sends it to all
+        # of its ranks. None if no launcher of fabric started this process.
         self._control = ControlThread.of_this_process()
+        # An empty id means that there was no request. The current id is that of a request from
+        # before this object was made.
         self._answered_requests = {"", self._user_request()}
         self.store = store
         self.polls: list[Callable[[float], object]] = []
         self._is_asynchronous = is_asynchronous
         self._prints = bool(threshold)
-        half = timeout / 2
-        self._threshold = min(threshold or half, half).total_seconds()
-        self._interval = self._threshold / _POLLS
+        half_timeout = timeout / 2
+        seconds = threshold.total_seconds() or half_timeout.total_seconds()
+        self._threshold = min(seconds, half_timeout.total_seconds())
+        # Seconds between two looks for requests of other ranks.
+        self._interval = self._threshold / _LOOKS_PER_THRESHOLD
+        # Seconds in which every rank that runs sees a request and publishes its state.
         self._grace = _GRACE_PERIOD + 2 * self._interval
 
-        self._snapshot: object = None  # of the flight recorder
-        # When the flight recorder changed, or a rank compiled.
+        # The fields up to _report are changed by the thread only.
+        self._snapshot: object = None  # the state of the flight recorder at the latest poll
+        # When the flight recorder changed last, or a rank was seen to compile.
         self._unchanged_since = monotonic()
-        self._polled = self._unchanged_since
-        self._published = 0  # number of the latest report that has this rank's state
-        self._report_number = 0  # of the report on the current wait; 0 while there is none
-        self._report: str | None = None
-        self._store_error = ""
+        self._last_look = self._unchanged_since  # when this rank looked for requests last
+        self._published = 0  # the number of the latest report for which this rank has published
+        # The number of the report on the wait in which this rank is now. None without a wait, or if
+        # no report was requested yet.
+        self._report_number: int | None = None
+        self._report: str | None = None  # the text of the report on this wait, once it is stored
+        self._store_error = ""  # why the thread has ended early
+        # Set by another thread, whose collective has timed out and needs a report for its error.
         self._needs_report = threading.Event()
         self._stop = threading.Event()
         self.recorder = FlightRecorder(self.wait_for_report)
@@ -271,30 +326,36 @@ class HangReporter:
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Publish the address of this rank's stack, and start the thread."""
+        """Publish where other processes can read this rank's stack, and start the thread."""
         self.store.publish("address", self._stacks.address)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and publish why. Calling it again does nothing."""
+        """Stop the thread, and publish why this rank ends. A second call does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join(_JOIN)
+        self._thread.join(_JOIN_TIMEOUT)
         if not self._store_error:
             activity = f"makes no further calls: {exit_reason()}"
             state = self._state()._replace(activity=activity, is_inside=False, stack="")
-            # The process that hosts the store may have ended, and no rank could read this.
+            # If the process that hosts the store has ended, no rank can read the state anyway.
             with suppress(dist.DistError):
                 self.store.publish("closed", state)
         self._stacks.close()
 
     def wait_for_report(self) -> str:
-        """Return the report on the current wait. Request it if there is none yet.
+        """Return the report on the wait in which this rank is now.
 
-        If the report was printed, only its first lines are returned.
+        The flight recorder calls this method for the error of a collective that timed out, in the
+        thread of the collective. The thread of this object requests the report, if no report was
+        requested yet.
+
+        Returns:
+            The text. If the report was printed, only its first lines, up to ``HEADING``.
         """
         self._needs_report.set()
+        # A second grace period is for the time in which another rank composes the report.
         deadline = monotonic() + 2 * self._grace
         while self._report is None and self._thread.is_alive() and monotonic() < deadline:
             sleep(_PAUSE)
@@ -309,92 +370,134 @@ class HangReporter:
         return report
 
     def _watch(self) -> None:
+        """Poll until :meth:`close` is called or the store is gone. Runs in the thread."""
+        poll_interval = min(_MAX_POLL_INTERVAL, self._interval)
         try:
-            while not self._stop.wait(min(_LONGEST_TICK, self._interval)):
+            while not self._stop.wait(poll_interval):
                 for poll in (self._poll, *self.polls):
                     poll(monotonic())
         except dist.DistError as error:
             self._store_error = f"the store of the job is gone: {error}"
 
     def _poll(self, now: float) -> None:
-        self._look_for_progress(now)
-        self._look_for_report(now)
+        """Request a report if one is due. Otherwise, take part in the report of another rank.
+
+        A report is due if the user has requested one, if a collective has timed out, or if this
+        rank has waited longer than the threshold. Runs in the thread.
+
+        Args:
+            now: the monotonic time.
+        """
+        self._update_progress(now)
+        self._update_report(now)
         user_request = self._user_request()
         if user_request not in self._answered_requests:
-            # Repeated until it is answered: another request may have been first.
+            # If another rank has requested the same report for another reason, the next poll makes
+            # the request again, for the next report.
             self._request_report(user_request)
             return
         is_due = self._needs_report.is_set() or self._seconds_waited(now) > self._threshold
-        if is_due and not self._report_number:
+        has_requested = self._report_number is not None
+        if is_due and not has_requested:
             self._request_report()
-        elif now - self._polled > self._interval:
-            self._polled = now
+        elif now - self._last_look > self._interval:
+            # Rarer than polls, since it reads the store.
+            self._last_look = now
             self._answer_request()
 
     def _user_request(self) -> str:
+        """Return the id of the latest report that the user requested, or an empty string."""
         if self._control is None:
             return ""
         return self._control.report_request
 
-    def _look_for_progress(self, now: float) -> None:
-        """Forget the report on a wait once the flight recorder has changed."""
+    def _update_progress(self, now: float) -> None:
+        """Forget the report on a wait if this rank has made progress since the latest poll.
+
+        Progress is a change of the flight recorder.
+        """
         recorder = self.recorder
-        snapshot = (recorder.phase, sum(recorder.counts.values()), list(recorder.calls))
+        # The lists are copies, since other threads change the recorder.
+        open_threads = list(recorder.open_collectives)
+        snapshot = (recorder.phase, sum(recorder.counts.values()), open_threads)
         if snapshot != self._snapshot:
             self._snapshot = snapshot
             self._unchanged_since = now
-            self._report_number = 0
+            self._report_number = None
             self._report = None
 
-    def _look_for_report(self, now: float) -> None:
-        """Read the report on the current wait, once it is stored."""
-        if not self._report_number or self._report is not None:
+    def _update_report(self, now: float) -> None:
+        """Read the report on the wait of this rank, if it is stored now.
+
+        If a rank compiles, the report is kept for an error, but another one is requested after
+        another threshold.
+        """
+        if self._report_number is None or self._report is not None:
             return
         text = self.store.get_nowait(f"report/{self._report_number}")
         if text is None:
             return
         self._report = text.decode()
         if _COMPILES in self._report:
-            self._report_number = 0
+            self._report_number = None
             self._unchanged_since = now
 
     def _request_report(self, user_request: str = "") -> None:
-        """Request the next report, and take part in it."""
+        """Request the next report, and take part in it.
+
+        Args:
+            user_request: the id of the user's request. Empty, the default, means that this rank
+                waits.
+        """
         content = json.dumps([self.store.rank, user_request]).encode()
+        # Several ranks may request the report. All of them continue with the first request.
         request = self.store.set_if_absent(f"request/{self._published + 1}", content)
         self._publish_state(request)
         self._compose(request)
 
     def _answer_request(self) -> None:
-        """Take part in the next report if a rank has requested it."""
+        """Take part in the next report if another rank has requested it."""
         request = self.store.get_nowait(f"request/{self._published + 1}")
-        if not request:
+        if request is None:
             return
         self._publish_state(request)
         if self.store.rank == 0:
             self._compose(request)
 
     def _publish_state(self, request: bytes) -> None:
-        """Publish the state of this rank for the next report."""
+        """Publish the state of this rank for the next report.
+
+        Args:
+            request: the request of the report, as stored: the requesting rank and the id of the
+                user's request, in JSON.
+        """
         self._published += 1
         state = self._state()
         self.store.publish(f"state/{self._published}", state)
-        if state.seconds_waited > self._threshold / 2 or self._needs_report.is_set():
+        # If this rank waits too, the report is about its wait as well: it requests no other one.
+        is_waiting = state.seconds_waited > self._threshold / 2 or self._needs_report.is_set()
+        if is_waiting:
             self._report_number = self._published
             self._report = None
         _, user_request = json.loads(request)
         self._answered_requests.add(user_request)
 
     def _compose(self, request: bytes) -> None:
-        """Compose the latest report once all states are published.
+        """Compose, store and print the report for which this rank has just published its state.
 
-        Ranks other than 0 compose it only if rank 0 does not.
+        Rank 0 calls this method for every report, and the requesting ranks for theirs. The ranks
+        other than 0 first give rank 0 the time to compose the report. The store decides which rank
+        composes it, so that no report is printed twice.
+
+        Args:
+            request: see :meth:`_publish_state`.
         """
         number = self._published
-        rank = str(self.store.rank).encode()
         if not self._wait_for_states(number):
             return
-        if self.store.set_if_absent(f"composed/{number}", rank) != rank:
+        this_rank = str(self.store.rank).encode()
+        composing_rank = self.store.set_if_absent(f"composed/{number}", this_rank)
+        if composing_rank != this_rank:
             return
         requester, user_request = json.loads(request)
         reason = "a report was requested by a signal" if user_request else ""
@@ -405,20 +508,28 @@ class HangReporter:
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _wait_for_states(self, number: int) -> bool:
-        """Wait for the states of all ranks or, on ranks other than 0, for the report of rank 0.
+        """Wait on rank 0 for the states of all ranks, on other ranks for the report of rank 0.
+
+        The wait ends after the grace period. Then the report is composed without the missing
+        states.
+
+        Args:
+            number: the number of the report.
 
         Returns:
-            Whether this rank should go on. It should not if it is closed.
+            Whether this rank should go on. False means that :meth:`close` was called.
         """
         deadline = monotonic() + self._grace
-        awaited = []
+        # Of each tuple, one key has to be set.
+        awaited_keys: list[tuple[str, ...]] = []
         if self.store.rank == 0:
             for rank in range(self.store.size):
-                awaited.append((f"state/{number}/{rank}", f"closed/{rank}"))
+                awaited_keys.append((f"state/{number}/{rank}", f"closed/{rank}"))
         else:
-            awaited.append((f"report/{number}",))
+            awaited_keys.append((f"report/{number}",))
+            # Rank 0 composes the report at the end of its own grace period.
             deadline += self._grace / 2
-        for keys in awaited:
+        for keys in awaited_keys:
             while monotonic() < deadline and not self._is_any_set(keys):
                 if self._stop.wait(_PAUSE):
                     return False
@@ -428,9 +539,13 @@ class HangReporter:
         return any(self.store.get_nowait(key) is not None for key in keys)
 
     def _read_states(self, number: int) -> dict[int, RankState]:
-        """Return the published states, and for ranks without one what can be said of them."""
+        """Return the state of every rank for a report.
+
+        A rank that has not published a state gets one from what can be read of its process.
+        """
         ranks = range(self.store.size)
-        published = self.store.read("closed", ranks) | self.store.read(f"state/{number}", ranks)
+        closed = self.store.read("closed", ranks)
+        published = closed | self.store.read(f"state/{number}", ranks)
         states = {}
         for rank in ranks:
             if rank in published:
@@ -440,36 +555,37 @@ class HangReporter:
         return states
 
     def _unresponsive(self, rank: int) -> RankState:
+        """Return a state for a rank that published none, with its stack if it can be read."""
         address = self.store.read("address", [rank]).get(rank)
         if address is None:
             return RankState("it has not started")
+        # The first line says what is known of the process. The stack follows.
         activity, _, stack = read_stack(StackAddress(*address)).partition("\n")
         return RankState(activity, stack=stack)
 
     def _seconds_waited(self, now: float) -> float:
-        may_wait = self.recorder.phase or self.recorder.calls or self._is_asynchronous
-        if not may_wait:
+        """Return for how long this rank may have waited. Zero if the rank cannot be waiting."""
+        is_inside = bool(self.recorder.phase or self.recorder.open_collectives)
+        if not is_inside and not self._is_asynchronous:
             return 0.0
         return now - self._unchanged_since
 
     def _state(self) -> RankState:
-        """Return the state of this rank."""
+        """Return the state of this rank now."""
         recorder = self.recorder
         call = self._current_call()
         if call is not None:
             key = call.group
         else:
             key = recorder.phase or recorder.latest_key
-        latest = call or recorder.latest
+        latest = call or recorder.latest_collective
+        # The members of a group of all ranks are left out, to keep the state small.
         members: Sequence[int] = ()
         if latest is not None and latest.group == key and len(latest.members) < self.store.size:
             members = tuple(latest.members)
         history = f", step {recorder.step}"
-        if call is None and recorder.latest is not None:
-            history += f"; its latest collective was {recorder.latest}"
-        is_latest_a_phase = latest is None or latest.group != key
-        if call is None and not recorder.phase and key and is_latest_a_phase:
-            history += f"; its latest phase was {key}"
+        if call is None:
+            history += self._describe_latest()
         return RankState(
             activity=self._describe_activity(call),
             history=history,
@@ -482,14 +598,24 @@ class HangReporter:
         )
 
     def _current_call(self) -> Entry | None:
-        """Return the collective that the user's thread is in, else that of another thread."""
-        calls = self.recorder.calls
-        call = calls.get(self.recorder.thread)
+        """Return the collective in which the user's thread is, or else another thread.
+
+        Returns:
+            The collective. None if no thread is in a collective.
+        """
+        open_collectives = self.recorder.open_collectives
+        call = open_collectives.get(self.recorder.thread)
         if call is None:
-            call = next(iter(list(calls.values())), None)
+            # The list is a copy, since other threads change the dict.
+            call = next(iter(list(open_collectives.values())), None)
         return call
 
     def _describe_activity(self, call: Entry | None) -> str:
+        """Return what this rank is doing, and where, as text that follows "rank 1".
+
+        Args:
+            call: the collective that the rank is in. None if it is in none.
+        """
         recorder = self.recorder
         phase = recorder.phase
         if call is not None and phase:
@@ -503,4 +629,18 @@ class HangReporter:
                 text += f" at {call_site}"
         if is_compiling():
             text += f" ({_COMPILES})"
+        return text
+
+    def _describe_latest(self) -> str:
+        """Return what a rank that is not in a collective did last, as text that ends a sentence."""
+        recorder = self.recorder
+        latest = recorder.latest_collective
+        text = ""
+        if latest is not None:
+            text += f"; its latest collective was {latest}"
+        # The latest key is a group or, after a phase, the name of the phase.
+        latest_key = recorder.latest_key
+        is_latest_a_phase = latest_key != "" and (latest is None or latest.group != latest_key)
+        if is_latest_a_phase and not recorder.phase:
+            text += f"; its latest phase was {latest_key}"
         return text

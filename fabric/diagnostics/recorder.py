@@ -18,18 +18,20 @@ from fabric.hooks import Hooks
 
 __all__ = ["HEADING", "JOB", "Entry", "FlightRecorder", "RecordedCommunicator", "ranks_in_words"]
 
-JOB = "job"
-STEP = "optimizer step"
-HEADING = "where each rank is:"
-_WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
-_MOST_RANKS = 8  # that are listed in a text
+JOB = "job"  # the name of the group of all ranks
+STEP = "optimizer step"  # the name of the phase
+HEADING = "where each rank is:"  # a line of every hang report
+# The error of a collective that timed out has one of these texts, depending on the backend.
+_TIMEOUT_TEXTS = ("timed out", "timeout", "did not call")
+_MAX_LISTED_RANKS = 8
 
 
 class Entry(NamedTuple):
-    """A collective that has started.
+    """The record of a collective that this rank has started.
 
     Attributes:
-        group: the name of the group. For a message, the group and its two ranks.
+        group: the name of the group. For a message, ``"{group} {source}>{destination}"``, so that
+            the messages of each pair of ranks are counted separately.
         members: the global ranks that must make the call, in group order.
         number: the number of this collective in its group, from 1.
         operation: the name of the operation, as the user called it.
@@ -50,10 +52,11 @@ class Entry(NamedTuple):
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2``. A long list is cut in the middle."""
+    """Return ``rank 1``, or ``ranks 1, 2``. A list of more than eight is cut in the middle."""
     names = [str(rank) for rank in sorted(ranks)]
-    if len(names) > _MOST_RANKS:
-        names[_MOST_RANKS // 2 : -1] = [f"... ({len(names)} of them)"]
+    if len(names) > _MAX_LISTED_RANKS:
+        # The first four ranks, the number of all ranks, and the last rank remain.
+        names[_MAX_LISTED_RANKS // 2 : -1] = [f"... ({len(names)} of them)"]
     noun = "ranks" if len(names) > 1 else "rank"
     return f"{noun} {', '.join(names)}"
 
@@ -67,35 +70,38 @@ def _ignore_param_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 class FlightRecorder:
-    """Records what this process is doing.
-
-    The attributes are plain values, so that the thread of the hang reports reads them without a
-    lock.
+    """Records which collective or phase this process is in, for error messages and hang reports.
 
     A *phase* is a part of the user's program in which torch issues collectives by itself: a forward
     or backward pass, an optimizer step.
+
+    The thread that makes hang reports reads the attributes without a lock. So each attribute is
+    changed by one assignment or one dict operation, which the thread sees completely or not at all.
 
     Args:
         report: returns what each rank is doing, for the error of a collective that timed out. By
             default such an error gets no report.
 
     Attributes:
-        process: the process that created the recorder. The other ranks are connected to this
-            process alone.
-        thread: the thread that created the recorder, whose stack is reported.
-        phase: the current phase.
-        counts: the number of collectives started per group, and of phases started per name.
+        process: the id of the process that created the recorder. Only this process is connected to
+            the other ranks.
+        thread: the id of the thread that created the recorder. Hang reports show its stack.
+        phase: the name of the current phase. None outside of all phases.
+        counts: the number of collectives started in each group, by the name of the group, and the
+            number of phases started, by the name of the phase.
         latest_key: the key in ``counts`` that was counted last.
-        calls: the collective that each thread is in.
-        latest: the collective that started last.
-        checks: called in order before each collective sends data. A check raises if the collective
-            must not run.
-        phase_checks: called in order with the phase's name, before each phase that all ranks must
-            start. A check raises if the phase must not run.
-        param_groups: the number of each optimizer's parameter groups, by its id.
-        on_param_group: called before the step of an optimizer whose number of groups has changed.
+        open_collectives: the collective that each thread is in, by the id of the thread.
+        latest_collective: the collective that started last. It may have ended.
+        checks: functions that are called in order before each collective sends data. A check raises
+            if the collective must not run.
+        phase_checks: functions that are called in order with the phase's name, before each phase
+            that all ranks must start. A check raises if the phase must not run.
+        param_group_counts: the number of parameter groups of each optimizer at its setup or latest
+            step, by the id of the optimizer.
+        on_param_groups_changed: called before the step of an optimizer to which the user has added
+            parameter groups.
         signatures: the signatures of calls that have not been read yet.
-        collective_context: returns the context in which a collective runs.
+        collective_context: returns a context manager, in which one collective runs.
     """
 
     def __init__(self, report: Callable[[], str] = _no_report) -> None:
@@ -103,71 +109,91 @@ class FlightRecorder:
         self.process = os.getpid()
         self.thread = threading.get_ident()
         self.phase: str | None = None
+        # The values of ``phase`` to return to, since phases nest: a loss may run a forward pass.
         self._outer_phases: list[str | None] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.latest_key = ""
-        self.calls: dict[int, Entry] = {}
-        self.latest: Entry | None = None
+        self.open_collectives: dict[int, Entry] = {}
+        self.latest_collective: Entry | None = None
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
         self.phase_checks: tuple[Callable[[str], None], ...] = ()
+        # Whether a checked forward pass with gradients has run since the latest backward pass.
         self._checks_next_backward = False
-        self.param_groups: dict[int, int] = {}
-        self.on_param_group: Callable[[torch.optim.Optimizer], object] = _ignore_param_groups
+        self.param_group_counts: dict[int, int] = {}
+        self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
+            _ignore_param_groups
+        )
         self.signatures = PendingSignatures()
         self.collective_context: Callable[[Entry], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
         )
 
     def phase_hooks(self, phase: str) -> Hooks:
-        """Return hooks that record a phase."""
-        return Hooks([partial(self.enter_phase, phase)], [self.exit_phase])
+        """Return hooks for a forward or backward pass, which record the pass as a phase."""
+        return Hooks(before=[partial(self.enter_phase, phase)], after=[self.exit_phase])
 
     def enter_phase(self, phase: str) -> None:
-        """Record the start of a phase."""
+        """Record the start of a phase. Each call is followed by one call of :meth:`exit_phase`."""
         self.counts[phase] += 1
-        # A step that is still recorded has raised, or continues after its closure. Neither issues
-        # collectives of torch.
+        # exit_step() does not run after a step that raised. Also, a step may call its closure,
+        # which runs this phase. In both cases torch issues no collectives in the rest of the step,
+        # so exit_phase() need not return to the step.
         outer_phase = None if self.phase is STEP else self.phase
         self._outer_phases.append(outer_phase)
         self.phase = phase
         self.latest_key = phase
 
     def exit_phase(self, result: object = None, error: BaseException | None = None) -> None:
-        """Record the end of the phase, and add the report to an error that ended it."""
+        """Record the end of the innermost phase. The parameters are those of ``Hooks.after``.
+
+        Args:
+            result: not used.
+            error: the error that ended the phase. If a collective timed out, the error gets a note
+                with what each rank is doing.
+        """
         if error is not None:
             self.annotate(error)
         self.phase = self._outer_phases.pop()
 
     @property
     def step(self) -> int:
-        """The number of the current optimizer step, or of the next one, from 1."""
-        started = self.counts.get(STEP, 0)
+        """The number of the current optimizer step, or outside of steps of the next one, from 1."""
+        started_steps = self.counts.get(STEP, 0)
         if self.phase is STEP:
-            return started
-        return started + 1
+            return started_steps
+        return started_steps + 1
 
     def enter_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Record the start of an optimizer's step; a pre-hook of the step."""
+        """Record the start of an optimizer's step. Called by torch as a pre-hook of the step.
+
+        If the user has added parameter groups since the latest step, the new parameters are passed
+        to ``on_param_groups_changed``, which checks them.
+        """
         self.phase = STEP
         self.latest_key = STEP
         self.counts[STEP] += 1
-        if len(optimizer.param_groups) != self.param_groups.get(id(optimizer)):
-            self.on_param_group(optimizer)
-            self.param_groups[id(optimizer)] = len(optimizer.param_groups)
+        if len(optimizer.param_groups) != self.param_group_counts.get(id(optimizer)):
+            self.on_param_groups_changed(optimizer)
+            self.param_group_counts[id(optimizer)] = len(optimizer.param_groups)
 
     def exit_step(self, *_: object) -> None:
-        """Record the end of an optimizer's step; a post-hook of the step."""
+        """Record the end of an optimizer's step. Called by torch as a post-hook of the step."""
         self.phase = None
 
     @contextlib.contextmanager
     def record_phase(self, phase: str, needs_all_ranks: bool = False) -> Iterator[None]:
-        """Record the block as a phase that waits for the device.
+        """Record a block as a phase. The block must be one that waits for the device.
 
         Args:
             phase: the name of the phase.
-            needs_all_ranks: whether every rank must start the phase. Checked mode compares the
-                ranks then. Default: False.
+            needs_all_ranks: whether every rank must start the phase. If so, checked mode waits for
+                all ranks before the block runs. Default: False.
+
+        Raises:
+            CollectiveMismatchError: the ranks made different calls before the block, or in checked
+                mode, a rank does not start the phase.
         """
+        # The block waits for the device anyway, so reading the signatures costs nothing here.
         self.check_signatures()
         self.enter_phase(phase)
         try:
@@ -175,26 +201,43 @@ class FlightRecorder:
                 self._check_phase(phase)
             yield
         except BaseException as error:
-            self.exit_phase(None, error)
+            self.exit_phase(error=error)
             raise
         self.exit_phase()
 
     def check_forward(self, title: str, is_sharded: bool, synchronizes: Callable[[], bool]) -> None:
-        """Check a starting forward pass, and the next backward pass, if all ranks must run them."""
+        """Run the phase checks at the start of a forward pass, if all ranks must run the pass.
+
+        All ranks must run the forward pass of a sharded module, and a forward pass after which the
+        backward pass synchronizes gradients. If it has gradients, all ranks must also run the next
+        backward pass.
+
+        Args:
+            title: the class of the module.
+            is_sharded: whether the module's parameters are sharded.
+            synchronizes: returns whether a backward pass would synchronize gradients now.
+        """
         is_training = torch.is_grad_enabled()
         if is_sharded or (is_training and synchronizes()):
             self._checks_next_backward |= is_training
             self._check_phase(f"forward of {title}")
 
     def check_backward(self) -> None:
-        """Check a starting backward pass, if it is the first after a checked forward pass."""
+        """Run the phase checks at the start of a backward pass.
+
+        They run only in the first backward pass after a forward pass that :meth:`check_forward` has
+        checked.
+        """
         should_check = self._checks_next_backward
+        # Reset first, since a check may raise.
         self._checks_next_backward = False
         if should_check:
             self._check_phase("backward")
 
     def check_signatures(self) -> None:
-        """Read the signatures still on the device. Call this where the device is waited for anyway.
+        """Read the signatures of calls that are still on the device.
+
+        Reading waits for the device. Call this method only where the program waits anyway.
 
         Raises:
             CollectiveMismatchError: the ranks made different calls.
@@ -202,11 +245,14 @@ class FlightRecorder:
         self.signatures.check()
 
     def annotate(self, error: BaseException) -> None:
-        """Add the report as a note to the error of a collective that timed out, if it has none."""
+        """Add a hang report as a note to an error, if the error is that of a timed-out collective.
+
+        An error that already has a report is not changed.
+        """
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         if not isinstance(error, RuntimeError) or HEADING in text:
             return
-        is_timeout = any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT)
+        is_timeout = any(timeout_text in text.lower() for timeout_text in _TIMEOUT_TEXTS)
         if not is_timeout:
             return
         report = self._report()
@@ -222,7 +268,7 @@ class FlightRecorder:
 class RecordedCommunicator(Communicator):
     """A wrapper of any communicator that records each collective and runs the checks before it.
 
-    The error of a collective that times out gets the report as a note. The signatures of calls are
+    If a collective times out, its error gets a hang report as a note. The signatures of calls are
     compared, too; see ``[Note: Signatures]`` in ``communicators/checked.py``.
 
     Args:
@@ -247,6 +293,7 @@ class RecordedCommunicator(Communicator):
         self._name = name
         # A range takes as little memory in a job of thousands of ranks as in one of two.
         self._ranks = range(inner.size) if ranks is None else ranks
+        # The number of groups made from this one, which is the same on all ranks.
         self._subgroup_count = 0
 
     @override
@@ -260,21 +307,32 @@ class RecordedCommunicator(Communicator):
         self._checked.close()
 
     def _new_group(self, collective: Collective) -> "RecordedCommunicator | None":
+        """Make a group of some ranks of this group, which is recorded too.
+
+        Returns:
+            The communicator of the new group. None on a rank that is not a member.
+        """
+        # All ranks count the new groups, also those that are not members. So the members of a group
+        # agree on its name without communication.
         self._subgroup_count += 1
         name = f"{self._name}/{self._subgroup_count}"
         ranks = [self._ranks[rank] for rank in collective.buffer]
-        group = self._record(collective)
-        if group is None:
+        inner = self._record(collective)
+        if inner is None:
             return None
-        return RecordedCommunicator(group, self._recorder, name, ranks)
+        return RecordedCommunicator(inner, self._recorder, name, ranks)
 
     def _record(self, collective: Collective) -> Any:
+        """Run a collective, and record it while it runs. Returns the result of the collective.
+
+        The recorder's checks run before the collective sends data, and raise if it must not run.
+        """
         recorder = self._recorder
         self._check_process(collective)
         entry = self._new_entry(collective)
         thread = threading.get_ident()
-        recorder.latest = entry
-        recorder.calls[thread] = entry
+        recorder.latest_collective = entry
+        recorder.open_collectives[thread] = entry
         recorder.latest_key = entry.group
         try:
             for check in recorder.checks:
@@ -285,9 +343,13 @@ class RecordedCommunicator(Communicator):
             recorder.annotate(error)
             raise
         finally:
-            del recorder.calls[thread]
+            del recorder.open_collectives[thread]
 
     def _check_process(self, collective: Collective) -> None:
+        """Raise a UsageError in a forked child, such as a worker of a DataLoader.
+
+        A collective in a child would wait for ever.
+        """
         process = self._recorder.process
         if os.getpid() == process:
             return
@@ -295,18 +357,20 @@ class RecordedCommunicator(Communicator):
         raise UsageError(
             f"{operation} in process {os.getpid()}, which rank {self.rank} (process {process}) has "
             "forked",
-            problem="the other ranks are connected to the rank alone, and it would wait for them "
-            "for ever",
+            problem="only the process of the rank is connected to the other ranks, and the forked "
+            "process would wait for ever",
             expected="collectives in the process of the rank; none in the workers of a DataLoader, "
             "nor in other children",
-            suggestion="the collective in the training loop, on what the worker returns",
+            suggestion="move the collective to the training loop, and apply it to what the worker "
+            "returns",
         )
 
     def _new_entry(self, collective: Collective) -> Entry:
-        """Count a starting collective, and return its entry."""
+        """Count a collective that starts, and return the entry that describes it."""
         group = self._name
         members = self._ranks
         if collective.operation in (Operation.SEND, Operation.RECV):
+            # Only two ranks make the call, so each pair of ranks has its own count and members.
             message = collective.message(self.rank)
             group = f"{group} {message.source}>{message.destination}"
             members = [self._ranks[message.source], self._ranks[message.destination]]

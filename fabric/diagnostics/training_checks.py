@@ -1,15 +1,18 @@
 """Checks in the first steps of each optimizer that find silent training mistakes.
 
 [Note: Training checks] Some mistakes raise no error and only spoil the result: gradients that never
-arrive or are not reduced yet, replicas that drift apart. Hooks around an optimizer's first steps
-check for them and are then removed. Fingerprints of the replicas are compared through the store,
-never by a collective: the first rank writes its fingerprint. If the fingerprint of another rank
-differs, that rank writes a second one. The ranks look for the second fingerprint again after the
-next backward pass, which needs every rank. So the store, which is in the memory of one node, holds
-at most two fingerprints, however many ranks there are.
+arrive or are not reduced yet, and replicas that drift apart. Hooks around an optimizer's first
+steps check for them and are then removed.
 
-Only certain mistakes are errors. A missing gradient is an error if the strategy needs it, and
-otherwise a warning at the last of these steps. Parameters outside of set-up modules count as
+The replicas are compared by *fingerprints*, through the store and never by a collective. After a
+step, each rank computes a fingerprint of its replicated parameters. The first rank writes its
+fingerprint to the store under the key "first". A rank with another fingerprint writes its own under
+the key "other". Every rank reads the key "other" after the next backward pass, which needs every
+rank. So the store, which is in the memory of one node, holds at most two fingerprints for each
+step, however many ranks there are.
+
+Only certain mistakes are errors. A missing gradient is an error if the strategy needs the gradient,
+and otherwise a warning at the last of these steps. Parameters outside of set-up modules count as
 replicas, since the user may synchronize them: they must not differ.
 
 One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer
@@ -44,59 +47,61 @@ from fabric.tree import parameters_of
 
 __all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
 
-# Each optimizer is checked in this many of its steps.
-_STEPS = 2
-# All optimizers together are checked in this many steps: one may step five times before another.
-_STEPS_OF_ALL = 6
-# For an optimizer that seems never to step, because it clears its gradients in the step.
-_MOST_STEPS = 20
-_OFF = "Fabric(check_training=False) if this is meant"
-_GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
-# Characters of a list of parameters.
-_MAX_CHARACTERS = 400
-# Elements that a checksum converts to int64 at a time.
-_CHUNK = 1 << 20
-# The integers with as many bytes as an element.
+# The number of steps in which each optimizer is checked.
+_CHECKED_STEPS = 2
+# The number of calls of step() after which an optimizer is not checked any more, although no step
+# has been counted. Some optimizers clear their gradients in step(), which looks like a skipped
+# step.
+_MAX_STEP_CALLS = 20
+# The number of steps of all optimizers together in which SetupChecks checks them. It is larger,
+# since in a GAN one optimizer may step five times before the other one.
+_CHECKED_STEPS_OF_ALL = 6
+_TURN_OFF = "Fabric(check_training=False) if this is meant"
+_GATHER_WITH_GRADIENTS = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
+_MAX_NAMES_CHARACTERS = 400  # of a list of parameters in an error
+_CHUNK_ELEMENTS = 1 << 20  # that a checksum converts to int64 at a time, to save memory
+# The integer type that views the bits of an element, by the bytes of the element. An element of 16
+# bytes is two integers.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-_PRIME = 1_000_003
+_PRIME = 1_000_003  # the factor between the sums of two chunks in a checksum
 
 Contracts = Collection[GradientContract]
 
 
 class _Published(NamedTuple):
-    """What a rank writes to the store after a step.
+    """The values that a rank writes to the store after a step.
 
     Attributes:
         rank: the rank.
         fingerprint: a number for each of its replicated parameters.
-        synchronized: the number of backward passes that synchronized gradients.
+        synchronized_backwards: the number of its backward passes that synchronized gradients.
     """
 
     rank: int
     fingerprint: list[int]
-    synchronized: int
+    synchronized_backwards: int
 
     def to_bytes(self) -> bytes:
-        """Return the form that is in the store."""
+        """Return the bytes to write to the store."""
         return json.dumps(self).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "_Published":
-        """Return what another rank wrote to the store."""
+        """Return the values that a rank wrote to the store as bytes."""
         return cls(*json.loads(content))
 
 
 class TrainingChecks:
     """The checks of one optimizer, until it has stepped twice. See ``[Note: Training checks]``.
 
-    The optimizer is held weakly.
+    Hooks of the optimizer hold the checks. The checks hold the optimizer weakly.
 
     Args:
         optimizer: the optimizer.
-        name: identifies the optimizer, the same on all ranks.
+        name: identifies the optimizer in the store. It is the same on all ranks.
         contracts: the contracts of the set-up modules.
-        store: the store in which ranks exchange fingerprints.
-        backward: hooks around backward passes.
+        store: the store in which ranks compare fingerprints.
+        backward: the hooks around backward passes.
     """
 
     def __init__(
@@ -112,15 +117,17 @@ class TrainingChecks:
         self._name = name
         self._contracts = contracts
         self._store = store
-        self._calls = 0
+        self._step_calls = 0
+        # The number of steps with gradients. A step that is skipped after an overflow is not
+        # counted.
         self._steps = 0
         self._backwards = 0
-        self._synchronized = 0
-        # Successive steps in which no parameter had got a gradient.
+        self._synchronized_backwards = 0
+        # Successive steps before which no parameter had got a gradient.
         self._steps_without_gradient = 0
-        # The ids of the parameters that have had a gradient.
+        # The ids of the parameters that have had a gradient in any of the steps.
         self._had_gradient: set[int] = set()
-        # The replicated parameters, with their fingerprint after the latest step.
+        # The names of the replicated parameters, and a number for each after the latest step.
         self._replicated_names: list[str] = []
         self._fingerprint: list[int] = []
         self._hooks = ExitStack()
@@ -130,42 +137,57 @@ class TrainingChecks:
         self._hooks.callback(backward.after.remove, self._after_backward)
 
     def close(self) -> None:
-        """Remove all hooks. Not to be called in an optimizer's hook."""
+        """Remove all hooks.
+
+        Do not call this in a hook of the optimizer: torch iterates over the hooks then.
+        """
         self._hooks.close()
 
     @property
     def _is_finished(self) -> bool:
-        has_stepped = self._steps >= _STEPS or self._calls > _MOST_STEPS
+        """Whether all steps were checked, or the optimizer does not exist any more."""
+        has_stepped = self._steps >= _CHECKED_STEPS or self._step_calls > _MAX_STEP_CALLS
         return has_stepped or self._optimizer() is None
 
     # -- after a backward pass ------------------------------------------------------------------
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        """Check the latest step, which all ranks have finished. A function of ``Hooks.after``.
+
+        The hooks are removed here and not after the last step, since the other ranks may publish a
+        different fingerprint until this backward pass. Also, an optimizer's hook cannot be removed
+        in a hook of the optimizer.
+        """
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
             self._backwards += 1
             self._record_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
             if any(contract.synchronizes() for contract in self._contracts):
-                self._synchronized += 1
+                self._synchronized_backwards += 1
             self._check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
 
     def _check_no_rank_is_ahead(self) -> None:
-        """Raise if another rank made the next step before this synchronized backward pass."""
-        # A rank may hold an empty shard, and then counts no steps.
+        """Raise if a rank made its next step before the backward pass that this rank has finished.
+
+        The other rank took part in this synchronized backward pass, but only after its step. So the
+        two ranks step with different gradients.
+        """
+        # A rank may hold only empty shards. It gets no gradients, and so counts no steps.
         if self._is_finished or not self._had_gradient:
             return
         content = self._store.get_nowait(self._key("first", steps_ahead=1))
-        if not content:
+        if content is None:
             return
         published = _Published.from_bytes(content)
-        if published.synchronized < self._synchronized:
+        if published.synchronized_backwards < self._synchronized_backwards:
             self._refuse(
-                f"rank {published.rank} has made step {self._steps + 1}, before this backward pass",
-                "the same steps on all ranks",
-                f"no branch on the rank around it; {_OFF}",
+                problem=f"rank {published.rank} has made step {self._steps + 1}, before this "
+                "backward pass",
+                expected="the same steps on all ranks",
+                suggestion=f"no branch on the rank around it; {_TURN_OFF}",
             )
 
     # -- before a step --------------------------------------------------------------------------
@@ -173,103 +195,157 @@ class TrainingChecks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._calls += 1
+        """Check the gradients of a step. Called by torch as a pre-hook of the step.
+
+        Args:
+            optimizer: the optimizer.
+            args: the arguments of the step, with the optimizer as the first one.
+            kwargs: the keyword arguments of the step.
+        """
+        self._step_calls += 1
+        # A fingerprint that another rank published after the latest backward pass.
         self._compare(self._store.get_nowait(self._key("other")))
-        trained = self._record_gradients(optimizer)
-        if self._calls == 1:
-            self._check_values(trained)
+        trained_ids = self._record_gradients(optimizer)
+        if self._step_calls == 1:
+            self._check_values(trained_ids)
         has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
-        # A closure computes the gradients within the step.
+        # A closure computes the gradients within the step, so they cannot be checked before it.
         if self._is_finished or has_closure:
             return
         for contract in self._contracts:
-            self._check_reduced(contract, trained)
-            self._check_missing(contract, trained)
-        self._check_some_gradient(trained)
+            self._check_reduced(contract, trained_ids)
+            self._check_missing(contract, trained_ids)
+        self._check_some_gradient(trained_ids)
 
-    def _check_values(self, trained: set[int]) -> None:
-        """Raise if parameters of a model that is trained were never filled in."""
+    def _check_values(self, trained_ids: set[int]) -> None:
+        """Raise if parameters of a trained model are NaN, as after ``empty_init=True``.
+
+        Args:
+            trained_ids: the ids of the parameters that the optimizer trains on this rank. A model
+                without any of them is not checked.
+        """
         for contract in self._contracts:
             parameters = contract.parameters().values()
-            if trained.isdisjoint(_ids(parameters)):
+            is_trained = not trained_ids.isdisjoint(_ids(parameters))
+            if not is_trained:
                 continue
-            empty = _ids(parameter for parameter in parameters if _has_nan(parameter))
-            if empty:
+            nan_ids = _ids(parameter for parameter in parameters if _has_nan(parameter))
+            if nan_ids:
                 self._refuse(
-                    f"these are not a number before the first step: {_names_of(contract, empty)}",
-                    "a checkpoint for a module that was built with empty_init=True, or values of "
-                    "the user's own",
-                    'fabric.load(path, {"model": model}) after fabric.setup(...); or '
+                    problem="these are not a number before the first step: "
+                    f"{_names_of(contract, nan_ids)}",
+                    expected="a checkpoint for a module that was built with empty_init=True, or "
+                    "values of the user's own",
+                    suggestion='fabric.load(path, {"model": model}) after fabric.setup(...); or '
                     "fabric.init_module()",
                 )
 
-    def _check_reduced(self, contract: GradientContract, trained: set[int]) -> None:
-        """Raise if the optimizer would step with gradients that are not synchronized yet."""
-        unreduced = _ids(contract.unreduced()) & trained
-        if unreduced:
+    def _check_reduced(self, contract: GradientContract, trained_ids: set[int]) -> None:
+        """Raise if the optimizer would step with gradients that are not synchronized yet.
+
+        Args:
+            contract: the contract of a set-up module.
+            trained_ids: the ids of the parameters that the optimizer trains on this rank.
+        """
+        unreduced_ids = _ids(contract.unreduced()) & trained_ids
+        if unreduced_ids:
             self._refuse(
-                "the last backward pass did not reduce the gradients of "
-                f"{_names_of(contract, unreduced)}",
-                "a step after a backward pass with synchronization",
-                "with fabric.no_backward_sync(model, enabled=accumulating): around all "
+                problem="the last backward pass did not reduce the gradients of "
+                f"{_names_of(contract, unreduced_ids)}",
+                expected="a step after a backward pass with synchronization",
+                suggestion="with fabric.no_backward_sync(model, enabled=accumulating): around all "
                 "micro-batches but the last",
             )
 
-    def _check_missing(self, contract: GradientContract, trained: set[int]) -> None:
-        """Raise or warn if some, but not all, parameters of a model have got no gradient."""
-        parameters = _ids(contract.parameters().values()) & trained
-        without = parameters - self._had_gradient
-        if contract.expects_unused or not self._backwards or without in (set(), parameters):
+    def _check_missing(self, contract: GradientContract, trained_ids: set[int]) -> None:
+        """Raise or warn if some, but not all, parameters of a model have never got a gradient.
+
+        If the strategy needs a gradient for every parameter, this raises. Otherwise rank 0 warns
+        once, before the last checked step. Without any gradient, nothing is done here: see
+        :meth:`_check_some_gradient`.
+
+        Args:
+            contract: the contract of a set-up module.
+            trained_ids: the ids of the parameters that the optimizer trains on this rank.
+        """
+        trained_in_module = _ids(contract.parameters().values()) & trained_ids
+        without_gradient = trained_in_module - self._had_gradient
+        if not without_gradient or without_gradient == trained_in_module:
             return
-        names = _names_of(contract, without)
+        if contract.expects_unused or self._backwards == 0:
+            return
+        names = _names_of(contract, without_gradient)
         if contract.needs_forward:
             self._refuse(
-                f"no gradient has arrived at {names}, and without these the others are not "
+                problem=f"no gradient has arrived at {names}, and without these the others are not "
                 "synchronized",
-                "every parameter that requires a gradient gets one in each backward pass",
-                f'{_GATHERED}; else strategy="ddp_find_unused_parameters_true", or '
+                expected="every parameter that requires a gradient gets one in each backward pass",
+                suggestion=f"{_GATHER_WITH_GRADIENTS}; else "
+                'strategy="ddp_find_unused_parameters_true", or '
                 "parameter.requires_grad_(False) before setup",
             )
-        if self._steps == _STEPS - 1 and self._store.rank == 0:
+        is_last_step = self._steps == _CHECKED_STEPS - 1
+        if is_last_step and self._store.rank == 0:
             warnings.warn(
-                f"no gradient has arrived in the first {_STEPS} steps of {self._class_name} at "
-                f"{names}: they are not trained; {_GATHERED}, parameter.requires_grad_(False) for "
-                f"these, or {_OFF}",
+                f"no gradient has arrived in the first {_CHECKED_STEPS} steps of "
+                f"{self._class_name} at {names}: they are not trained; {_GATHER_WITH_GRADIENTS}, "
+                f"parameter.requires_grad_(False) for these, or {_TURN_OFF}",
+                # The line that calls optimizer.step(): past this method, _before_step and torch's
+                # wrapper of step().
                 stacklevel=4,
             )
 
-    def _check_some_gradient(self, trained: set[int]) -> None:
-        """Raise if no parameter of the optimizer has got a gradient in the first steps."""
-        if self._backwards and trained:
-            if trained & self._had_gradient:
+    def _check_some_gradient(self, trained_ids: set[int]) -> None:
+        """Raise if no parameter of the optimizer has got a gradient in the first steps.
+
+        A single step without gradients is not an error.
+
+        Args:
+            trained_ids: the ids of the parameters that the optimizer trains on this rank.
+        """
+        if self._backwards and trained_ids:
+            if trained_ids & self._had_gradient:
                 self._steps_without_gradient = 0
             else:
                 self._steps_without_gradient += 1
-        if self._steps_without_gradient >= _STEPS:
+        if self._steps_without_gradient >= _CHECKED_STEPS:
             self._refuse(
-                "no gradient has arrived at any of its parameters in "
+                problem="no gradient has arrived at any of its parameters in "
                 f"{self._backwards} backward pass(es)",
-                "an optimizer of parameters that the loss is computed from",
-                "loss = loss_function(model(batch), target); fabric.backward(loss); "
-                f"{_GATHERED}; {_OFF}",
+                expected="an optimizer of parameters that the loss is computed from",
+                suggestion="loss = loss_function(model(batch), target); fabric.backward(loss); "
+                f"{_GATHER_WITH_GRADIENTS}; {_TURN_OFF}",
             )
 
     def _record_gradients(self, optimizer: Optimizer) -> set[int]:
-        """Record which parameters have gradients, and return the ids of all trained ones."""
+        """Record which parameters have a gradient now.
+
+        Returns:
+            The ids of all parameters that the optimizer trains on this rank.
+        """
         trained = _trainable_parameters(optimizer)
         self._had_gradient |= _ids_with_gradient(trained)
         return _ids(trained)
 
-    def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
+    def _refuse(self, *, problem: str, expected: str, suggestion: str) -> NoReturn:
+        """Raise a UsageError about a step of the optimizer."""
         raise UsageError(
-            f"{self._class_name}.step() on rank {self._store.rank}", problem, expected, suggestion
+            f"{self._class_name}.step() on rank {self._store.rank}",
+            problem=problem,
+            expected=expected,
+            suggestion=suggestion,
         )
 
     # -- after a step ---------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Count a step, and compare its result with other ranks. Called by torch as a post-hook.
+
+        Raises:
+            UsageError: the replicas of this rank and of the first rank differ.
+        """
         trained = _trainable_parameters(optimizer)
-        # A step that is skipped after an overflow has no gradients either.
+        # A step that is skipped after an overflow has no gradients either, and is not counted.
         if self._is_finished or not _ids_with_gradient(trained):
             return
         self._steps += 1
@@ -278,35 +354,58 @@ class TrainingChecks:
         self._take_fingerprint(optimizer, trained)
         if not self._replicated_names:
             return
-        published = _Published(self._store.rank, self._fingerprint, self._synchronized).to_bytes()
+        published = _Published(
+            self._store.rank, self._fingerprint, self._synchronized_backwards
+        ).to_bytes()
+        # The fingerprint of this rank, if it is the first one to write.
         first = self._store.set_if_absent(self._key("first"), published)
         if _Published.from_bytes(first).fingerprint != self._fingerprint:
+            # Tells the other ranks, before this rank raises.
             self._store.set(self._key("other"), published)
             self._compare(first)
 
     def _take_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Compute a number for each replicated parameter, or for the options if there are none."""
+        """Set the fingerprint of this rank: a number for each replicated parameter.
+
+        If the optimizer has no replicated parameters, but shards, the fingerprint is one number for
+        the options of the optimizer, which have to be the same on all ranks. Otherwise the
+        fingerprint stays empty.
+
+        Args:
+            optimizer: the optimizer.
+            trained: the parameters that the optimizer trains on this rank.
+        """
         names = self._names_of_replicated(optimizer, trained)
         replicated = [parameter for parameter in trained if id(parameter) in names]
+        has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
         if replicated:
             self._replicated_names = [names[id(parameter)] for parameter in replicated]
             self._fingerprint = fingerprint(replicated)
-        elif _ids_of_modules(self._contracts) & _ids(trained):  # shards
+        elif has_shards:
             options: list[tuple[str, float]] = []
             for group in optimizer.param_groups:
                 for key, value in group.items():
+                    # Such as the learning rate. Equal floats have the same text on all ranks.
                     if type(value) is float:
                         options.append((key, value))
             self._replicated_names = ["its options"]
             self._fingerprint = [crc32(f"{self._class_name} {options}".encode())]
 
     def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
-        """Return the names of parameters that have to be equal on all ranks, by id."""
+        """Return the names of the parameters that have to be equal on all ranks, by id.
+
+        These are the replicated parameters of all set-up modules, and the optimizer's parameters
+        outside of set-up modules that have a gradient.
+
+        Args:
+            optimizer: the optimizer.
+            trained: the parameters that the optimizer trains on this rank.
+        """
         names: dict[int, str] = {}
         for contract in self._contracts:
             for name, parameter in contract.replicated().items():
                 names[id(parameter)] = name
-        # Sharded parameters reduce their gradients.
+        # DTensors are left out: the code that has sharded them reduces their gradients.
         plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
         outside_of_modules = _ids_with_gradient(plain) - _ids_of_modules(self._contracts)
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -317,54 +416,60 @@ class TrainingChecks:
         return names
 
     def _key(self, writer: str, steps_ahead: int = 0) -> str:
-        """Return the key in the store of what a rank wrote after a step.
+        """Return the key in the store for what a rank writes after a step.
 
         Args:
             writer: ``"first"`` for the first rank, ``"other"`` for a rank that differs from it.
-            steps_ahead: the number of steps after the latest one of this rank.
+            steps_ahead: how many steps after the latest step of this rank the step is.
         """
         scope = "".join(contract.scope for contract in self._contracts)
-        return f"first steps{scope}/{self._name}/{self._steps + steps_ahead}/{writer}"
+        step = self._steps + steps_ahead
+        return f"first steps{scope}/{self._name}/{step}/{writer}"
 
     def _compare(self, content: bytes | None) -> None:
-        """Raise if another rank's fingerprint differs from this rank's."""
+        """Raise if another rank's fingerprint of the latest step differs from this rank's.
+
+        Args:
+            content: what the other rank has written to the store. None if it has written nothing.
+        """
         if content is None:
             return
         published = _Published.from_bytes(content)
-        different: list[str] = []
-        # The lengths differ if the other rank has gradients of other parameters outside of modules.
-        for name, number, number_there in zip(
+        different_names: list[str] = []
+        # The lengths may differ: on the other rank, other parameters outside of modules may have
+        # gradients.
+        for name, number, other_number in zip(
             self._replicated_names, self._fingerprint, published.fingerprint, strict=False
         ):
-            if number != number_there:
-                different.append(name)
-        if different:
+            if number != other_number:
+                different_names.append(name)
+        if different_names:
             rank = self._store.rank
-            first, second = sorted((rank, published.rank))
+            lower_rank, higher_rank = sorted((rank, published.rank))
             raise UsageError(
                 f"step {self._steps} of {self._class_name} on rank {rank}",
-                problem=f"the replicas of ranks {first} and {second} differ after it: "
-                f"{_join_names(different)}",
+                problem=f"the replicas of ranks {lower_rank} and {higher_rank} differ after it: "
+                f"{_join_names(different_names)}",
                 expected="the same changes on all ranks, by gradients of set-up modules from "
                 "outside of no_backward_sync",
                 suggestion="fabric.backward(loss_function(model(batch), target)); "
-                f"optimizer.step(); {_OFF}",
+                f"optimizer.step(); {_TURN_OFF}",
             )
 
 
 class SetupChecks:
-    """Checks in the first steps of all optimizers for what was not set up.
+    """Checks of the first steps of all optimizers, for modules and loaders that are not set up.
 
     See ``[Note: Training checks]``.
 
     Args:
-        contracts: the contracts of the set-up modules.
-        store: the store in which ranks exchange fingerprints.
+        contracts: the contracts of the set-up modules. Later ones are seen, too.
+        store: the store in which ranks compare fingerprints.
         backward: the hooks around backward passes.
-        optimizers: the set-up optimizers.
-        loaders: the set-up loaders.
+        optimizers: the set-up optimizers. Later ones are seen, too.
+        loaders: the set-up loaders. Later ones are seen, too.
         check_setup: raises for optimizers that cannot be set up.
-        scales_loss: whether backward passes scale gradients.
+        scales_loss: whether ``fabric.backward`` scales the loss, and with it the gradients.
     """
 
     def __init__(
@@ -386,56 +491,79 @@ class SetupChecks:
         self._check_setup = check_setup
         self._scales_loss = scales_loss
         self._backwards = 0
-        self._calls = 0
-        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._step_calls = 0
+        self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
+        # Names of the set-up optimizers. They are set up in the same order on all ranks.
         self._numbers = count()
         self._has_set_up_optimizer = False
-        # The hooks of this object, which are removed first, and those of each optimizer.
+        # Removes the hooks of this object, after the first steps of all optimizers.
         self._hooks = ExitStack()
+        # Also removes the hooks of the TrainingChecks of each optimizer.
         self._all_hooks = ExitStack()
         self._all_hooks.callback(self._hooks.close)
+        # torch calls this hook before the step of any optimizer of the process.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Check the first steps of a set-up optimizer; again, once it has more parameters."""
-        self._has_set_up_optimizer = True
-        self._start_checks(optimizer, str(next(self._numbers)))
+        """Check the first steps of a set-up optimizer.
 
-    def on_param_group(self, optimizer: Optimizer) -> None:
-        """Check an optimizer that got parameters after setup, now and in its first steps."""
+        Called at setup, and again after the user has added parameter groups to the optimizer.
+        """
+        self._has_set_up_optimizer = True
+        self._start_checks(optimizer, name=str(next(self._numbers)))
+
+    def on_param_groups_changed(self, optimizer: Optimizer) -> None:
+        """Check an optimizer to which the user has added parameters after setup.
+
+        The flight recorder calls this before a step. The parameters themselves are checked now. The
+        gradients are checked in the steps after the next backward pass: this method runs in an
+        optimizer's hook, where no other hook can be added.
+
+        Raises:
+            FabricError: the optimizer cannot be set up with these parameters.
+        """
         self._check_setup([optimizer])
         optimizer_ref = ref(optimizer)
 
         def watch_after_backward(*_: object) -> None:
+            """Start the checks, once. A function of ``Hooks.after``."""
             self._backward.after.remove(watch_after_backward)
             extended_optimizer = optimizer_ref()
             if extended_optimizer is not None:
                 self.watch(extended_optimizer)
 
-        # This runs in an optimizer's hook, where no other hook can be added.
         self._backward.after.append(watch_after_backward)
 
     def close(self) -> None:
-        """Remove the hooks of all checks. Not to be called in an optimizer's hook."""
+        """Remove the hooks of all checks.
+
+        Do not call this in a hook of an optimizer: torch iterates over the hooks then.
+        """
         self._all_hooks.close()
 
     def _start_checks(self, optimizer: Optimizer, name: str) -> None:
+        """Add the hooks of the :class:`TrainingChecks` of one optimizer. See it for ``name``."""
         checks = TrainingChecks(optimizer, name, self._contracts, self._store, self._backward)
         self._all_hooks.callback(checks.close)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        """Count a backward pass. A function of ``Hooks.after``.
+
+        The hooks are removed here, since they cannot be removed in a hook of an optimizer.
+        """
         self._backwards += 1
-        if self._calls >= _STEPS_OF_ALL:
+        if self._step_calls >= _CHECKED_STEPS_OF_ALL:
             self._hooks.close()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        self._calls += 1
-        if self._calls > _STEPS_OF_ALL:
+        """Check for what was not set up. Called by torch before the step of any optimizer."""
+        self._step_calls += 1
+        if self._step_calls > _CHECKED_STEPS_OF_ALL:
             return
-        is_first_step = optimizer not in self._stepped
-        self._stepped.add(optimizer)
+        is_first_step = optimizer not in self._stepped_optimizers
+        self._stepped_optimizers.add(optimizer)
         trained = _trainable_parameters(optimizer)
         if optimizer not in self._optimizers:
             self._check_setup([optimizer])
@@ -445,12 +573,22 @@ class SetupChecks:
             self._check_synchronized(optimizer, trained)
 
     def _check_not_scaled(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Raise if an optimizer that was not set up would step with scaled gradients."""
-        arrived = _ids_with_gradient(trained)
-        if not arrived or not self._scales_loss or not self._backwards:
+        """Raise if an optimizer that was not set up would step with scaled gradients.
+
+        Only set-up optimizers unscale the gradients that ``fabric.backward`` has computed.
+
+        Args:
+            optimizer: an optimizer that was not set up.
+            trained: the parameters that it trains on this rank.
+        """
+        with_gradient = _ids_with_gradient(trained)
+        if not with_gradient or not self._scales_loss or self._backwards == 0:
             return
-        # Without a set-up module, the gradients may be those of any model.
-        if self._contracts and arrived.isdisjoint(_ids_of_modules(self._contracts)):
+        # If there are set-up modules, only their gradients count: other gradients may come from a
+        # plain loss.backward(), which scales nothing. If there are none, all gradients count, since
+        # fabric.backward() has run.
+        is_outside = with_gradient.isdisjoint(_ids_of_modules(self._contracts))
+        if self._contracts and is_outside:
             return
         raise UsageError(
             self._request(optimizer),
@@ -462,12 +600,22 @@ class SetupChecks:
         )
 
     def _check_parameters_in_use(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Raise if an optimizer has parameters that a model has replaced by others."""
+        """Raise if an optimizer has parameters that a model has replaced by others.
+
+        This is the case if two conditions hold: a parameter of the optimizer belongs to no set-up
+        module and has no gradient, and a parameter of a set-up module has a gradient and belongs to
+        no optimizer.
+
+        Args:
+            optimizer: the optimizer that is about to step.
+            trained: the parameters that it trains on this rank.
+        """
         without_gradient = _ids(trained) - _ids_with_gradient(trained)
-        if without_gradient <= _ids_of_modules(self._contracts):
+        are_all_in_modules = without_gradient <= _ids_of_modules(self._contracts)
+        if are_all_in_modules:
             return
         in_optimizers: set[int] = set()
-        for other_optimizer in (*self._optimizers, *self._stepped):
+        for other_optimizer in (*self._optimizers, *self._stepped_optimizers):
             in_optimizers |= _ids(_trainable_parameters(other_optimizer))
         for contract in self._contracts:
             left_out = _ids_with_gradient(contract.parameters().values()) - in_optimizers
@@ -482,19 +630,31 @@ class SetupChecks:
                 )
 
     def _check_synchronized(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Warn on rank 0 if each rank has its own model, or reads the whole dataset."""
+        """Warn on rank 0 if each rank has its own model, or reads the whole dataset.
+
+        If nothing was set up, the checks of a set-up optimizer start for this one, too: they raise
+        if the replicas differ.
+
+        Args:
+            optimizer: the optimizer, before its first step.
+            trained: the parameters that it trains on this rank.
+        """
         is_rank_0 = self._store.rank == 0
         has_setup = bool(self._contracts) or self._has_set_up_optimizer
-        # Each rank may have latent tensors of its own, and sharded parameters are no problem.
-        if not has_setup and any(type(parameter) is nn.Parameter for parameter in trained):
+        # Only parameters of modules count. Plain tensors may be meant to differ between ranks, and
+        # torch synchronizes sharded parameters, which are DTensors.
+        has_plain_parameter = any(type(parameter) is nn.Parameter for parameter in trained)
+        if has_plain_parameter and not has_setup:
+            # The name is the same on all ranks that step with optimizers of the same sizes in the
+            # same order. Ranks with other optimizers are not compared.
             num_elements = sum(parameter.numel() for parameter in trained)
-            self._start_checks(optimizer, f"{self._calls} {num_elements}")
+            self._start_checks(optimizer, name=f"{self._step_calls} {num_elements}")
             if is_rank_0:
                 self._warn(
                     "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
                 )
             return
-        trains_module = _ids_with_gradient(trained) & _ids_of_modules(self._contracts)
+        trains_module = bool(_ids_with_gradient(trained) & _ids_of_modules(self._contracts))
         if is_rank_0 and trains_module and not self._loaders:
             datasets = datasets_iterated_in_full()
             if datasets:
@@ -504,8 +664,13 @@ class SetupChecks:
                 )
 
     def _warn(self, problem: str) -> None:
-        message = f"of {self._store.size} processes {problem}; or {_OFF}"
-        # At the hook in torch's optimizer, past the three methods of this class.
+        """Warn that all ranks do the same work. Called two levels below :meth:`_before_step`.
+
+        Args:
+            problem: what each process does, and what to write instead.
+        """
+        message = f"of {self._store.size} processes {problem}; or {_TURN_OFF}"
+        # The location is the line of torch that called _before_step, three levels above this one.
         warnings.warn(message, stacklevel=4)
 
     def _request(self, optimizer: Optimizer) -> str:
@@ -520,12 +685,13 @@ def check_same_model(
 ) -> None:
     """Raise on every rank if the models differ, or if a rank has an error.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it, also a rank that has an error.
 
     Args:
-        communicator: all ranks.
+        communicator: the communicator of all ranks.
         root: the model.
-        error: the error for which this rank cannot set up the model. None if there is none.
+        error: the error because of which this rank cannot set up the model. None, the default, if
+            there is none.
         plan: how each submodule will be set up. Plans are compared by their ``repr``.
 
     Raises:
@@ -533,66 +699,79 @@ def check_same_model(
         FabricError: the error of the first rank that has one.
     """
     with real_tensors():  # in a dry run, too
-        digest = 0
+        digest = 0  # means that this rank has an error
         if error is None:
             digest = _digest(root, plan)
         message = torch.tensor(digest, device=communicator.device)
         digests = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
     if 0 in digests:
-        communicator.gather_objects(None, error=error)  # raises the error on every rank
+        # Raises the error on every rank. Errors are objects, so sending them takes a second
+        # collective, which is made only if there is an error.
+        communicator.gather_objects(None, error=error)
     for rank, digest_of_rank in enumerate(digests):
         if digest_of_rank != digests[0]:
             raise UsageError(
                 f"setup({type(root).__name__}) on rank {communicator.rank}",
-                problem=f"it is another model on rank {rank} than on rank 0, by the names, shapes, "
-                "dtypes or parts of it",
-                suggestion="a build that does not depend on the rank",
+                problem=f"it is another model on rank {rank} than on rank 0: the names, shapes or "
+                "dtypes of its parameters and buffers differ, or the submodules to set up",
+                suggestion="build the model in the same way on all ranks",
             )
 
 
 def _digest(root: nn.Module, plan: object) -> int:
-    """Return a nonzero digest of a model's parameters and buffers, and of a plan.
+    """Return a nonzero digest of a model's layout and of a plan. It fits into an int64.
 
-    The digest depends on names, shapes and dtypes, and on which names share a tensor.
+    Two models have the same layout if their parameters and buffers have the same names, shapes,
+    dtypes, types and flags ``requires_grad``, and the same names share a tensor.
+
+    Args:
+        root: the model.
+        plan: how each submodule will be set up. Its ``repr`` counts.
     """
     tensors: list[tuple[str, Tensor]] = [
         *root.named_parameters(remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),
     ]
+    # A tensor with several names has the number of its last name, under each of its names.
     last_numbers = {id(tensor): number for number, (_, tensor) in enumerate(tensors)}
     layout: list[object] = []
     for name, tensor in tensors:
-        shape = None
+        shape = None  # of a lazy parameter, which raises if asked for its shape
         if not is_lazy(tensor):
             shape = tensor.shape
         number = last_numbers[id(tensor)]
         layout.append((name, number, shape, tensor.dtype, tensor.requires_grad, type(tensor)))
     content = repr((layout, plan)).encode()
+    # 7 bytes, since a tensor of int64 carries the digest. 1 is added, since 0 means an error.
     return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7])
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
     """Return a 64-bit number for each tensor, which depends on all bits and their positions.
 
-    Waits for the device once.
+    Of a DTensor, the part on this rank counts. There must be at least one tensor. Waits for the
+    device only once, however many tensors there are.
     """
     checksums = [_checksum(local_tensor(tensor).detach()) for tensor in tensors]
-    device = checksums[0].device
-    return torch.stack([checksum.to(device) for checksum in checksums]).tolist()
+    # The tensors may be on several devices.
+    first_device = checksums[0].device
+    stacked = torch.stack([checksum.to(first_device) for checksum in checksums])
+    return stacked.tolist()
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits.
+    """Return a checksum of a tensor's bits, as an int64 scalar on the tensor's device.
 
-    The weights are odd, so that every bit counts. Integers wrap around in the same way on all
-    devices.
+    The checksum is a weighted sum of integers. The sum may overflow: integers wrap around in the
+    same way on all devices.
     """
     bits = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(_CHUNK):
+    checksum = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK_ELEMENTS):
+        # Odd weights, so that a change of any single bit changes the sum modulo 2**64.
         weights = 2 * torch.arange(chunk.numel(), dtype=torch.int64, device=bits.device) + 1
-        total = total * _PRIME + (chunk.to(torch.int64) * weights).sum()
-    return total
+        checksum = checksum * _PRIME + (chunk.to(torch.int64) * weights).sum()
+    return checksum
 
 
 def _ids(parameters: Iterable[Tensor]) -> set[int]:
@@ -604,6 +783,7 @@ def _ids_with_gradient(parameters: Iterable[Tensor]) -> set[int]:
 
 
 def _ids_of_modules(contracts: Iterable[GradientContract]) -> set[int]:
+    """Return the ids of the parameters of all set-up modules."""
     ids: set[int] = set()
     for contract in contracts:
         ids |= _ids(contract.parameters().values())
@@ -611,9 +791,13 @@ def _ids_of_modules(contracts: Iterable[GradientContract]) -> set[int]:
 
 
 def _has_nan(parameter: Tensor) -> bool:
+    """Return whether the part of a parameter on this rank contains a NaN.
+
+    Returns False for one-byte and quantized dtypes, which have no ``isnan`` or no NaN.
+    """
     tensor = local_tensor(parameter)
-    # One-byte and quantized dtypes have no isnan, or no NaN.
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.element_size() == 1:
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    if not is_plain or tensor.element_size() == 1:
         return False
     return bool(tensor.isnan().any())
 
@@ -622,16 +806,18 @@ def _trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer that can have a gradient on this rank."""
     parameters: list[Tensor] = []
     for parameter in parameters_of(optimizer):
-        # A rank may hold an empty shard of a parameter, and then has no gradient for it.
-        if parameter.requires_grad and local_tensor(parameter).numel():
+        # A rank that holds an empty shard of a parameter gets no gradient for the parameter.
+        is_empty = local_tensor(parameter).numel() == 0
+        if parameter.requires_grad and not is_empty:
             parameters.append(parameter)
     return parameters
 
 
 def _names_of(contract: GradientContract, ids: set[int]) -> str:
+    """Return the names of a module's parameters with these ids, for an error."""
     names = [name for name, parameter in contract.parameters().items() if id(parameter) in ids]
     return f"{_join_names(names)} of {contract.title}"
 
 
 def _join_names(names: Iterable[str]) -> str:
-    return shorten(", ".join(names), _MAX_CHARACTERS, placeholder=" ...")
+    return shorten(", ".join(names), _MAX_NAMES_CHARACTERS, placeholder=" ...")

@@ -2,14 +2,18 @@
 
 [Note: Uneven inputs] A *step* is a forward pass after which ranks synchronize gradients, or a
 forward pass of a sharded model, which gathers parameters. All ranks must take the same steps and,
-between them, the same collectives. A rank that has run out of batches continues with a collective,
-the end of the job or, under a sharded strategy, a loop of other steps, while another rank takes one
-more step and waits. Each of the two publishes its progress and then reads the other's, so whichever
-reads last sees the mismatch. None of this is a collective.
+between two steps, make the same collectives. A rank that has run out of batches continues with a
+collective, the end of the job or, under a sharded strategy, a loop of other steps. Meanwhile
+another rank takes one more step and waits. Each of the two ranks first publishes its own progress
+in the store and then reads the progress of the other rank. So the rank that reads last sees the
+mismatch. None of these messages is a collective.
+
+Each rank reads only the progress of its two *neighbors* in a ring of all ranks. If any two ranks
+differ, two neighbors differ.
 
 Under ``HYBRID_SHARD`` a forward pass without synchronization is a step only of the ranks that
-gather together, the *peers*. So steps are counted twice: all of them, for neighbors that are peers,
-and those of all ranks, for the other neighbors.
+gather together, the *peers*. So each rank has two counts of steps. Neighbors that are peers compare
+the number of all steps, other neighbors the number of the steps that all ranks take.
 
 The check runs only where it can matter: after the end of an iteration over a prepared loader, if
 the loaders of neighboring ranks have different or unknown lengths.
@@ -35,7 +39,12 @@ __all__ = ["UnevenInputDetector"]
 
 
 class _Position(Protocol):
-    """The position of an iteration over a loader."""
+    """The position of an iteration over a loader, which the loader updates.
+
+    Attributes:
+        received_batches: the number of batches that the user has received.
+        is_finished: whether the iteration has ended.
+    """
 
     received_batches: int
     is_finished: bool
@@ -46,11 +55,11 @@ class _Iteration:
     """An iteration over a loader on this rank.
 
     Attributes:
-        loader: name of the loader.
+        loader: the name of the loader.
         count: what this rank has published about the iteration.
         position: the position of the iteration.
-        unread_ranks: neighbors whose count is not known yet.
-        is_checked: whether the end of the iteration was checked.
+        unread_ranks: the neighbors whose batch count of this iteration was not read yet.
+        is_checked: whether the end of the iteration was noticed.
     """
 
     loader: str
@@ -60,66 +69,85 @@ class _Iteration:
     is_checked: bool = False
 
 
-_NOT_TAKEN = -1  # in place of the number of a step
+# In place of the number of a step, for neighbors that do not take it.
+_NOT_TAKEN = -1
 
 
-# The next four are published as JSON lists.
+# The next four classes are published as JSON lists, in the order of their fields.
 
 
 class _PerNeighbor(NamedTuple):
-    """A number for the neighbors that gather with this rank, and one for the other neighbors."""
+    """A number that depends on whether a neighbor gathers with this rank. See :meth:`of`."""
 
     peers: int
     non_peers: int
 
     def of(self, is_peer: bool) -> int:
-        """Return the number for one of these neighbors."""
+        """Return the number for a neighbor.
+
+        Args:
+            is_peer: whether the neighbor is a peer, which gathers with this rank.
+        """
         return self.peers if is_peer else self.non_peers
 
 
 class _Loop(NamedTuple):
-    """The loop in which a rank takes a step."""
+    """The loop over a loader in which a rank takes a step.
+
+    Attributes:
+        loader: the name of the loader.
+        iteration: the number of the iteration over this loader, from 1.
+        kind: under a sharded strategy, what is run: the module's class, with or without gradients.
+            Empty under other strategies.
+        iterations: the number of iterations that the rank has begun, over all loaders.
+        previous_batches: the number of batches in the iteration before this one.
+    """
 
     loader: str
     iteration: int
     kind: str
-    """What is run, under a sharded strategy: the module's class, with or without gradients."""
     iterations: int
-    """Number of iterations that the rank has begun, over all loaders."""
     previous_batches: int
-    """Number of batches in the iteration before this one."""
 
 
 class _Step(NamedTuple):
-    """A step that a rank is about to take."""
+    """A step that a rank is about to take.
+
+    Attributes:
+        steps: the number of the step, from 1, or ``_NOT_TAKEN`` for neighbors that do not take it.
+        collectives: the number of collectives over all ranks since the step before.
+        loop: the loop in which the rank takes the step.
+    """
 
     steps: _PerNeighbor
-    """Number of the step, or ``_NOT_TAKEN`` for neighbors that do not take it."""
     collectives: _PerNeighbor
-    """Number of collectives of the job since the step before."""
     loop: _Loop
 
 
 class _End(NamedTuple):
-    """The first collective of a rank after an iteration, or the end of the job."""
+    """The first collective of a rank after an iteration, or the end of the job.
+
+    Attributes:
+        steps: the number of steps that the rank has taken.
+        collectives: the number of collectives over all ranks since the latest step, with this one.
+        batches: the number of batches in the iteration.
+    """
 
     steps: _PerNeighbor
-    """Number of steps that the rank has taken."""
     collectives: _PerNeighbor
-    """Number of collectives of the job since the latest step, with this one."""
     batches: int
-    """Number of batches in the iteration."""
 
 
 class UnevenInputDetector:
-    """Compares the order of steps and collectives of this rank with its neighbors'.
+    """Raises if a rank has run out of batches and another takes one more step.
 
-    See ``[Note: Uneven inputs]``.
+    It compares the order of steps and collectives of this rank with those of its neighbors. See
+    ``[Note: Uneven inputs]``.
 
     Args:
         recorder: this process's recorder, which counts collectives.
-        store: where the ranks publish their progress.
-        bypass: calls :meth:`on_forward` from the first iteration on.
+        store: the store in which the ranks publish their progress.
+        bypass: the checks that call :meth:`on_forward`, from the first iteration on.
     """
 
     def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
@@ -129,30 +157,37 @@ class UnevenInputDetector:
         self._bypass = bypass
         self._neighbors = bypass.world.neighbours
         self._counts = BatchCounts(store, self._neighbors)
+        # Whether the hooks are installed, which call on_forward() and check().
         self._is_watching = False
         self._is_paused = False
-        # Steps taken, for neighbors that gather with this rank and for the others, and the
-        # collectives of the job before the latest such step.
-        self._steps_of_peers = 0
-        self._steps_of_all = 0
-        self._collectives_of_peers = 0
-        self._collectives_of_all = 0
+        # The number of all steps, which is compared with neighbors that are peers, and of the steps
+        # that all ranks take, which is compared with the other neighbors.
+        self._steps_for_peers = 0
+        self._steps_for_non_peers = 0
+        # How many collectives over all ranks had started at the latest step of each kind.
+        self._collectives_for_peers = 0
+        self._collectives_for_non_peers = 0
+        # Whether a neighbor has, or may have, another number of batches in any iteration so far.
         self._counts_differ = False
-        # The iteration that began last, the one whose batches the last step was for, and the
-        # number of batches of the iteration before the latest.
-        self._latest: _Iteration | None = None
-        self._trained: _Iteration | None = None
+        # The iteration that began last.
+        self._latest_iteration: _Iteration | None = None
+        # The iteration in which this rank has taken its latest step.
+        self._iteration_of_step: _Iteration | None = None
+        # The number of batches in the iteration before the latest one.
         self._previous_batches = 0
 
     def on_iteration(
         self, loader: str, position: _Position, batches: int | None, shuffles: bool = False
     ) -> None:
-        """Record the start of an iteration over a loader.
+        """Record the start of an iteration over a prepared loader. The loader calls this.
+
+        The first iteration installs the hooks that check forward passes and collectives: without
+        loaders, no rank can run out of batches.
 
         Args:
-            loader: name of the loader, the same on all ranks.
-            position: the position of the iteration.
-            batches: number of batches in the iteration. None if unknown.
+            loader: the name of the loader, the same on all ranks.
+            position: the position of the iteration, which the loader updates later.
+            batches: the number of batches in the iteration. None if unknown.
             shuffles: whether the ranks share an order that is drawn anew in each iteration.
 
         Raises:
@@ -161,77 +196,90 @@ class UnevenInputDetector:
         """
         count = self._counts.publish(loader, batches, shuffles)
         self._previous_batches = 0
-        if self._latest is not None:
-            self._previous_batches = self._latest.position.received_batches
-        self._latest = _Iteration(
+        if self._latest_iteration is not None:
+            self._previous_batches = self._latest_iteration.position.received_batches
+        self._latest_iteration = _Iteration(
             loader=loader, count=count, position=position, unread_ranks=list(self._neighbors)
         )
         if not self._is_watching:
             self._is_watching = True
             self._bypass.on_forward.append(self.on_forward)
-            # Modules that are set up later call on_forward without this.
-            for structure in self._bypass.structures.values():
-                structure.report_forward_passes()
+            # These modules were set up before. Modules that are set up later find the function in
+            # the list on_forward.
+            for watched_module in self._bypass.watched_modules.values():
+                watched_module.report_forward_passes()
             # This check is the first: where ranks have run out of batches, its error says so.
             self._recorder.checks = (self.check, *self._recorder.checks)
 
     def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
-        """Record the start of a forward pass of a sharded or guarded module. It may be a step.
+        """Record the start of a forward pass, and check it if it is a step that may be uneven.
+
+        Called at the start of every forward pass of a sharded or guarded module.
 
         Args:
             contract: the module's contract.
-            guard: the module's guard. None if the module is sharded.
+            guard: the module's guard. None, the default, if the module is sharded.
 
         Raises:
             UsageError: another rank has run out of batches and will not take this step.
         """
         if self._is_paused:
             return
-        # This method runs in every step, so most of it calls nothing.
+        # This method runs in every forward pass, so the usual path through it calls nothing.
         if guard is None:
+            # Every forward pass of a sharded module is a step, since it gathers parameters.
             kind = contract.title
-            is_of_all = self._is_step_of_all(contract)
+            is_step_of_all = self._is_step_of_all(contract)
             if not torch.is_grad_enabled():
                 kind = f"{kind} without gradients"
         elif guard.prepares_sync:
             kind = ""
-            is_of_all = True
+            is_step_of_all = True
         else:
             return
         collectives = self._recorder.counts[JOB]
-        since_peers = collectives - self._collectives_of_peers
-        since_all = collectives - self._collectives_of_all
-        self._steps_of_peers += 1
-        self._collectives_of_peers = collectives
-        if is_of_all:
-            self._steps_of_all += 1
-            self._collectives_of_all = collectives
+        since_step_for_peers = collectives - self._collectives_for_peers
+        since_step_for_non_peers = collectives - self._collectives_for_non_peers
+        self._steps_for_peers += 1
+        self._collectives_for_peers = collectives
+        if is_step_of_all:
+            self._steps_for_non_peers += 1
+            self._collectives_for_non_peers = collectives
 
-        latest = self._latest
-        if latest is None:
+        iteration = self._latest_iteration
+        if iteration is None:
             return
-        is_first = (
-            latest is not self._trained
-            and latest.position.received_batches > 0
-            and not latest.position.is_finished
+        is_first_step = (
+            iteration is not self._iteration_of_step
+            and iteration.position.received_batches > 0
+            and not iteration.position.is_finished
         )
         # Ranks whose counts differ may be in different iterations.
-        is_same_iteration = is_first and latest.count.shuffles and not self._counts_differ
-        if is_first:
-            self._trained = latest
-        if self._trained is not None and self._trained.unread_ranks:
-            self._compare_counts(self._trained)
-        if is_first or self._counts_differ:
-            steps_of_all = self._steps_of_all if is_of_all else _NOT_TAKEN
+        must_be_same_iteration = (
+            is_first_step and iteration.count.shuffles and not self._counts_differ
+        )
+        if is_first_step:
+            self._iteration_of_step = iteration
+        iteration_of_step = self._iteration_of_step
+        if iteration_of_step is not None and iteration_of_step.unread_ranks:
+            self._compare_counts(iteration_of_step)
+        # The first step of an iteration is always compared, since it shows whether a neighbor takes
+        # the step in another loop. Other steps need it only if the numbers of batches differ.
+        if is_first_step or self._counts_differ:
+            number_for_non_peers = self._steps_for_non_peers if is_step_of_all else _NOT_TAKEN
             step = _Step(
-                steps=_PerNeighbor(self._steps_of_peers, steps_of_all),
-                collectives=_PerNeighbor(since_peers, since_all),
-                loop=self._loop(latest, kind),
+                steps=_PerNeighbor(self._steps_for_peers, number_for_non_peers),
+                collectives=_PerNeighbor(since_step_for_peers, since_step_for_non_peers),
+                loop=self._loop(iteration, kind),
             )
-            self._check_step(step, is_same_iteration)
+            self._check_step(step, must_be_same_iteration)
 
     def check(self, entry: Entry, collective: Collective) -> None:
-        """Compare progress before a collective over all ranks; the flight recorder calls it.
+        """Compare progress before a collective over all ranks. A check of the flight recorder.
+
+        Args:
+            entry: the entry of the collective. Collectives of other groups are not checked.
+            collective: not used.
 
         Raises:
             UsageError: this rank has run out of batches while another takes one more step.
@@ -241,7 +289,7 @@ class UnevenInputDetector:
 
     def finish(self) -> None:
         """Compare progress at the end of the job, like :meth:`check`."""
-        # The rank that hosts the store may have finished before.
+        # If the rank that hosts the store has finished before, nothing can be compared.
         with suppress(dist.DistError):
             # The end of the job counts as one more collective.
             self._check_ends(later_collectives=1)
@@ -253,19 +301,29 @@ class UnevenInputDetector:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Allow ranks to take different numbers of steps in the block. The steps do not count."""
+        """Allow ranks to take different numbers of steps in the block.
+
+        Steps in the block do not count. After the block, nothing is compared until the next
+        iteration begins.
+        """
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = False
-            self._latest = None
-            self._trained = None
+            self._latest_iteration = None
+            self._iteration_of_step = None
 
     def _is_step_of_all(self, contract: GradientContract) -> bool:
-        """Return whether all ranks take this step of a sharded module, and not only the peers."""
+        """Return whether all ranks take a step of a sharded module, and not only the peers.
+
+        Args:
+            contract: the contract of the module.
+        """
         if torch.is_grad_enabled() and contract.synchronizes():
             return True
+        # Without synchronization, only the peers take the step. If all neighbors are peers, the
+        # difference does not matter.
         return self._bypass.peers.issuperset(self._neighbors)
 
     def _loop(self, iteration: _Iteration, kind: str) -> _Loop:
@@ -280,42 +338,69 @@ class UnevenInputDetector:
     def _is_peer(self, rank: int) -> bool:
         return rank in self._bypass.peers
 
-    def _check_step(self, step: _Step, is_same_iteration: bool) -> None:
-        """Publish a step, and raise unless the neighbors will take it too.
+    def _check_step(self, step: _Step, must_be_same_iteration: bool) -> None:
+        """Publish a step, and raise unless the neighbors will take the step too.
 
         Args:
             step: the step that this rank is about to take.
-            is_same_iteration: whether neighbors must be in the same iteration over the loader.
+            must_be_same_iteration: whether neighbors must be in the same iteration over the loader,
+                since their batches are shares of one order.
         """
+        # Published before the neighbors are read. In the other order, each of two ranks could miss
+        # the other one.
         self._store.publish("step", step)
         neighbors: Sequence[int] = self._neighbors
         if step.steps.non_peers == _NOT_TAKEN:
             neighbors = [neighbor for neighbor in neighbors if self._is_peer(neighbor)]
-        if is_same_iteration or step.loop.kind:
-            self._check_loops(step, neighbors, is_same_iteration)
+        is_sharded = step.loop.kind != ""
+        if must_be_same_iteration or is_sharded:
+            self._check_loops(step, neighbors, must_be_same_iteration)
         for neighbor, end in self._read_ends(neighbors).items():
             is_peer = self._is_peer(neighbor)
             if _would_wait(step, end, is_peer):
                 number = step.steps.of(is_peer)
-                request = f"step {number} of rank {self._rank}"
-                self._refuse(request, number, neighbor, end.batches, self._rank)
+                self._refuse(
+                    f"step {number} of rank {self._rank}",
+                    step=number,
+                    early_rank=neighbor,
+                    batches=end.batches,
+                    late_rank=self._rank,
+                )
 
-    def _check_loops(self, step: _Step, neighbors: Sequence[int], is_same_iteration: bool) -> None:
-        """Raise if a neighbor takes the same step in another loop, of a different kind or order."""
+    def _check_loops(
+        self, step: _Step, neighbors: Sequence[int], must_be_same_iteration: bool
+    ) -> None:
+        """Raise if a neighbor takes the same step in another loop that does not match.
+
+        The loops do not match if they run different kinds of passes, or if they are different
+        iterations over one shuffled loader.
+
+        Args:
+            step: the step that this rank is about to take.
+            neighbors: the neighbors that have to take the step.
+            must_be_same_iteration: see :meth:`_check_step`.
+        """
         loop = step.loop
         for neighbor, neighbor_step in self._read_steps(neighbors).items():
             is_peer = self._is_peer(neighbor)
             number = step.steps.of(is_peer)
+            is_same_step = neighbor_step.steps.of(is_peer) == number
             neighbor_loop = neighbor_step.loop
             is_same_loop = (
                 neighbor_loop.loader == loop.loader and neighbor_loop.iteration == loop.iteration
             )
-            if neighbor_step.steps.of(is_peer) != number or is_same_loop:
+            if not is_same_step or is_same_loop:
                 continue
             request = f"step {number} of rank {self._rank}"
             if neighbor_loop.kind != loop.kind:
-                self._refuse_kinds(request, number, loop, neighbor_loop, neighbor)
-            if is_same_iteration and neighbor_loop.loader == loop.loader:
+                self._refuse_kinds(
+                    request,
+                    step=number,
+                    loop=loop,
+                    neighbor_loop=neighbor_loop,
+                    neighbor=neighbor,
+                )
+            if must_be_same_iteration and neighbor_loop.loader == loop.loader:
                 raise UsageError(
                     request,
                     problem=f"it is in iteration {loop.iteration} over its loader and rank "
@@ -326,118 +411,160 @@ class UnevenInputDetector:
                 )
 
     def _refuse_kinds(
-        self, request: str, step: int, loop: _Loop, neighbor_loop: _Loop, neighbor: int
+        self, request: str, *, step: int, loop: _Loop, neighbor_loop: _Loop, neighbor: int
     ) -> NoReturn:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
 
-        The rank that has begun more iterations is in the later loop: it ran out of batches.
+        The rank that has begun more iterations is in the later loop, so it ran out of batches in
+        the loop before. In a tie, the number of batches in the iteration before decides, and then
+        the rank, so that both ranks blame the same one.
+
+        Args:
+            request: what this rank was about to do.
+            step: the number of the step.
+            loop: the loop of this rank.
+            neighbor_loop: the loop of the neighbor.
+            neighbor: the neighbor.
         """
         progress = (loop.iterations, loop.previous_batches, self._rank)
         neighbor_progress = (neighbor_loop.iterations, neighbor_loop.previous_batches, neighbor)
+        early_rank = neighbor
+        late_rank = self._rank
+        batches = neighbor_loop.previous_batches
         if progress > neighbor_progress:
-            self._refuse(request, step, self._rank, loop.previous_batches, neighbor)
-        self._refuse(request, step, neighbor, neighbor_loop.previous_batches, self._rank)
+            early_rank = self._rank
+            late_rank = neighbor
+            batches = loop.previous_batches
+        self._refuse(
+            request, step=step, early_rank=early_rank, batches=batches, late_rank=late_rank
+        )
 
     def _check_ends(self, later_collectives: int = 0) -> None:
-        """Raise if an iteration has ended newly and a neighbor takes one more step.
+        """Raise if an iteration has ended and a neighbor takes one more step.
+
+        Only iterations that have ended since the latest call count.
 
         Args:
-            later_collectives: number of collectives that the recorder has not counted.
+            later_collectives: the number of collectives that the recorder has not counted yet.
         """
         iterations = self._take_ended_iterations()
         if not iterations:
             return
-        has_unread = any(iteration.unread_ranks for iteration in iterations)
-        # A neighbor that has not published yet may still have more batches.
-        if not self._counts_differ and not has_unread:
+        # A neighbor that has not published its count may have more batches.
+        has_unread_count = any(iteration.unread_ranks for iteration in iterations)
+        if not self._counts_differ and not has_unread_count:
             return
         collectives = self._recorder.counts[JOB] + later_collectives
+        since_step_for_peers = collectives - self._collectives_for_peers
+        since_step_for_non_peers = collectives - self._collectives_for_non_peers
         end = _End(
-            steps=_PerNeighbor(self._steps_of_peers, self._steps_of_all),
-            collectives=_PerNeighbor(
-                collectives - self._collectives_of_peers, collectives - self._collectives_of_all
-            ),
+            steps=_PerNeighbor(self._steps_for_peers, self._steps_for_non_peers),
+            collectives=_PerNeighbor(since_step_for_peers, since_step_for_non_peers),
             batches=iterations[0].position.received_batches,
         )
+        # Published before the neighbors are read. In the other order, each of two ranks could miss
+        # the other one.
         self._store.publish("end", end)
         for neighbor, step in self._read_steps(self._neighbors).items():
             is_peer = self._is_peer(neighbor)
             if _would_wait(step, end, is_peer):
                 number = end.steps.of(is_peer)
-                request = (
-                    f"a collective, or the end of the job, after step {number} of rank {self._rank}"
+                self._refuse(
+                    f"a collective, or the end of the job, after step {number} of rank "
+                    f"{self._rank}",
+                    step=number + 1,
+                    early_rank=self._rank,
+                    batches=end.batches,
+                    late_rank=neighbor,
                 )
-                self._refuse(request, number + 1, self._rank, end.batches, neighbor)
 
     def _take_ended_iterations(self) -> list[_Iteration]:
-        """Return the iterations that have ended since the latest call. Compare their counts."""
-        ended: list[_Iteration] = []
-        for iteration in (self._latest, self._trained):
+        """Return the iterations that have ended since the latest call.
+
+        The batch counts of these iterations are compared with those of the neighbors.
+        """
+        ended_iterations: list[_Iteration] = []
+        for iteration in (self._latest_iteration, self._iteration_of_step):
             if iteration is None or iteration.is_checked or not iteration.position.is_finished:
                 continue
             iteration.is_checked = True
             self._compare_counts(iteration)
-            ended.append(iteration)
-        return ended
+            ended_iterations.append(iteration)
+        return ended_iterations
 
     def _compare_counts(self, iteration: _Iteration) -> None:
-        """Note whether a neighbor has another number of batches in this iteration."""
+        """Set ``_counts_differ`` if a neighbor may have another number of batches.
+
+        Reads the counts of those neighbors that were not read for this iteration yet.
+        """
         if iteration.count.batches is None:
             self._counts_differ = True
         counts = self._counts.read(iteration.loader, iteration.unread_ranks)
         for neighbor, count in counts.items():
-            if count.iteration < iteration.count.iteration:
+            has_begun = count.iteration >= iteration.count.iteration
+            if not has_begun:
                 continue
             iteration.unread_ranks.remove(neighbor)
-            # A neighbor in a later iteration ended this one after an unknown number of batches.
+            # A neighbor publishes only its latest count. If it is in a later iteration, its number
+            # of batches in this one is unknown.
             is_later = count.iteration > iteration.count.iteration
             if is_later or count.batches != iteration.count.batches:
                 self._counts_differ = True
 
     def _read_steps(self, ranks: Sequence[int]) -> dict[int, _Step]:
+        """Return the steps that some ranks have published last. Ranks without one are left out."""
         steps: dict[int, _Step] = {}
         for rank, (numbers, collectives, loop) in self._store.read("step", ranks).items():
+            # JSON made lists of the named tuples.
             steps[rank] = _Step(_PerNeighbor(*numbers), _PerNeighbor(*collectives), _Loop(*loop))
         return steps
 
     def _read_ends(self, ranks: Sequence[int]) -> dict[int, _End]:
+        """Return the ends that some ranks have published last. Ranks without one are left out."""
         ends: dict[int, _End] = {}
         for rank, (steps, collectives, batches) in self._store.read("end", ranks).items():
+            # JSON made lists of the named tuples.
             ends[rank] = _End(_PerNeighbor(*steps), _PerNeighbor(*collectives), batches)
         return ends
 
-    def _refuse(self, request: str, step: int, early: int, batches: int, late: int) -> NoReturn:
+    def _refuse(
+        self, request: str, *, step: int, early_rank: int, batches: int, late_rank: int
+    ) -> NoReturn:
         """Raise a UsageError for a rank that ran out of batches.
 
         Args:
             request: what this rank was about to do.
-            step: number of the step.
-            early: the rank that ran out of batches.
+            step: the number of the step that only one rank takes.
+            early_rank: the rank that ran out of batches.
             batches: how many batches it had.
-            late: the rank that has a batch for the step.
+            late_rank: the rank that has a batch for the step.
         """
         suggestion = (
             'setup_dataloaders(loader, uneven="drop") or "pad"; "shortest" or "longest" for other '
             "data"
         )
+        # Sharded modules do not support fabric.join.
         if not self._bypass.is_sharded:
             suggestion += "; or with fabric.join(model): for batch in loader: ..."
         raise UsageError(
             request,
-            problem=f"rank {early} ran out of batches: its loader ended after {batches}, and it "
-            f"takes no part in step {step}, for which rank {late} has a batch and would wait",
+            problem=f"rank {early_rank} ran out of batches: its loader ended after {batches}, and "
+            f"it takes no part in step {step}, for which rank {late_rank} has a batch and would "
+            "wait",
             expected="equally many batches on all ranks, or a loop in which the others go on",
             suggestion=suggestion,
         )
 
 
 def _would_wait(step: _Step, end: _End, is_peer: bool) -> bool:
-    """Return whether the rank that takes ``step`` would wait for the rank that is at ``end``.
+    """Return whether a rank that takes a step would wait for a rank that has run out of batches.
 
     Args:
         step: the step of one rank.
-        end: the end of an iteration of its neighbor.
+        end: the end of an iteration on its neighbor.
         is_peer: whether these two ranks gather together.
     """
     is_next_step = step.steps.of(is_peer) == end.steps.of(is_peer) + 1
-    return is_next_step and step.collectives.of(is_peer) < end.collectives.of(is_peer)
+    # Otherwise, the first rank has made the collective of the other one before its step.
+    is_before_collective = step.collectives.of(is_peer) < end.collectives.of(is_peer)
+    return is_next_step and is_before_collective
