@@ -1,14 +1,15 @@
 """Checked mode: compares the calls of all ranks before any data is sent.
 
-[Note: Progress] Each rank publishes one record, which it overwrites when it starts a call: how many
-calls it has started in each group, and the latest call. In call number n of a group, a rank waits
-until every member has started its call number n there, and compares them. It continues once all
-have started and agree. So a member that is already further must have agreed: it saw this rank's
-record first. Hence records need not be kept for slow readers, groups progress independently, and
-each rank waits for all members of one group at a time. A cycle of ranks that wait for each other,
-in any groups, is then a deadlock, and the only kind: every other wait ends, or leads to a rank that
-makes no further calls. (A rank that waits in several threads may continue in any of them, and
-counts as computing.)
+[Note: Progress] Each rank publishes one record, which it overwrites whenever it starts a call. The
+record has the number of calls that the rank has started in each group, and the latest call. In call
+number n of a group, a rank waits until every member has started its call number n of that group,
+and compares these calls. It continues once all have started and agree. So a member that has started
+call number n + 1 has agreed in call number n: it has seen this rank's record. Hence a rank may
+overwrite its record before slow readers have read it, groups progress independently of each other,
+and each rank waits for all members of one group at a time. A cycle of ranks that wait for each
+other, in any groups, is then a deadlock. No other deadlock exists: every other wait ends, or leads
+to a rank that makes no further calls. A rank that waits in several threads may continue in any of
+them, so it counts as a rank that does not wait.
 """
 
 import os
@@ -35,39 +36,39 @@ from fabric.store import JobStore
 
 __all__ = ["Call", "CollectiveChecker", "difference"]
 
-# seconds
-_FIRST_PAUSE = 0.00005
-_LONGEST_PAUSE = 0.005
-_SEARCH_EVERY = 0.05
-_ANSWER_WITHIN = 0.3  # seconds for other ranks to make their call and publish its arguments
-# Most characters of arguments in a record. Longer arguments become their beginning and a digest.
-_INLINE = 120
-_DIGEST = "... #"
-# characters of arguments shown: with a call, around the first difference
-_SHOWN = 160
-_WINDOW = 60
+# In seconds.
+_MIN_PAUSE = 0.00005  # between two reads of the records
+_MAX_PAUSE = 0.005
+_SEARCH_INTERVAL = 0.05  # between two searches for the reason of a long wait
+_ANSWER_TIMEOUT = 0.3  # for other ranks to make their call and publish its arguments
+
+# Longer arguments are shortened in a record to this many characters, the prefix and a digest.
+_MAX_RECORDED_CHARACTERS = 120
+_DIGEST_PREFIX = "... #"
+_MAX_SHOWN_CHARACTERS = 160  # of the arguments of a call in an error
+_DIFFERENCE_CHARACTERS = 60  # of arguments around the first difference in an error
 
 _PHASES = "phases"  # the group of phases, in which torch issues collectives by itself
 
 _EXPECTED = "a call that every rank of the group makes"
 _SUGGESTION = (
-    "the call outside of branches on the rank and loops of other lengths; see what ended the rank "
-    "named here"
+    "make the call outside of branches on the rank, and of loops whose length depends on the rank; "
+    "find out what ended the rank named here"
 )
 
 
 class Call(NamedTuple):
-    """One call of a collective on one rank.
+    """One call of a collective on one rank, as published and as shown in errors.
 
     Attributes:
-        group: the group of the call.
+        group: the name of the group of the call.
         members: the global ranks that must make the call.
         operation: the name of the operation, as the user called it.
         location: the file and line of the user's call.
-        facts: the facts that must be the same on every rank, by name, the most informative one
-            first.
-        data: the arguments as text. The text is the same on all ranks that have arguments, and
-            empty on the others.
+        facts: the values that must be the same on every rank, such as the dtype, by name. The most
+            informative one is the first.
+        data: the arguments as text, to be compared. The text is empty on a rank whose arguments
+            need not be the same, such as a rank that only receives.
     """
 
     group: str
@@ -79,26 +80,39 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, entry: Entry, collective: Collective) -> "Call":
-        """Return the call of an entry of the flight recorder."""
+        """Return the call that the flight recorder has recorded as an entry.
+
+        Args:
+            entry: the entry.
+            collective: the collective of the entry.
+        """
         facts = collective.facts
         data = "" if collective.call is None else collective.call.arguments()
         if collective.operation in (Operation.SEND, Operation.RECV):
-            # The two ranks make different operations, so the operation is not compared.
+            # One rank sends and the other one receives, so the operation is not compared.
+            source, destination = entry.members
             facts = {
-                "from": str(entry.members[0]),
-                "to": str(entry.members[1]),
+                "from": str(source),
+                "to": str(destination),
                 "dtype": facts["dtype"],
                 "shape": facts["shape"],
             }
         return cls(
-            entry.group, tuple(entry.members), entry.operation, str(entry.call_site), facts, data
+            group=entry.group,
+            members=tuple(entry.members),
+            operation=entry.operation,
+            location=str(entry.call_site),
+            facts=facts,
+            data=data,
         )
 
     def __str__(self) -> str:
-        arguments = _window(self.data, 0, _SHOWN)
+        """Return the call for an error, with its arguments or else its other facts."""
+        arguments = _window(self.data, start=0, length=_MAX_SHOWN_CHARACTERS)
         if not arguments:
             facts = []
             for name, value in self.facts.items():
+                # The operation is shown before the arguments.
                 if name not in ("operation", "collective"):
                     facts.append(f"{name}={value}")
             arguments = ", ".join(facts)
@@ -108,35 +122,37 @@ class Call(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """The record that one rank publishes.
+    """The record that one rank publishes. See ``[Note: Progress]``.
 
     Attributes:
-        begun: the number of calls started in each group.
-        calls: the latest call of the rank. A rank that waits in several threads has one for each.
+        started: the number of calls that the rank has started, by group.
+        calls: the call in which the rank is, or its latest call. A rank that is in calls in several
+            threads has one for each thread.
         end_reason: why the rank makes no further calls. Empty while it makes calls.
     """
 
-    begun: Mapping[str, int]
+    started: Mapping[str, int]
     calls: tuple[Call, ...]
     end_reason: str
 
     def count(self, group: str) -> int:
-        return self.begun.get(group, 0)
+        return self.started.get(group, 0)
 
 
-_NO_CALLS = _Record({}, (), "")
+# The record of a rank that has published none.
+_NO_CALLS = _Record(started={}, calls=(), end_reason="")
 
 
 class CollectiveChecker:
     """Compares the calls of this rank with those of the others; see ``[Note: Progress]``.
 
-    After the first error the ranks are out of sync, and every further call raises.
+    After the first error the ranks are out of sync, so every further call on this rank raises.
 
     Args:
         store: a store that the ranks of the job share, and use for nothing else.
         rank: the rank of this process.
         size: the number of ranks.
-        timeout: how long a rank may keep the others waiting.
+        timeout: how long a rank waits for the others to make its call.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -144,57 +160,78 @@ class CollectiveChecker:
         self._rank = rank
         self._size = size
         self._timeout = timeout.total_seconds()
+        # Guards the changes of _record, which collectives of several threads make.
         self._lock = threading.Lock()
+        # The record of this rank. It has also been published, except that a call that has ended is
+        # removed only by the next call.
         self._record = _NO_CALLS
         self._latest: Call | None = None
         self._error: CollectiveMismatchError | None = None
+        # Other ranks on this node see by the process id when this process has ended.
         self._store.publish("process", [node(), os.getpid()])
 
     def check(self, entry: Entry, collective: Collective) -> None:
-        """Wait until all members of the group make this call.
+        """Wait until all members of the group have started the same call.
+
+        The flight recorder calls this method before a collective sends data, in any thread.
 
         Raises:
-            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or
-                makes none.
+            CollectiveMismatchError: one of these:
+
+                - A member makes another call.
+                - A member waits in another call, in a cycle that includes this rank.
+                - A member makes no further calls, or not this one within the timeout.
+                - An earlier call on this rank has raised.
         """
         full_call = Call.of(entry, collective)
-        call = _with_digest(full_call)
+        published_call = _with_digest(full_call)
         with self._lock:
             record = self._record
             if record.end_reason:
                 request = f"{full_call} (rank {self._rank} of {self._size})"
                 problem = f"this rank makes no further collectives: {record.end_reason}"
-                raise CollectiveMismatchError(request, problem) from self._error
-            self._latest = call
-            begun = {**record.begun, entry.group: entry.number}
-            self._publish(_Record(begun, (*record.calls, call), end_reason=""))
+                raise CollectiveMismatchError(request, problem=problem) from self._error
+            self._latest = published_call
+            started = {**record.started, entry.group: entry.number}
+            self._publish(_Record(started, (*record.calls, published_call), end_reason=""))
         try:
             self._wait(full_call, entry.number)
         except dist.DistError as error:
             host = "the process that hosted it, rank 0 as a rule"
             self._stop(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
-            # The next call publishes this.
-            calls = [open_call for open_call in self._record.calls if open_call is not call]
+            # Not published: the other ranks need the record until this rank starts its next call.
+            calls = [call for call in self._record.calls if call is not published_call]
             self._record = self._record._replace(calls=tuple(calls))
 
     def check_phase(self, phase: str) -> None:
-        """Wait until all ranks start a phase in which torch issues collectives.
+        """Wait until all ranks start a phase, as :meth:`check` waits for a call.
+
+        In a phase, such as a backward pass, torch issues collectives by itself.
 
         Raises:
-            CollectiveMismatchError: a rank makes a call, waits elsewhere for this rank, or ends.
+            CollectiveMismatchError: a rank makes another call or phase instead, or ends.
         """
-        number = self._record.count(_PHASES) + 1
-        place = user_call(sys._getframe(1))
-        entry = Entry(_PHASES, range(self._size), number, phase, "", place)
-        self.check(entry, Collective(Operation.BARRIER, call=CallDescription(phase)))
+        entry = Entry(
+            group=_PHASES,
+            members=range(self._size),
+            number=self._record.count(_PHASES) + 1,
+            operation=phase,
+            name="",
+            call_site=user_call(sys._getframe(1)),
+        )
+        # A barrier has no facts but its operation, which is the name of the phase here.
+        collective = Collective(Operation.BARRIER, call=CallDescription(phase))
+        self.check(entry, collective)
 
     def close(self, reason: str = "") -> None:
-        """Publish that this rank makes no further calls. Only the first call has an effect.
+        """Publish that this rank makes no further calls, so that no rank waits for it.
+
+        Only the first call has an effect.
 
         Args:
             reason: why the rank makes no further calls, for the errors of other ranks. Empty, the
-                default: the reason is that the rank has finished, or has raised an error.
+                default, means that the rank has finished, or has raised the current error.
         """
         with self._lock:
             if self._record.end_reason:
@@ -202,25 +239,30 @@ class CollectiveChecker:
             end_reason = reason or exit_reason()
             if self._latest is not None:
                 end_reason = f"{end_reason}; its latest call was {self._latest}"
-            # If the process that hosts the store has ended, no rank can read the reason.
+            # If the process that hosts the store has ended, no rank can read the reason anyway.
             with suppress(dist.DistError):
                 self._publish(self._record._replace(end_reason=end_reason))
 
     def _wait(self, call: Call, number: int) -> None:
-        """Wait until all members start call ``number`` of the group.
+        """Wait until all members have started the same call as this rank.
+
+        Args:
+            call: the call of this rank, which is published.
+            number: the number of the call in its group.
 
         Raises:
             CollectiveMismatchError: a member never starts the call, or starts another one.
         """
         started = monotonic()
-        pause = _FIRST_PAUSE
-        next_search = started + _SEARCH_EVERY
-        # While the ranks arrive, only the records of the members are read. A search for the reason
-        # of a longer wait reads the records and the processes of all ranks.
+        pause = _MIN_PAUSE
+        next_search = started + _SEARCH_INTERVAL
+        # A short wait reads only the records of the members. A search for the reason of a long wait
+        # reads the records of all ranks, and whether their processes have ended.
         searches = False
         missing: list[int] = []
         while True:
-            # Read before the records, so that the last record of a rank is not missed.
+            # The processes are looked at before the records are read. In the other order, the last
+            # record of a process could be missed.
             ended_processes = self._ended_processes(missing if searches else [])
             records = self._read(range(self._size) if searches else call.members)
             calls = _calls(records, call.group, number)
@@ -232,8 +274,8 @@ class CollectiveChecker:
             stopped = [rank for rank in (*missing, *calls) if records[rank].end_reason]
             if not missing and not stopped:
                 return
-            # Not after the first read: records are read one by one, and the record of another rank
-            # may have the root cause.
+            # The records are read one after the other. A first read may miss the record of the rank
+            # that raised first, so the error is raised only after a search.
             if stopped and searches:
                 end_reason = records[stopped[0]].end_reason
                 self._stop(call, f"rank {stopped[0]} makes no further calls: {end_reason}")
@@ -243,13 +285,16 @@ class CollectiveChecker:
                 self._time_out(call, missing, records)
             searches = bool(stopped) or now > next_search
             if searches:
-                next_search = now + _SEARCH_EVERY
+                next_search = now + _SEARCH_INTERVAL
             else:
                 sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, _MAX_PAUSE)
 
     def _ended_processes(self, ranks: Collection[int]) -> dict[int, int]:
-        """Return the process ids of those ranks whose process on this node has ended, by rank."""
+        """Return the process ids of the ranks whose process has ended, by rank.
+
+        Only processes on this node are found.
+        """
         ended = {}
         for rank, (process_node, pid) in self._store.read("process", ranks).items():
             if has_ended(process_node, pid):
@@ -263,8 +308,17 @@ class CollectiveChecker:
         ended_processes: Mapping[int, int],
         records: Mapping[int, _Record],
     ) -> None:
-        """Raise if the process of a rank that has not made the call has ended."""
+        """Raise if the process of a rank that has not made the call has ended.
+
+        Args:
+            call: the call of this rank.
+            missing: the members that have not started the call.
+            ended_processes: the ids of processes that have ended, by rank. They had ended before
+                the records were read.
+            records: the records, by rank.
+        """
         for rank, pid in ended_processes.items():
+            # A rank may have started the call just before its process ended.
             if rank in missing:
                 latest = _latest(records[rank])
                 problem = f"rank {rank} does not call: its process (pid {pid}) has ended; {latest}"
@@ -279,153 +333,212 @@ class CollectiveChecker:
         self._stop(call, f"after {self._timeout:g} s {ranks} did not call:{latest}")
 
     def _disagree(self, call: Call, number: int) -> NoReturn:
-        """Raise for different calls.
+        """Raise the error for calls that differ.
 
-        The error lists the calls of the ranks that publish their full arguments in
-        ``_ANSWER_WITHIN``.
+        The records have only the beginning of long arguments. So this rank publishes its full call,
+        and waits for ``_ANSWER_TIMEOUT`` until the other ranks, which see the difference too, have
+        published theirs. The error shows the calls that are published by then.
+
+        Args:
+            call: the call of this rank, with its full arguments.
+            number: the number of the call in its group.
         """
         with self._lock:
             full_calls = []
             for open_call in self._record.calls:
                 full_calls.append(call if open_call.group == call.group else open_call)
             self._publish(self._record._replace(calls=tuple(full_calls)))
-        until = monotonic() + _ANSWER_WITHIN
+        deadline = monotonic() + _ANSWER_TIMEOUT
         calls: dict[int, Call] = {}
-        while monotonic() < until:
+        while monotonic() < deadline:
             calls = _calls(self._read(call.members), call.group, number)
-            has_digests = any(_DIGEST in member_call.data for member_call in calls.values())
+            has_digests = any(_DIGEST_PREFIX in member_call.data for member_call in calls.values())
             if len(calls) == len(call.members) and not has_digests:
                 break
-            sleep(_FIRST_PAUSE)
+            sleep(_MIN_PAUSE)
         ranks = ranks_in_words(call.members)
         problem = f"{ranks} make different calls:{_table(calls)}"
         self._stop(
             call,
-            f"{problem}\n  They differ in {difference(calls)}",
-            "the same calls in the same order on every rank of a group, on data of one structure, "
-            "shapes and dtypes",
-            "no branch on the rank around a collective; on the ranks named here, the call that the "
-            "others make",
+            problem=f"{problem}\n  They differ in {difference(calls)}",
+            expected="the same calls in the same order on every rank of a group, on data of one "
+            "structure, shapes and dtypes",
+            suggestion="no branch on the rank around a collective; on the ranks named here, the "
+            "call that the others make",
         )
 
     def _check_circle(self, call: Call, records: Mapping[int, _Record]) -> None:
-        """Raise if this rank waits for ranks that wait for each other."""
+        """Raise if this rank waits, directly or not, for ranks that wait for each other.
+
+        Args:
+            call: the call of this rank.
+            records: the records of all ranks.
+        """
         try:
+            # The order itself is not needed: prepare() raises if there is a cycle.
             TopologicalSorter(self._waiting_ranks(records)).prepare()
         except CycleError as error:
-            circle = error.args[1][::-1]  # the first rank is also the last one
+            # In the error's list, each rank waits for the rank before it, and the first rank is
+            # also the last one. In reversed order, each rank waits for the next one.
+            circle = error.args[1][::-1]
         else:
             return
-        again = self._read(circle)
-        # Records that are unchanged between two reads were all valid at the same moment.
-        if all(again[rank].begun == records[rank].begun for rank in circle):
+        # The records were read one after the other. If none has changed until a second read, all of
+        # them were valid at the same moment, and the ranks cannot continue.
+        second_records = self._read(circle)
+        is_unchanged = all(second_records[rank].started == records[rank].started for rank in circle)
+        if is_unchanged:
             lines = {}
             for rank, next_rank in pairwise(circle):
                 lines[rank] = f"{records[rank].calls[0]}, waits for rank {next_rank}"
             self._stop(
                 call,
-                f"ranks wait for each other in different calls:{_table(lines)}",
-                "calls of several groups, messages, and phases such as a backward pass, in one "
-                "order on all ranks",
-                "no branch on the rank around any of them; of two ranks, one sends while the other "
-                "receives",
+                problem=f"ranks wait for each other in different calls:{_table(lines)}",
+                expected="calls of several groups, messages, and phases such as a backward pass, "
+                "in one order on all ranks",
+                suggestion="no branch on the rank around any of them; of two ranks, one sends "
+                "while the other receives",
             )
 
     def _waiting_ranks(self, records: Mapping[int, _Record]) -> dict[int, list[int]]:
-        """Return the ranks that this rank waits for, the ranks that these wait for, and so on.
+        """Return the graph of ranks that wait, as far as it can be reached from this rank.
 
         Returns:
-            For each of these ranks, the ranks that it waits for.
+            For this rank, for each rank that it waits for, for each rank that such a rank waits
+            for, and so on: the ranks that the rank waits for.
         """
-        waits_for: dict[int, list[int]] = {}
+        awaited_by: dict[int, list[int]] = {}
         pending = [self._rank]
         while pending:
             rank = pending.pop()
-            waits_for[rank] = _awaited_ranks(rank, records)
-            for awaited_rank in waits_for[rank]:
-                if awaited_rank not in waits_for:
+            awaited_by[rank] = _awaited_ranks(rank, records)
+            for awaited_rank in awaited_by[rank]:
+                if awaited_rank not in awaited_by:
                     pending.append(awaited_rank)
-        return waits_for
+        return awaited_by
 
     def _stop(
         self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION
     ) -> NoReturn:
-        """Raise, and make no further calls: the ranks are now out of sync."""
-        self.close(f"it raised CollectiveMismatchError: {problem.splitlines()[0].rstrip(':')}")
+        """Raise, and make no further calls, since the ranks are out of sync now.
+
+        Args:
+            call: the call of this rank.
+            problem: why the call cannot be made. The other ranks get its first line.
+            expected: what is valid.
+            suggestion: what to write instead.
+        """
+        summary = problem.splitlines()[0].rstrip(":")
+        self.close(f"it raised CollectiveMismatchError: {summary}")
         request = f"{call} (rank {self._rank} of {self._size})"
-        self._error = CollectiveMismatchError(request, problem, expected, suggestion)
+        # Kept, so that the errors of later calls show it as their cause.
+        self._error = CollectiveMismatchError(
+            request, problem=problem, expected=expected, suggestion=suggestion
+        )
         raise self._error
 
     def _publish(self, record: _Record) -> None:
+        """Publish the record of this rank. The caller holds ``_lock``."""
         self._record = record
         self._store.publish("record", record)
 
     def _read(self, ranks: Collection[int]) -> dict[int, _Record]:
+        """Return the latest records of some ranks, which are read one after the other.
+
+        The result has an entry for every rank. A rank that has published no record has no calls.
+        """
         other_ranks = [rank for rank in ranks if rank != self._rank]
         records = {self._rank: self._record}
         for rank, published in self._store.read("record", other_ranks).items():
-            begun, calls, end_reason = published
-            records[rank] = _Record(begun, tuple(Call(*call) for call in calls), end_reason)
+            # JSON made lists of the named tuples.
+            started, call_fields, end_reason = published
+            calls = tuple(Call(*fields) for fields in call_fields)
+            records[rank] = _Record(started, calls, end_reason)
         return {rank: records.get(rank, _NO_CALLS) for rank in ranks}
 
 
 def _with_digest(call: Call) -> Call:
-    """Return a call with short arguments, so that a record stays small."""
-    if len(call.data) <= _INLINE:
+    """Return a call whose arguments are short, so that a record stays small.
+
+    Long arguments become their beginning and a digest. Two shortened texts are equal exactly if the
+    arguments are equal.
+    """
+    if len(call.data) <= _MAX_RECORDED_CHARACTERS:
         return call
+    beginning = call.data[:_MAX_RECORDED_CHARACTERS]
     digest = blake2b(call.data.encode(), digest_size=8).hexdigest()
-    return call._replace(data=f"{call.data[:_INLINE]}{_DIGEST}{digest}")
+    return call._replace(data=f"{beginning}{_DIGEST_PREFIX}{digest}")
 
 
 def _awaited_ranks(rank: int, records: Mapping[int, _Record]) -> list[int]:
-    """Return the members that have not started the call in which a rank waits."""
+    """Return the ranks that a rank waits for: the members that have not started its call.
+
+    Args:
+        rank: the rank that may wait.
+        records: the records of all ranks.
+    """
     record = records[rank]
     if len(record.calls) != 1:
-        # A rank that waits in several threads may continue in any of them.
+        # The rank is in no call, or it is in calls of several threads and may continue in any.
         return []
-    group = record.calls[0].group
-    number = record.count(group)
-    return [member for member in record.calls[0].members if records[member].count(group) < number]
+    call = record.calls[0]
+    number = record.count(call.group)
+    return [member for member in call.members if records[member].count(call.group) < number]
 
 
 def difference(calls: Mapping[int, Call]) -> str:
-    """Return the first fact in which the calls differ, as text. It is empty if they agree.
+    """Return the first fact in which calls differ, with its values, as text for an error.
 
     Args:
         calls: the calls, by rank.
+
+    Returns:
+        For example ``"op: sum on rank 0; mean on rank 1"``. Empty if the calls agree.
     """
+    # The facts are compared in this order. Other operations have other arguments, so the operation
+    # comes first. The arguments come second: they say more than the buffers that are made of them.
+    values_by_fact: dict[str, dict[int, str]] = {
+        "operation": {},
+        "data": _differing_windows(calls),
+    }
+    # A dict and not a set, to keep the order of the facts.
     names = dict.fromkeys(name for call in calls.values() for name in call.facts)
-    values_of: dict[str, dict[int, str]] = {"operation": {}, "data": _differing_windows(calls)}
-    # Arguments come after the operation, since other operations have other arguments, and before
-    # the buffers, since the user's arguments say more than the buffers that are made of them.
     for name in names:
-        values_of[name] = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
-    for name, values in values_of.items():
-        ranks_with: dict[str, list[int]] = {}
+        values_by_fact[name] = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
+    for name, values in values_by_fact.items():
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, value in sorted(values.items()):
-            ranks_with.setdefault(value, []).append(rank)
-        if len(ranks_with) > 1:
-            texts = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_with.items()]
+            ranks_by_value.setdefault(value, []).append(rank)
+        if len(ranks_by_value) > 1:
+            texts = []
+            for value, ranks in ranks_by_value.items():
+                texts.append(f"{value} on {ranks_in_words(ranks)}")
             return f"{name}: {'; '.join(texts)}"
     return ""
 
 
 def _differing_windows(calls: Mapping[int, Call]) -> dict[int, str]:
-    """Return the arguments of the calls around the first difference, by rank."""
+    """Return the part of each call's arguments around their first difference, by rank.
+
+    Ranks without arguments are left out. The parts are equal if the arguments are.
+    """
     texts = {rank: call.data for rank, call in calls.items() if call.data}
     common = os.path.commonprefix(list(texts.values()))  # noqa: RUF071 - of texts, not of paths
-    start = len(common) - _WINDOW // 2
-    return {rank: _window(text, start, _WINDOW) for rank, text in texts.items()}
+    start = len(common) - _DIFFERENCE_CHARACTERS // 2
+    return {rank: _window(text, start, _DIFFERENCE_CHARACTERS) for rank, text in texts.items()}
 
 
 def _table(lines: Mapping[int, object]) -> str:
-    """Return a line for each rank, in order."""
+    """Return a text with a line for each rank, in the order of ranks. It begins with a newline."""
     rows = [f"\n    rank {rank}: {line}" for rank, line in sorted(lines.items())]
     return "".join(rows)
 
 
 def _window(text: str, start: int, length: int) -> str:
-    """Return a part of a text, with dots where the text is cut."""
+    """Return ``length`` characters of a text from ``start`` on, with dots where the text is cut.
+
+    A negative ``start`` counts as 0.
+    """
     start = max(0, start)
     end = start + length
     window = text[start:end]
@@ -437,7 +550,10 @@ def _window(text: str, start: int, length: int) -> str:
 
 
 def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int, Call]:
-    """Return the calls of the ranks that are in call ``number`` of the group, by rank."""
+    """Return the calls with one number in one group, by rank.
+
+    Ranks that have not started the call, or have started a later call of the group, are left out.
+    """
     calls = {}
     for rank, record in records.items():
         if record.count(group) != number:
@@ -449,7 +565,7 @@ def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int,
 
 
 def _latest(record: _Record) -> str:
-    """Return the latest call of a rank as a sentence."""
+    """Return a sentence about the latest call of a rank, for an error."""
     if not record.calls:
         return "it has made no checked call (are calls checked on every rank?)"
     call = record.calls[-1]
