@@ -19,20 +19,32 @@ _INTERNAL_PATHS = (
 
 
 class CallSite(NamedTuple):
-    """The file and line of a call. The text is made only when somebody reads it."""
+    """The file and line of a call. Its ``str()`` is the text for an error.
+
+    Every collective makes a call site and few are shown, so the text is made only by ``str()``.
+
+    Attributes:
+        file: the path of the file.
+        line: the number of the line.
+    """
 
     file: str
     line: int
 
     def __str__(self) -> str:
+        # A file below the current folder is shown with its relative path.
         return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line}"
 
 
 def user_call(frame: FrameType | None) -> CallSite | None:
-    """Return the innermost call in code outside of fabric and torch, from ``frame`` outwards.
+    """Return where the user's code made the call that a frame is part of.
+
+    Args:
+        frame: where to begin. Frames of fabric and torch are skipped, from this frame outwards.
 
     Returns:
-        The place of the call. None if no frame is user code, as in autograd's own threads.
+        The innermost call in user code. None if no frame is user code, as in autograd's own
+        threads, or if ``frame`` is None.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
         frame = frame.f_back

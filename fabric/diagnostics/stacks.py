@@ -1,10 +1,11 @@
 """Python stacks of this process and of others on its node, even while C++ code holds the GIL.
 
-[Note: Stacks] The interpreter writes the stacks into an open, unnamed file. A process dumps its own
-stacks by a call. To read the stacks of another process, fabric sends it a signal, which the
-interpreter of that process handles in C, and reads the file through ``/proc``. So nothing is left
-on disk, and the user's ``faulthandler`` settings are not changed: the signal is a real-time signal,
-used only if nothing else catches it.
+[Note: Stacks] Each process has an open, unnamed file. To read its own stacks, a process lets
+``faulthandler`` write them into its file. To read the stacks of another process, fabric sends the
+process a signal. The interpreter of that process handles the signal in C, so it does not need the
+GIL, and writes the stacks into that process's file, which fabric reads through ``/proc``. Nothing
+is left on disk. The user's ``faulthandler`` settings are not changed: the signal is a real-time
+signal, which is used only if nothing else catches it.
 """
 
 import faulthandler
@@ -21,28 +22,33 @@ from typing import NamedTuple
 
 __all__ = ["StackAddress", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
 
-_FRAMES = 16  # innermost frames of a stack that are shown
-# This frame and those outside of it are fabric's launchers. The rank itself calls preemption.py.
-_LAUNCH = re.compile(
+_MAX_FRAMES = 16  # the innermost frames of a stack, which are shown
+# Matches the innermost frame of fabric's launchers. This frame and the frames outside of it are not
+# shown. The file preemption.py is in the same folder, but the rank itself calls it.
+_LAUNCHER_FRAME = re.compile(
     rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/'
     r'(launchers/(?!preemption\.py")|'
     r'_fabric\.py", line \d+ in _run_in_rank$))'
 )
+# A real-time signal that no program is known to use. 0 on systems without Linux's /proc, where the
+# stacks of other processes cannot be read.
 _SIGNAL = signal.SIGRTMIN + 11 if os.path.exists("/proc/self/status") else 0
+_MAX_DUMP_BYTES = 1 << 20
 
 # In seconds.
-_ANSWER_WITHIN = 1.0
-_PAUSE = 0.01
+_ANSWER_TIMEOUT = 1.0  # for a process to write its stacks
+_PAUSE = 0.01  # between two reads of its file
 
 
 class StackAddress(NamedTuple):
-    """Where to find the stack of a process.
+    """The process, file and thread from which :func:`read_stack` reads a stack.
 
     Attributes:
-        node: the node, as :func:`node` returns it.
+        node: the node of the process, as :func:`node` returns it.
         pid: the process id.
-        file: the descriptor of the file of stacks in that process. -1 if there is none.
-        thread: the reported thread, by ``threading.get_ident()``.
+        file: the descriptor of the file of stacks in that process. -1 if the process does not
+            answer the signal.
+        thread: the thread whose stack is reported, by ``threading.get_ident()``.
     """
 
     node: str
@@ -52,7 +58,11 @@ class StackAddress(NamedTuple):
 
 
 def exit_reason() -> str:
-    """Return why this process makes no further calls, when it closes its communicator."""
+    """Return why this process makes no further calls, as a sentence without a period.
+
+    Called when the process closes its communicator. The error that ends the process is then being
+    handled or, in an interactive session, was shown last.
+    """
     error = sys.exception() or getattr(sys, "last_value", None)
     if error is None:
         return "it has finished"
@@ -63,43 +73,58 @@ class Stacks:
     """The stacks of this process, which other processes can read until :meth:`close`.
 
     Args:
-        thread: the reported thread, by ``threading.get_ident()``.
+        thread: the thread whose stack is reported, by ``threading.get_ident()``.
     """
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
+        # Unbuffered, since the interpreter writes to the descriptor directly.
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
-        # Keep a user's handler, even one installed from C, which Python does not see.
-        self._answers = _SIGNAL != 0 and not _catches_signal(os.getpid())
-        if self._answers:
+        # A handler of the user is kept. /proc is read, since Python does not see a handler that was
+        # installed from C.
+        self._answers_signal = _SIGNAL != 0 and not _catches_signal(os.getpid())
+        if self._answers_signal:
             faulthandler.register(_SIGNAL, file=self._file, all_threads=True)
 
     @property
     def address(self) -> StackAddress:
-        """The address for other processes."""
-        file = self._file.fileno() if self._answers else -1
-        return StackAddress(node(), os.getpid(), file, self._thread)
+        """The address with which other processes read the stack. See :func:`read_stack`."""
+        file = self._file.fileno() if self._answers_signal else -1
+        return StackAddress(node=node(), pid=os.getpid(), file=file, thread=self._thread)
 
     def dump(self) -> str:
         """Return the stack of the reported thread, innermost frame first."""
-        size = os.fstat(self._file.fileno()).st_size
+        descriptor = self._file.fileno()
+        # The dump is appended to the file, so it begins at the present end.
+        start = os.fstat(descriptor).st_size
         faulthandler.dump_traceback(self._file, all_threads=True)
-        return _frames_of_thread(os.pread(self._file.fileno(), 1 << 20, size), self._thread)
+        dump = os.pread(descriptor, _MAX_DUMP_BYTES, start)
+        return _frames_of_thread(dump, self._thread)
 
     def close(self) -> None:
-        """Stop answering, and restore the signal's handler."""
-        if self._answers:
+        """Stop answering the signal, restore its handler, and close the file."""
+        if self._answers_signal:
             faulthandler.unregister(_SIGNAL)
         self._file.close()
 
 
 def read_stack(address: StackAddress) -> str:
-    """Return what is known of a process that does not answer, and its stack if it can be read."""
+    """Return what is known of a process that does not answer, and its stack if it can be read.
+
+    Args:
+        address: the process, and where its stack is.
+
+    Returns:
+        One line that says what is known. If the stack was read, its frames are the next lines,
+        innermost frame first.
+    """
     if address.node != node():
         return "it does not answer, on another node"
     if has_ended(address.node, address.pid):
         return f"its process (pid {address.pid}) has ended"
-    if address.file >= 0 and _catches_signal(address.pid):
+    # The signal would end a process without a handler, such as one that has closed its file.
+    can_be_read = address.file >= 0 and _catches_signal(address.pid)
+    if can_be_read:
         with suppress(OSError):  # the process may end in the meantime
             dump = _request_dump(address)
             if dump:
@@ -109,46 +134,65 @@ def read_stack(address: StackAddress) -> str:
 
 
 def _request_dump(address: StackAddress) -> bytes:
-    """Have a process write its stacks, and return what it wrote."""
+    """Have another process write its stacks, and return what it wrote.
+
+    Returns:
+        The stacks of all threads, as faulthandler writes them. Empty if the process did not write
+        in time.
+
+    Raises:
+        OSError: the process has ended.
+    """
     with open(f"/proc/{address.pid}/fd/{address.file}", "rb") as file:
-        size = file.seek(0, os.SEEK_END)
+        # The process appends, so its answer begins at the present end.
+        start = file.seek(0, os.SEEK_END)
         os.kill(address.pid, _SIGNAL)
-        return _read_until_complete(file.fileno(), size)
+        return _read_until_complete(file.fileno(), start)
 
 
 def has_ended(process_node: str, pid: int) -> bool:
-    """Return whether a process has ended, reaped or not.
+    """Return whether a process has ended, also if its parent has not waited for it yet.
 
-    Returns False for a process on another node, of which this is unknown.
+    Args:
+        process_node: the node of the process, as :func:`node` returns it. The function returns
+            False for a process on another node, since nothing is known of it.
+        pid: the process id.
     """
     if process_node != node():
         return False
     try:
-        os.kill(pid, 0)  # sends nothing
+        os.kill(pid, 0)  # sends no signal, but raises if there is no such process
     except ProcessLookupError:
         return True
-    except OSError:  # the process of another user
+    except OSError:  # there is a process, which belongs to another user
         return False
+    # A zombie has ended, and its parent has not waited for it.
     return "State:\tZ" in _read_status(pid)
 
 
 @cache
 def node() -> str:
-    """Return an id that is shared by processes that see each other's process ids."""
+    """Return an id that is equal exactly for processes that see each other's process ids.
+
+    Two containers on one machine are different nodes in this sense.
+    """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not a Linux
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # this system is not Linux
         return os.uname().nodename
+    return f"{boot_id} {pid_namespace}"
 
 
 def _catches_signal(pid: int) -> bool:
-    """Return whether a process has a handler for the signal."""
+    """Return whether a process has a handler for ``_SIGNAL``, installed from Python or C."""
+    # Linux writes the signals that have a handler as a mask in hexadecimal.
     caught = re.search(r"^SigCgt:\s*(?P<mask>[0-9a-f]+)", _read_status(pid), re.MULTILINE)
     if caught is None:
         return False
     mask = int(caught["mask"], 16)
-    return mask >> (_SIGNAL - 1) & 1 == 1
+    signal_bit = 1 << (_SIGNAL - 1)  # the lowest bit is that of signal 1
+    return mask & signal_bit != 0
 
 
 def _read_status(pid: int) -> str:
@@ -159,33 +203,50 @@ def _read_status(pid: int) -> str:
 
 
 def _read_until_complete(file: int, start: int) -> bytes:
-    """Return the bytes of a file from ``start`` on, once the file stops growing."""
-    deadline = time.monotonic() + _ANSWER_WITHIN
+    """Return the bytes of a file that another process is writing, once the file stops growing.
+
+    Args:
+        file: the descriptor of the file.
+        start: the position from which on the bytes are returned.
+
+    Returns:
+        The bytes. They may be empty or incomplete, if the process takes longer than
+        ``_ANSWER_TIMEOUT``.
+    """
+    deadline = time.monotonic() + _ANSWER_TIMEOUT
     content = b""
     while time.monotonic() < deadline:
-        previous = content
-        content = os.pread(file, 1 << 20, start)
-        if content and content == previous:
+        previous_content = content
+        content = os.pread(file, _MAX_DUMP_BYTES, start)
+        has_stopped_growing = content != b"" and content == previous_content
+        if has_stopped_growing:
             break
         time.sleep(_PAUSE)
     return content
 
 
 def _frames_of_thread(dump: bytes, thread: int) -> str:
-    """Return the frames of one thread in what faulthandler wrote.
+    """Return the frames of one thread in a dump of faulthandler, one on each line.
 
-    If the thread is not in the dump, the frames of all threads are returned.
+    The frames of fabric's launchers are left out, and so are frames beyond ``_MAX_FRAMES``.
+
+    Args:
+        dump: what faulthandler wrote, innermost frame of each thread first.
+        thread: the thread, by ``threading.get_ident()``. If it is not in the dump, the frames of
+            all threads are returned.
     """
     text = dump.decode(errors="replace")
+    # A section has the line "Thread 0x..." or "Current thread 0x...", and then indented frames.
     section = re.search(rf"hread 0x0*{thread:x}\b.*\n(?P<frames>(?:  .*\n?)+)", text)
     if section is not None:
         text = section["frames"]
     frames = []
     for line in text.splitlines():
-        frame = line.strip()
-        if not line.startswith("  "):
+        is_frame = line.startswith("  ")
+        if not is_frame:
             continue
-        if _LAUNCH.match(frame) or len(frames) == _FRAMES:
+        frame = line.strip()
+        if _LAUNCHER_FRAME.match(frame) or len(frames) == _MAX_FRAMES:
             break
         frames.append(frame)
     return "\n".join(frames)
