@@ -281,7 +281,7 @@ def measure(fabric: Fabric, name: str) -> tuple[int, Counter[Any]]:
     # A plan has the collectives of any backend; on gloo those that gather little are sent as
     # all-to-all.
     with (
-        patch.object(ProcessGroupCommunicator, "_is_gathered_at_once", lambda *_: False),
+        patch.object(ProcessGroupCommunicator, "_is_gathered_directly", lambda *_: False),
         Measured() as measured,
     ):
         model, optimizer = fabric.setup(*build(fabric, name))

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# The first byte of a message with an error. A pickle begins with another byte.
+# The first byte of a message with an error in place of a value. No pickle begins with this byte.
 _ERROR_PREFIX = b"\0"
 
 ReduceName = Literal["mean", "avg", "sum", "min", "max", "product", "band", "bor", "bxor"]
@@ -63,7 +63,15 @@ class Reduce(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Reduce":
-        # The op of a torch.distributed.ReduceOp is a member of torch's enum, which has a name.
+        """Return the reduction for a name or a torch object. None means the mean.
+
+        ``Reduce(value)`` calls this method if ``value`` is not the value of a member.
+
+        Raises:
+            ConfigurationError: there is no such reduction.
+        """
+        # A torch.distributed.ReduceOp has an attribute ``op``, a member of torch's own enum. The
+        # member has a name, such as "SUM". A string has neither attribute.
         torch_op = getattr(value, "op", value)
         name = str(getattr(torch_op, "name", value)).upper()
         if value is None or name == "AVG":
@@ -79,6 +87,7 @@ class Reduce(Enum):
         )
 
 
+# What a user may pass as a reduction, besides a name.
 ReduceOp = Reduce | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType
 # The bitwise reductions of integers and booleans.
 BITWISE = {
@@ -109,23 +118,26 @@ class Operation(Enum):
 
 
 def _no_arguments() -> str:
+    """Return the arguments of a call that need not be the same on all ranks."""
     return ""
 
 
 class CallDescription(NamedTuple):
-    """A call of the user, which may take several collectives or none.
+    """A call of the user, for diagnostics. It may make several collectives, or none.
 
     Attributes:
         operation: the name of the operation, for example ``"all_reduce"``.
-        arguments: returns a text of everything in which the ranks have to agree: the reduction, the
-            source or destination, the structure of the collection with the shape and dtype of each
-            leaf. The text is empty where nothing has to agree, as on ranks that only receive. The
-            function is called only when somebody reads the text.
-        text: everything that has to agree, for a signature in the message (see ``[Note:
-            Signatures]`` in ``checked.py``). Empty if this rank could not make its call. None, the
-            default, if the message carries no signature.
+        arguments: returns a text of everything that must be the same on all ranks: the reduction,
+            the source or destination, the structure of the collection with the shape and dtype of
+            each leaf. The text is empty where nothing must be the same, as on ranks that only
+            receive. The function is called only when somebody reads the text.
+        text: the text from which the signature is computed that travels with the call's first
+            message: see ``[Note: Signatures]`` in ``checked.py``. It has everything that must be
+            the same on all ranks. Empty if this rank could not make its call. None, the default,
+            if the call is not compared by a signature.
         reads_result: whether this rank waits for the values that it receives. Default: False.
-        call_site: where the user made the call. Needed only for calls that another thread makes.
+        call_site: where the user made the call. Needed only for a call that another thread makes.
+            None, the default, means that it is found in the stack.
     """
 
     operation: str
@@ -136,24 +148,32 @@ class CallDescription(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The two ranks of a message."""
+    """The two ranks between which a message travels.
+
+    Attributes:
+        source: the rank that sends.
+        destination: the rank that receives.
+    """
 
     source: int
     destination: int
 
 
 class Collective(NamedTuple):
-    """One call of a collective on this rank. It is a tuple, since every call makes one.
+    """One call of a collective, or of send or recv, on this rank.
+
+    It is a tuple, since every call makes one and a tuple is the fastest to make.
 
     Attributes:
         operation: the kind of collective.
         buffer: the tensor that is passed. Broadcast, recv and scatter write to it. For operations
-            on objects, the pickled object; for new_group, the ranks.
-        reduce: the reduction of all_reduce and reduce_scatter.
-        peer: the source or destination, if the operation has one.
-        rows: what scatter sends, on the source only.
-        name: the name of a barrier.
-        call: the call of the user that the collective belongs to, if it is known.
+            on objects, the pickled object, which is None on a rank that only receives. For
+            new_group, the sorted ranks. For a barrier, None.
+        reduce: the reduction of all_reduce and reduce_scatter. None for other operations.
+        peer: the source or destination, if the operation has one, else None.
+        rows: for scatter, the tensor whose rows are sent. None on ranks other than the source.
+        name: the name of a barrier. Empty for other operations.
+        call: the call of the user that makes the collective. None, the default, if unknown.
     """
 
     operation: Operation
@@ -173,13 +193,17 @@ class Collective(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts that must be the same on all ranks, by name, the most informative one first."""
+        """The properties that must be the same on all ranks, by name, as texts for errors.
+
+        Checked mode reports the first one that differs, so the most informative one comes first.
+        """
         facts: dict[str, str] = {"operation": self.user_operation}
         if self.operation.value != self.user_operation:
             facts["collective"] = self.operation.value
         if self.reduce is not None:
             facts["op"] = self.reduce.value
         if self.peer is not None:
+            # The name of the argument that the user passed.
             peer_name = "dst" if self.operation is Operation.GATHER else "src"
             facts[peer_name] = str(self.peer)
         if self.name:
@@ -192,20 +216,24 @@ class Collective(NamedTuple):
         return facts
 
     def message(self, rank: int) -> Message:
-        """Return the source and the destination of a message that ``rank`` sends or receives."""
+        """Return the source and the destination of a send or recv.
+
+        Args:
+            rank: the rank that makes the call.
+        """
         assert self.peer is not None, "a message has a peer"
         if self.operation is Operation.SEND:
-            return Message(rank, self.peer)
-        return Message(self.peer, rank)
+            return Message(source=rank, destination=self.peer)
+        return Message(source=self.peer, destination=rank)
 
 
 @dataclass(frozen=True)
 class NonMember:
-    """The result of ``new_group`` on a process that is not a member. It is false.
+    """The result of ``new_group`` on a process that is not a member. ``bool()`` of it is False.
 
-    Passing it as the ``group`` of a collective is an error. It is not None, since None as a
-    ``group`` means all processes of the job: a process outside of the group would silently join
-    a collective of the whole job.
+    Passing a ``NonMember`` as the ``group`` of a collective is an error. The result is not None,
+    since None as a ``group`` means all processes of the job: a process outside of the group would
+    silently join a collective of the whole job.
 
     Attributes:
         ranks: the members, in the order in which they were passed.
@@ -225,8 +253,8 @@ class Communicator(ABC):
     and broadcasts write into the buffer. :mod:`fabric.collectives` packs the user's collections
     into buffers, and unpacks the results.
 
-    A communicator implements :meth:`run`, and :meth:`close` if it owns something. No class
-    overrides the other methods, which check ranks, describe the call and make it.
+    A subclass implements :meth:`run`, and :meth:`close` if it owns something that must be released.
+    It does not override the other methods, which check the ranks and call :meth:`run`.
 
     Collective: every rank of the group must call the methods, in the same order. The exceptions are
     :meth:`send` and :meth:`recv`, which two ranks call, and :meth:`close`. Ranks are ranks in the
@@ -244,10 +272,14 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, collective: Collective) -> Any:
-        """Make one call, and return what the method of that name returns.
+        """Make one call, and return the result that the method of its operation describes.
 
-        The ranks in the call have been checked. Operations on objects return the pickled objects.
-        A new group is None on a rank that is not a member.
+        The other methods call this one, after they have checked the ranks. Three results differ
+        from those of the methods:
+
+        - For broadcast_object, the pickled object of the source, as bytes.
+        - For gather_objects, a list of the pickled objects of all ranks, as bytes.
+        - For new_group, None on a rank that is not a member.
         """
 
     def close(self) -> None:
@@ -256,7 +288,7 @@ class Communicator(ABC):
     def new_group(self, ranks: Sequence[int]) -> "Communicator | NonMember":
         """Make a group of some ranks of this group.
 
-        Collective: every rank of this group must call it.
+        Collective: every rank of this group must call it, members or not, with the same ranks.
 
         Args:
             ranks: the members. The new group orders them ascending.
@@ -271,16 +303,19 @@ class Communicator(ABC):
         """
         ranks = list(ranks)
         all_ranks = range(self.size)
-        is_valid = bool(ranks) and len(set(ranks)) == len(ranks) and set(ranks) <= set(all_ranks)
-        if not is_valid:
+        are_unique = len(set(ranks)) == len(ranks)
+        are_in_group = set(ranks) <= set(all_ranks)
+        if not ranks or not are_unique or not are_in_group:
             raise ConfigurationError(
                 f"new_group({ranks})",
                 problem=f"ranks are missing, repeated or outside this group of {self.size}",
                 expected=f"different ranks between 0 and {self.size - 1}",
                 suggestion=f"new_group({list(all_ranks)}) for all of them",
             )
-        group = self.run(Collective(Operation.NEW_GROUP, sorted(ranks)))
-        return group or NonMember(ranks)
+        communicator = self.run(Collective(Operation.NEW_GROUP, sorted(ranks)))
+        if communicator is None:
+            return NonMember(ranks)
+        return communicator
 
     def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce ``buffer`` (any shape) over the ranks, in place, and return it."""
@@ -361,18 +396,20 @@ class Communicator(ABC):
         Args:
             value: any object that pickles. Only the value of rank ``src`` counts.
             src: the rank of the sender.
-            call: the user's call.
-            error: an error of this rank, to be raised on all ranks in place of sending the value.
+            call: the user's call. None, the default, if unknown.
+            error: an error of this rank. If rank ``src`` passes one, it is raised on all ranks in
+                place of sending the value. None, the default, if there is no error.
 
         Raises:
             FabricError: the ``error`` of rank ``src``, or an ArgumentTypeError if its value does
                 not pickle. Every rank raises the error.
         """
         self.check_rank(Operation.BROADCAST, src)
+        # A single process gets its own object, and not a copy. An error still has to be raised.
         if self.size == 1 and error is None:
             return value
-        sent = _to_pickle_or_error(value, error) if self.rank == src else None
-        collective = Collective(Operation.BROADCAST_OBJECT, sent, peer=src, call=call)
+        message = _to_pickle_or_error(value, error) if self.rank == src else None
+        collective = Collective(Operation.BROADCAST_OBJECT, message, peer=src, call=call)
         return from_pickle(self.run(collective), src)
 
     def gather_objects(
@@ -382,27 +419,31 @@ class Communicator(ABC):
 
         Args:
             value: any object that pickles.
-            call: the user's call.
-            error: an error of this rank, to be raised on all ranks in place of sending the value.
+            call: the user's call. None, the default, if unknown.
+            error: an error of this rank, which is raised on all ranks in place of sending the
+                value. None, the default, if there is no error.
 
         Raises:
-            FabricError: the ``error`` of the lowest rank that passed one or, if its value does not
-                pickle, an ArgumentTypeError. Every rank raises the error.
+            FabricError: the error of the lowest rank that has one: the ``error`` that it passed, or
+                an ArgumentTypeError if its value does not pickle. Every rank raises the error.
         """
+        # A single process gets its own object, and not a copy. An error still has to be raised.
         if self.size == 1 and error is None:
             return [value]
-        sent = _to_pickle_or_error(value, error)
-        messages = self.run(Collective(Operation.GATHER_OBJECTS, sent, call=call))
-        return [from_pickle(message, rank) for rank, message in enumerate(messages)]
+        message = _to_pickle_or_error(value, error)
+        messages = self.run(Collective(Operation.GATHER_OBJECTS, message, call=call))
+        return [from_pickle(packed, rank) for rank, packed in enumerate(messages)]
 
     def check_rank(self, operation: Operation, rank: int) -> None:
-        """Check the source or destination of an operation.
+        """Check the source or destination of an operation before any communication.
+
+        With a wrong rank, the operation would hang or raise an error that does not name the rank.
 
         Raises:
-            ConfigurationError: ``rank`` is not a rank of this group, or a message of this rank
-                would go to this rank.
+            ConfigurationError: ``rank`` is not a rank of this group, or this rank would send a
+                message to itself.
         """
-        # Not isinstance(): a bool is an int, and True is no rank.
+        # type() and not isinstance(): a bool is an int, but True is not a rank.
         is_member = type(rank) is int and 0 <= rank < self.size
         is_message = operation in (Operation.SEND, Operation.RECV)
         is_message_to_itself = is_message and rank == self.rank
@@ -417,7 +458,7 @@ class Communicator(ABC):
             expected = f"{expected}, but not {self.rank}, which is this rank"
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
-            problem,
+            problem=problem,
             expected=expected,
             suggestion=f"{argument}=0 for the first rank",
         )
@@ -430,6 +471,10 @@ class Communicator(ABC):
         rows: Tensor | None = None,
         call: CallDescription | None = None,
     ) -> Any:
+        """Check the source or destination of an operation, and run the operation.
+
+        See :class:`Collective` for the arguments.
+        """
         self.check_rank(operation, peer)
         return self.run(Collective(operation, buffer, peer=peer, rows=rows, call=call))
 
@@ -444,7 +489,9 @@ class LocalCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
+        """Return the result of a call in a group of one rank."""
         buffer = collective.buffer
+        # Results are new tensors, except those of operations that write into the buffer.
         match collective.operation:
             case Operation.ALL_GATHER | Operation.GATHER:
                 return buffer.clone().unsqueeze(0)
@@ -460,19 +507,22 @@ class LocalCommunicator(Communicator):
                 assert collective.rows is not None, "this is rank src"
                 return buffer.copy_(collective.rows[0])
             case _:
+                # A reduction or broadcast over one rank leaves the buffer as it is.
                 return buffer
 
 
 def to_pickle(value: Any, error: FabricError | None = None) -> bytes:
-    """Pickle a value to send.
+    """Pickle a value, or an error in its place, as a message for other ranks.
+
+    :func:`from_pickle` reads the message.
 
     Args:
         value: the value.
-        error: an error of this rank. It is pickled after a zero byte, in place of the value, and
-            :func:`from_pickle` raises it.
+        error: an error of this rank, which :func:`from_pickle` raises on the other ranks. None, the
+            default, if there is no error.
 
     Raises:
-        ArgumentTypeError: the value does not pickle.
+        ArgumentTypeError: the value or the error does not pickle.
     """
     try:
         if error is not None:
@@ -488,48 +538,61 @@ def to_pickle(value: Any, error: FabricError | None = None) -> bytes:
 
 
 def from_pickle(message: bytes, src: int) -> Any:
-    """Return the value that :func:`to_pickle` packed on rank ``src``.
+    """Return the value that :func:`to_pickle` packed on rank ``src``, or raise the packed error.
 
     Raises:
-        FabricError: the error that rank ``src`` sent in place of the value.
-        ArgumentTypeError: the value cannot be unpickled.
+        FabricError: the error that rank ``src`` sent in place of a value. A note says its rank.
+        ArgumentTypeError: the message cannot be unpickled.
     """
+    is_error = message.startswith(_ERROR_PREFIX)
     try:
         # The message comes from a rank of this job; torch's object collectives unpickle, too.
         value = pickle.loads(message.removeprefix(_ERROR_PREFIX))  # noqa: S301
     except Exception as error:
-        request = "receiving an object of a module that each rank has to import"
-        raise ArgumentTypeError(request, problem=f"it cannot be read here: {error!r}") from error
-    if not message.startswith(_ERROR_PREFIX):
-        return value
-    value.add_note(f"raised on rank {src}")
-    raise value
+        raise ArgumentTypeError(
+            "receiving an object of a module that each rank has to import",
+            problem=f"it cannot be read here: {error!r}",
+        ) from error
+    if is_error:
+        value.add_note(f"raised on rank {src}")
+        raise value
+    return value
 
 
 def as_fabric_error(error: Exception) -> FabricError:
-    """Return the error that all ranks raise if this rank cannot make its message."""
+    """Return the error that all ranks raise if this rank cannot take a collection apart.
+
+    Args:
+        error: the error that this rank has caught. A FabricError is returned unchanged. Any other
+            error might not pickle, so a new error with its text is returned.
+    """
     if isinstance(error, FabricError):
         return error
-    problem = f"to take it apart raises {type(error).__name__}: {error}"
-    return ArgumentTypeError("a collection to be sent", problem)
+    problem = f"taking it apart raises {type(error).__name__}: {error}"
+    return ArgumentTypeError("a collection to be sent", problem=problem)
 
 
 def peer_mismatch_error(request: str, peers: Sequence[int]) -> CollectiveMismatchError:
     """Return the error for ranks that pass different sources or destinations.
 
     Args:
-        request: the call of this rank.
-        peers: the sources or destinations of the ranks, or only the lowest and the highest one.
+        request: the call of this rank, as the user wrote it.
+        peers: the sources or destinations that the ranks pass. The lowest and the highest one are
+            enough.
     """
-    problem = f"other ranks name others, from {min(peers)} to {max(peers)}"
     return CollectiveMismatchError(
-        request, problem, expected="one source or destination, the same on all ranks"
+        request,
+        problem=f"the ranks pass different ones, from {min(peers)} to {max(peers)}",
+        expected="one source or destination, the same on all ranks",
     )
 
 
 def _to_pickle_or_error(value: Any, error: FabricError | None) -> bytes:
-    """Pickle a value, or the error that says that the value does not pickle."""
+    """Return the message of a value or error. If it does not pickle, the message has that error.
+
+    So this rank still takes part in the collective, and every rank raises the error.
+    """
     try:
         return to_pickle(value, error)
     except ArgumentTypeError as pickle_error:
-        return to_pickle(None, pickle_error)
+        return to_pickle(None, error=pickle_error)

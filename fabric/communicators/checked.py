@@ -1,13 +1,17 @@
 """Signatures of calls: every rank sees whether all ranks make the same call.
 
-[Note: Signatures] The first message of a call carries a checksum of everything that must be the
-same on all ranks: operation, reduction, names, shapes, dtypes. The message is an all-gather of rows
-of one fixed length, since the backends abort or hang if lengths differ between ranks. If the data
-of a reduction or gather fits into the row after the checksum, the row carries the data, too, and
-each rank reduces the rows in rank order. Otherwise the call itself follows. In large groups, where
-the rows would take much memory, a max-reduction of the checksum and its negative precedes each
-call. Every rank sees whether all checksums agree, so either all ranks raise or none does. A rank
-that cannot make its call sends a checksum that matches no other.
+[Note: Signatures] The first message of a call carries a *signature*: a checksum of everything that
+must be the same on all ranks, such as operation, reduction, names, shapes and dtypes. The message
+is an all-gather of rows of one fixed length, since the backends abort or hang if lengths differ
+between ranks. If the data of a reduction or gather fits into the row after the checksum, the row
+carries the data, too, and each rank reduces the rows in rank order. Otherwise the call itself
+follows. In groups of more than 16 ranks, where the rows would take much memory, a max-reduction of
+the checksum and its negative precedes each call. Every rank sees whether all checksums agree, so
+either all ranks raise or none does. A rank that cannot make its call sends a checksum that no call
+has.
+
+On an accelerator, reading a checksum waits for the device. So the checksums are kept in
+:class:`PendingSignatures`, and are read where the program waits for the device anyway.
 """
 
 import sys
@@ -36,12 +40,14 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_SHOWN_CHARACTERS = 200  # of a call's text in an error
-_MOST_PENDING = 256  # signatures that may stay on the device
-_FAILED = 1 << 32  # the checksum of a rank that cannot make its call; crc32 is below it
+_MAX_SHOWN_CHARACTERS = 200  # of a call's text in an error
+_MAX_PENDING = 256  # signatures that may stay on the device
+_FAILED = 1 << 32  # the checksum of a rank that cannot make its call. Every crc32 is smaller.
+# The layout of a row: the checksum as an int64, padding up to 16 bytes that aligns complex128, and
+# then the data, if it fits.
 _ROW_BYTES = 8192
-_CHECKSUM_BYTES = 16  # at the start of a row: the checksum, and padding that aligns complex128
-_LARGEST_GATHERED_GROUP = 16  # larger groups reduce their checksums instead of gathering rows
+_DATA_START = 16
+_MAX_GATHERED_GROUP = 16  # larger groups reduce their checksums instead of gathering rows
 
 
 class SignedMessage(NamedTuple):
@@ -58,50 +64,62 @@ class SignedMessage(NamedTuple):
 
 
 class _PendingSignature(NamedTuple):
+    """A signature that was not read yet.
+
+    Attributes:
+        checksums: see :func:`checksums_agree`.
+        call_text: the text of the call for an error.
+    """
+
     checksums: Tensor
-    call: str
+    call_text: str
 
 
 class PendingSignatures:
-    """The signatures that are still on the device. They are read where the device is waited for."""
+    """The signatures of this process that are on the device and were not read yet.
+
+    Reading waits for the device. So :meth:`check` is called where the program waits anyway.
+    """
 
     def __init__(self) -> None:
         self._pending: list[_PendingSignature] = []
 
-    def add(self, checksums: Tensor, call: str) -> None:
+    def add(self, checksums: Tensor, call_text: str) -> None:
         """Keep the checksums of all ranks until :meth:`check`.
 
         Args:
-            checksums: see :func:`checksums_agree`. They are copied.
-            call: the text of the call for an error.
+            checksums: see :func:`checksums_agree`. They are copied, since a view would keep the
+                whole rows in memory.
+            call_text: the text of the call for an error.
         """
-        self._pending.append(_PendingSignature(checksums.clone(), call))
+        self._pending.append(_PendingSignature(checksums.clone(), call_text))
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def check(self) -> None:
-        """Read all signatures that are still on the device.
+        """Read all signatures that were not read yet.
 
         Raises:
-            CollectiveMismatchError: the ranks made different calls. Every rank raises when it reads
+            CollectiveMismatchError: the ranks made different calls. Each rank raises when it reads
                 the signature.
         """
         pending = self._pending
+        # Emptied first, so that an error is raised only once.
         self._pending = []
         for signature in pending:
             if not checksums_agree(signature.checksums):
-                raise _mismatch_error(signature.call)
+                raise _mismatch_error(signature.call_text)
 
 
 class CheckedCommunicator(Communicator):
     """A wrapper of any communicator that raises on all ranks if their calls differ.
 
-    See ``[Note: Signatures]``. Calls without a description are passed on unchanged.
+    See ``[Note: Signatures]``. Calls without a text to compare are passed on unchanged.
 
     Args:
         inner: the communicator that transfers the data.
-        pending: the signatures of this process that have not been read yet.
+        pending: the signatures of this process that were not read yet, of all its groups.
     """
 
     def __init__(self, inner: Communicator, pending: PendingSignatures) -> None:
@@ -113,6 +131,12 @@ class CheckedCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
+        """Run a collective, and compare its signature with those of the other ranks.
+
+        Raises:
+            CollectiveMismatchError: the ranks made different calls. On an accelerator, the error
+                may be raised later. See :class:`PendingSignatures`.
+        """
         call = collective.call
         if call is None or call.text is None:
             return self._inner.run(collective)
@@ -120,39 +144,56 @@ class CheckedCommunicator(Communicator):
         result = self._inner.run(message.collective)
         self._check(collective, call.text, result)
         if message.carries_data:
-            return _data_of(collective, result)
+            return _result_from_rows(collective, result)
         return self._inner.run(collective)
 
     @override
     def close(self) -> None:
         self._inner.close()
 
-    def _check(self, collective: Collective, text: str, result: Tensor) -> None:
-        """Compare the checksums in a signed message's result, at once on the CPU, else later."""
-        checksums = result[:, 0] if result.dim() > 1 else result
-        if isinstance(checksums, FakeTensor):  # a dry run has no other ranks
+    def _check(self, collective: Collective, text: str, message_result: Tensor) -> None:
+        """Compare the checksums of all ranks: on the CPU now, on an accelerator as a rule later.
+
+        On an accelerator, they are compared now only if the device is waited for anyway, or if too
+        many signatures are pending.
+
+        Args:
+            collective: the collective of this rank.
+            text: everything in which the ranks have to agree, for the error.
+            message_result: the result of the signed message: one row per rank or, in a large group,
+                the largest checksum and the negative of the least one.
+        """
+        has_rows = message_result.dim() > 1
+        # A row begins with the checksum.
+        checksums = message_result[:, 0] if has_rows else message_result
+        # In a dry run there are no other ranks, and no values.
+        if isinstance(checksums, FakeTensor):
             return
-        on_cpu = self.device == _CPU
-        if on_cpu and checksums_agree(checksums):
+        is_on_cpu = self.device == _CPU
+        # The usual case first: the text for an error takes longer than the comparison.
+        if is_on_cpu and checksums_agree(checksums):
             return
-        place = f"{call_site(collective)} (rank {self.rank} of {self.size})"
-        self._pending.add(checksums, f"{text[:_SHOWN_CHARACTERS]} at {place}")
+        location = f"{call_site(collective)} (rank {self.rank} of {self.size})"
+        self._pending.add(checksums, f"{text[:_MAX_SHOWN_CHARACTERS]} at {location}")
         waits_for_device = collective.call is not None and collective.call.reads_result
-        if on_cpu or waits_for_device or len(self._pending) > _MOST_PENDING:
+        if is_on_cpu or waits_for_device or len(self._pending) > _MAX_PENDING:
             self._pending.check()
 
 
 def call_site(collective: Collective) -> object:
-    """Return where the user made a call; ``str()`` of the result is the text."""
+    """Return where the user made a call, as an object whose ``str()`` is the text.
+
+    The text is needed only for errors and reports, so it is not made here.
+    """
     call = collective.call
     if call is not None and call.call_site is not None:
         return call.call_site
-    # In autograd's own threads no frame is user code.
+    # autograd runs backward passes in its own threads, where no frame is user code.
     return user_call(sys._getframe(1)) or "a backward pass"
 
 
 def signed(collective: Collective, text: str, group_size: int) -> SignedMessage:
-    """Return the message that carries a call's checksum, and if it fits, the call's data.
+    """Return the message that carries a call's checksum and, if it fits, the call's data.
 
     See ``[Note: Signatures]``.
 
@@ -162,58 +203,72 @@ def signed(collective: Collective, text: str, group_size: int) -> SignedMessage:
         group_size: the number of ranks that make the call.
     """
     buffer = collective.buffer
+    # Names may contain lone surrogates, which strict UTF-8 refuses.
     checksum = crc32(text.encode(errors="surrogatepass")) if text else _FAILED
     row = _empty_row(checksum, buffer.device).clone()
-    if group_size > _LARGEST_GATHERED_GROUP:
+    if group_size > _MAX_GATHERED_GROUP:
         # Under MAX, these become the largest checksum and the negative of the least one. They are
         # equal but for the sign if all checksums are equal.
         checksums = torch.stack([row[0], -row[0]])
         reduction = Collective(Operation.ALL_REDUCE, checksums, Reduce.MAX, call=collective.call)
         return SignedMessage(reduction, carries_data=False)
     is_gathered = collective.operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
-    carries_data = is_gathered and buffer.nbytes <= _ROW_BYTES - _CHECKSUM_BYTES
+    carries_data = is_gathered and buffer.nbytes <= _ROW_BYTES - _DATA_START
     if carries_data:
-        end = _CHECKSUM_BYTES + buffer.nbytes
-        row.view(torch.uint8)[_CHECKSUM_BYTES:end] = buffer.view(torch.uint8)
+        data_end = _DATA_START + buffer.nbytes
+        row.view(torch.uint8)[_DATA_START:data_end] = buffer.view(torch.uint8)
     gather = Collective(Operation.ALL_GATHER, row, call=collective.call)
     return SignedMessage(gather, carries_data)
 
 
 def checksums_agree(checksums: Tensor) -> bool:
-    """Return whether all ranks sent the same checksum.
+    """Return whether all ranks sent the same checksum. Waits for the device.
 
     Args:
-        checksums: the checksum of each rank, or the largest one and the negative of the least one.
+        checksums: the checksum of each rank or, after a max-reduction, the largest checksum and the
+            negative of the least one. Checksums are never negative.
     """
     magnitudes = {abs(checksum) for checksum in checksums.tolist()}
     return len(magnitudes) == 1
 
 
-def _data_of(collective: Collective, rows: Tensor) -> Tensor:
-    """Return the result of a reduction or gather whose data came with the checksums.
+def _result_from_rows(collective: Collective, rows: Tensor) -> Tensor:
+    """Return the result of a collective whose data came with the checksums.
 
     Args:
-        collective: the reduction or gather.
-        rows: the row of each rank: the checksum, the data, and padding.
+        collective: an all_reduce or all_gather of a flat buffer.
+        rows: the gathered rows, as int64 of shape ``(ranks, row length)``. Each row has the
+            checksum, the data of one rank, and padding.
+
+    Returns:
+        The reduced data or, for an all_gather, the data of each rank, of shape ``(ranks, length of
+        the buffer)``.
     """
     buffer = collective.buffer
-    end = _CHECKSUM_BYTES + buffer.nbytes
-    data_bytes = rows.view(torch.uint8)[:, _CHECKSUM_BYTES:end]
-    # The checksum's bytes and a row's bytes are multiples of the size of any dtype.
+    data_end = _DATA_START + buffer.nbytes
+    data_bytes = rows.view(torch.uint8)[:, _DATA_START:data_end]
+    # torch allows this view, since the start of the data and the length of a row are multiples of
+    # the size of every dtype.
     data_by_rank = data_bytes.view(buffer.dtype)
     if collective.reduce is None:
-        # This is a gather. The result is a copy, since a view would keep the whole rows in memory.
+        # This is an all_gather. The result is a copy, since a view would keep the whole rows in
+        # memory.
         return data_by_rank.clone()
     return fold(collective.reduce, data_by_rank.unbind())
 
 
-def _mismatch_error(call: str) -> CollectiveMismatchError:
+def _mismatch_error(call_text: str) -> CollectiveMismatchError:
+    """Return the error for ranks that make different calls.
+
+    Args:
+        call_text: the call of this rank, with the line of the user's code.
+    """
     suggestion = "FABRIC_CHECK=1 python ... to see what the others call"
-    if call.startswith("all_gather"):
+    if call_text.startswith("all_gather"):
         ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ"
         suggestion = f"{ragged}; {suggestion}"
     return CollectiveMismatchError(
-        call,
+        call_text,
         problem="another rank of the group makes another call, or could not make its own",
         expected="the same operation and reduction on every rank, over the same names, shapes and "
         "dtypes",
@@ -223,6 +278,13 @@ def _mismatch_error(call: str) -> CollectiveMismatchError:
 
 @lru_cache(maxsize=64)
 def _empty_row(checksum: int, device: torch.device) -> Tensor:
-    """Return a row of a signed message without data."""
-    with real_tensors():  # in a dry run, too: later calls get the same tensor
-        return pad(torch.tensor([checksum], device=device), (0, _ROW_BYTES // 8 - 1))
+    """Return a row of a signed message with a checksum and no data. Callers must not change it.
+
+    Rows are cached, since a loop makes the same calls again and a copy on the device is faster than
+    a transfer from the CPU.
+    """
+    # Real tensors in a dry run, too: a later call outside of it gets the same row from the cache.
+    with real_tensors():
+        checksum_tensor = torch.tensor([checksum], device=device)
+        num_elements = _ROW_BYTES // checksum_tensor.element_size()
+        return pad(checksum_tensor, (0, num_elements - 1))

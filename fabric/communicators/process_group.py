@@ -24,14 +24,16 @@ from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
-_GATHERED_AT_ONCE = 1 << 17  # bytes that gloo gathers with one message to each rank
-_ONE_ROUND = 16  # bytes that gloo reduces in one round
-_LARGEST = 2**63 - 1
+_MAX_DIRECT_GATHER_BYTES = 1 << 17  # of all rows together, which gloo sends straight to each rank
+_MAX_ONE_ROUND_BYTES = 16  # of a buffer that gloo reduces in one round
+
+_MAX_INT64 = 2**63 - 1  # also the mask of all bits but the sign
 
 
 def _torch_reductions() -> dict[Reduce, Any]:
+    """Return torch's reduction for each of fabric's reductions."""
     reductions = {op: getattr(dist.ReduceOp, op.name) for op in Reduce if op is not Reduce.MEAN}
-    # Some backends have no mean, so a mean is a sum that is divided afterwards.
+    # Some backends have no mean, so the caller takes a sum and divides it.
     reductions[Reduce.MEAN] = dist.ReduceOp.SUM
     return reductions
 
@@ -58,6 +60,7 @@ class ProcessGroupCommunicator(Communicator):
         timeout: timedelta | None = None,
     ) -> None:
         self._group = group
+        # Only a group that new_group() has made is destroyed by close().
         self._owns_group = False
         self._process_device = device
         self._timeout = timeout
@@ -68,10 +71,12 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:  # noqa: C901, PLR0912 - a case an operation
+        """Make one call of torch.distributed. See the methods of :class:`Communicator`."""
         buffer = collective.buffer
+        group = self._group
+        # Operations without a peer or a reduction do not use these defaults.
         peer = collective.peer or 0
         op = collective.reduce or Reduce.SUM
-        group = self._group
         match collective.operation:
             case Operation.ALL_REDUCE:
                 return self._all_reduce(buffer, op)
@@ -86,6 +91,7 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.BROADCAST:
                 dist.broadcast(buffer, group_src=peer, group=group)
             case Operation.SCATTER:
+                # torch takes a list of rows on the source, and None on the other ranks.
                 rows = None if collective.rows is None else list(collective.rows)
                 dist.scatter(buffer, rows, group_src=peer, group=group)
             case Operation.GATHER:
@@ -104,16 +110,19 @@ class ProcessGroupCommunicator(Communicator):
                 return self._new_group(buffer)
         return buffer
 
-    def _is_gathered_at_once(self, buffer: Tensor) -> bool:
-        """Return whether to send a buffer straight to all ranks.
+    def _is_gathered_directly(self, buffer: Tensor) -> bool:
+        """Return whether each rank sends a buffer straight to all ranks in an all-gather.
 
-        gloo gathers around a ring, one rank after the other, which takes longer for small buffers.
+        This is faster for small buffers under gloo, whose all-gather passes the buffers around a
+        ring, one rank after the other.
         """
-        return self._is_gloo and 0 < self.size * buffer.nbytes <= _GATHERED_AT_ONCE
+        return self._is_gloo and 0 < self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
 
     def _all_gather(self, buffer: Tensor) -> Tensor:
+        """Return the buffers of all ranks, of shape ``(size, *buffer.shape)``. Collective."""
         output = buffer.new_empty((self.size, *buffer.shape))
-        if self._is_gathered_at_once(buffer):
+        if self._is_gathered_directly(buffer):
+            # An all-to-all of one copy of the buffer for each rank is an all-gather.
             copies = buffer.expand_as(output).contiguous()
             dist.all_to_all_single(output, copies, group=self._group)
         else:
@@ -121,37 +130,52 @@ class ProcessGroupCommunicator(Communicator):
         return output
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
+        """Reduce a buffer over the ranks, in place, and return it. Collective."""
         if self._is_reduced_by_each_rank(buffer, op):
-            return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
-        if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
+            rows = self.all_gather(buffer).unbind()
+            return buffer.copy_(fold(op, rows))
+        is_ordered = op in (Reduce.MIN, Reduce.MAX)
+        if is_ordered and buffer.is_floating_point():
             return self._all_reduce_ordered(buffer, op)
         dist.all_reduce(buffer, op=_TORCH_REDUCTIONS[op], group=self._group)
         if op is Reduce.MEAN:
+            # _TORCH_REDUCTIONS has a sum in place of a mean.
             buffer.div_(self.size)
         return buffer
 
     def _is_reduced_by_each_rank(self, buffer: Tensor, op: Reduce) -> bool:
-        """Return whether to gather the buffers, and let each rank reduce them."""
+        """Return whether to gather the buffers and let each rank reduce them itself."""
         if op in BITWISE:
-            # nccl has no bitwise reductions.
+            # gloo has bitwise reductions, and nccl has none.
             return not self._is_gloo
-        # Gloo reduces larger buffers in two rounds, and gathers them in one.
-        return buffer.nbytes > _ONE_ROUND and self._is_gathered_at_once(buffer)
+        # gloo gathers a small buffer in one round. It reduces in two rounds, unless the buffer is
+        # tiny.
+        is_tiny = buffer.nbytes <= _MAX_ONE_ROUND_BYTES
+        return not is_tiny and self._is_gathered_directly(buffer)
 
     def _all_reduce_ordered(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Take the minimum or maximum of floats, in place. The result is NaN if any value is NaN.
 
-        Backends skip NaN or not, depending on its rank. So the values travel as integers of the
-        same order, and NaN as the largest or the least integer.
+        In a backend's own minimum, the ranks of the NaNs decide whether the result is NaN. So the
+        values travel as integers of the same order, and a NaN as the largest or the least integer.
         """
-        bits = _in_order(buffer.double().view(torch.int64))
-        nan = _LARGEST if op is Reduce.MAX else ~_LARGEST
-        bits.masked_fill_(buffer.isnan(), nan)
-        dist.all_reduce(bits, op=_TORCH_REDUCTIONS[op], group=self._group)
-        return buffer.copy_(_in_order(bits).view(torch.float64))
+        # Every floating-point dtype fits into a double.
+        integers = _ordered_integers(buffer.double().view(torch.int64))
+        # Converted back to a double, both integers are a NaN.
+        integer_of_nan = _MAX_INT64 if op is Reduce.MAX else ~_MAX_INT64
+        integers.masked_fill_(buffer.isnan(), integer_of_nan)
+        dist.all_reduce(integers, op=_TORCH_REDUCTIONS[op], group=self._group)
+        doubles = _ordered_integers(integers).view(torch.float64)
+        return buffer.copy_(doubles)
 
     def _reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
+        """Reduce a buffer of shape ``(size, *s)`` over the ranks, and return this rank's row.
+
+        Collective. The buffer may be overwritten.
+        """
+        # The other reductions need the special cases of _all_reduce(), such as that of a NaN.
         if op not in (Reduce.SUM, Reduce.MEAN):
+            # A copy, since a view would keep the whole buffer in memory.
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
         reduce_scatter_into(output.view(-1), buffer.view(-1), group=self._group)
@@ -160,56 +184,73 @@ class ProcessGroupCommunicator(Communicator):
         return output
 
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
+        """Return the buffers of all ranks on rank ``dst``, and None on the others. Collective."""
         if buffer.is_complex():
-            # In other collectives, torch itself shows complex numbers to the backend as real ones.
+            # Backends have no complex numbers. In other collectives, torch itself passes them on as
+            # real numbers, but not in a gather.
             gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         if self.rank != dst:
             dist.gather(buffer, None, group_dst=dst, group=self._group)
             return None
         output = buffer.new_empty((self.size, *buffer.shape))
+        # The list holds views of the rows, into which torch writes.
         dist.gather(buffer, list(output), group_dst=dst, group=self._group)
         return output
 
-    # torch's own collectives of objects need numpy, which is optional. In a dry run, too, objects
-    # travel in real tensors.
+    # torch's own collectives of objects are not used, since they need numpy, which is optional. The
+    # next two methods use real tensors also in a dry run, since fake tensors have no bytes.
 
     @real_tensors()
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
-        """Return the bytes of rank ``src`` on every rank.
+        """Return the bytes of rank ``src`` on every rank. Collective.
 
         Args:
             message: the bytes on rank ``src``, None on the other ranks.
             src: the source.
+
+        Raises:
+            CollectiveMismatchError: the ranks pass different sources. Every rank raises it.
         """
         # The source travels with the length, since ranks that pass different sources would not
         # notice otherwise. Under MAX, src and -src become the highest and (negated) lowest source.
         # The length is 0 on the other ranks, so its maximum is the length at the source.
         local_length = 0 if message is None else len(message)
-        facts = torch.tensor([local_length, src, -src], device=self.device)
-        self.all_reduce(facts, Reduce.MAX)
-        length, highest, negated_lowest = facts.tolist()
-        lowest = -negated_lowest
-        if lowest != highest:
-            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest, highest])
-        content = message
-        if content is None:
-            content = bytes(length)  # zeros to receive into
-        buffer = to_tensor(content).to(self.device)
-        self.broadcast(buffer, src)
+        length_and_sources = torch.tensor([local_length, src, -src], device=self.device)
+        self.all_reduce(length_and_sources, Reduce.MAX)
+        length, highest_src, negated_lowest_src = length_and_sources.tolist()
+        lowest_src = -negated_lowest_src
+        if lowest_src != highest_src:
+            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest_src, highest_src])
         if message is not None:
+            self.broadcast(to_tensor(message).to(self.device), src)
             return message
-        return to_bytes(buffer)
+        received = torch.zeros(length, dtype=torch.uint8, device=self.device)
+        self.broadcast(received, src)
+        return to_bytes(received)
 
     @real_tensors()
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        length = torch.tensor([len(message)], device=self.device)
-        lengths = self.all_gather(length).flatten().tolist()
-        padded = to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
-        rows = self.all_gather(padded)
+        """Return the bytes of all ranks in rank order, on every rank. Collective.
+
+        The lengths may differ. They are gathered first, since an all-gather needs equal lengths.
+        """
+        local_length = torch.tensor([len(message)], device=self.device)
+        lengths = self.all_gather(local_length).flatten().tolist()
+        padded_message = message.ljust(max(lengths), b"\0")
+        rows = self.all_gather(to_tensor(padded_message).to(self.device))
         return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     def _barrier(self, name: str) -> None:
+        """Wait until every rank has called this. Collective.
+
+        Args:
+            name: the name of the barrier, for the error.
+
+        Raises:
+            UsageError: a rank did not call this within the timeout.
+        """
+        # Without a device, torch guesses one from the rank, and may use that of another process.
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         try:
             dist.barrier(self._group, device_ids=device_ids)
@@ -222,48 +263,81 @@ class ProcessGroupCommunicator(Communicator):
             ) from error
 
     def _new_group(self, ranks: list[int]) -> "ProcessGroupCommunicator | None":
-        if self.size < dist.get_world_size():
-            # torch names groups by counting them. The other ranks would count one less from here
-            # on.
+        """Make a group of some ranks of this group. Collective over this group.
+
+        Args:
+            ranks: the members, as ranks of this group.
+
+        Returns:
+            The communicator, which owns its group. None on a rank that is not a member.
+
+        Raises:
+            UsageError: this group is a part of the job.
+        """
+        world_size = dist.get_world_size()
+        if self.size < world_size:
+            # torch names a group by the number of groups that were made before. The processes
+            # outside of this group would count one less, so that later names would not match.
             raise UsageError(
                 f"new_group({ranks}) of a group of {self.size}",
-                problem=f"the other {dist.get_world_size() - self.size} processes of the job would "
-                "not take part in it",
+                problem=f"the other {world_size - self.size} processes of the job would not take "
+                "part in it",
                 expected="groups that are made of all processes of the job",
                 suggestion="new_group(...) of the communicator over the whole job, on every rank",
             )
-        members = dist.get_process_group_ranks(self._group)
-        group = dist.new_group(sorted(members[rank] for rank in ranks), timeout=self._timeout)
+        global_ranks = dist.get_process_group_ranks(self._group)
+        members = sorted(global_ranks[rank] for rank in ranks)
+        group = dist.new_group(members, timeout=self._timeout)
         if not isinstance(group, dist.ProcessGroup):
-            # torch returns a marker to processes that are not members.
+            # On a rank that is not a member, torch returns a marker, which is not a group.
             return None
         communicator = ProcessGroupCommunicator(group, self._process_device, self._timeout)
         communicator._owns_group = True
         if communicator.device.type == "cpu":
-            # gloo has connected this rank, but not yet all ranks. A rank that closed the group now
-            # would break the connections of the others.
+            # gloo has connected this rank, but not yet all ranks. If a rank closed the group now,
+            # it would break the connections of the others.
             communicator.barrier("new_group")
         return communicator
 
     @override
     def close(self) -> None:
+        """Destroy the group, if :meth:`new_group` made it. A second call does nothing."""
+        # After destroy_process_group() of the whole job, torch has destroyed this group, too.
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
 
 
-def _in_order(bits: Tensor) -> Tensor:
-    """Return the bits of floats as integers of the same order. A second call undoes the first."""
-    return bits ^ ((bits >> 63) & _LARGEST)
+def _ordered_integers(bits: Tensor) -> Tensor:
+    """Return integers that have the order of the doubles with these bits.
+
+    The bits of positive doubles have their order already. Of negative doubles, all bits but the
+    sign are inverted. A second call undoes the first.
+
+    Args:
+        bits: the bits of doubles, as int64.
+    """
+    # The shift keeps the sign: it gives -1, which has all bits set, for negative numbers, else 0.
+    is_negative_mask = bits >> 63
+    return bits ^ (is_negative_mask & _MAX_INT64)
 
 
 def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the reduction of one tensor of each rank, in the order of ranks, as a new tensor."""
+    """Return the reduction of the tensors of all ranks, as a new tensor. Not a collective.
+
+    Every rank that folds the same tensors gets the same bits, since the order is fixed.
+
+    Args:
+        op: the reduction.
+        tensors: one tensor of each rank, in rank order.
+    """
+    # All other reductions are sums, or begin with one.
     combine = (BITWISE | ORDERED).get(op, torch.add)
-    total = reduce(combine, tensors[1:], tensors[0].clone())
+    # The first tensor is cloned, so that the result is new even if it is the only one.
+    result = reduce(combine, tensors[1:], tensors[0].clone())
     if op is Reduce.MEAN:
-        return total / len(tensors)
-    return total
+        return result / len(tensors)
+    return result
 
 
 def to_tensor(message: bytes) -> Tensor:
