@@ -1,9 +1,9 @@
 """Forward passes of a sharded model, through the hooks of its root.
 
 [Note: Sharded forward] Parameters are gathered only while a forward pass of the whole model, or the
-backward pass after it, is running. A submodule that is called by itself computes with shards, or
-becomes the root of a model of its own whose gradients the whole model knows nothing of. Such a call
-is an error when it is made, with or without gradients.
+backward pass after it, is running. A submodule that is called by itself would compute with shards,
+or FSDP2 would take it for the root of another model, and the whole model would not get its
+gradients. So a call of a submodule raises an error at once, with or without gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +29,16 @@ __all__ = ["ShardedForward"]
 
 
 class ShardedForward:
-    """The hooks of a sharded model. See ``[Note: Sharded forward]``.
+    """The hooks around each forward pass of a sharded model. See ``[Note: Sharded forward]``.
 
-    They refuse calls of submodules, and leave the model ready for the next forward pass after each
-    one, even after one that raised.
+    The hooks refuse calls of submodules, and leave the model ready for the next forward pass after
+    each forward pass, even after one that raised. The hooks of the root keep this object alive.
 
     Args:
         root: the user's module, which is sharded already.
         fsdp_modules: the FSDP modules of the model, without the root.
         rank: the rank of this process, for errors.
-        unsharded: the state of the model that is not sharded.
+        unsharded: the parameters and buffers of the model that are not sharded.
     """
 
     def __init__(
@@ -48,42 +48,49 @@ class ShardedForward:
         self.unsharded = unsharded
         self._rank = rank
         self._fsdp_modules: list[Any] = [*fsdp_modules, root]
-        # The running forward passes of the root: a model may call itself.
+        # The number of calls of the root that are running: a model may call itself.
         self._depth = 0
-        self._is_finished = True
+        # False while a forward pass is running, and after one that raised and whose state torch
+        # cannot clear.
+        self._is_ready = True
         self._backward_is_unfinished = unfinished_backward_check(root)
         # Like FSDP's own hooks, these are not part of a compiled graph.
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._after_forward: Any = torch.compiler.disable(unsharded.after_forward)
-        # Now, since a forward pass may leave gathered parameters in the slots of the shards.
+        # Listed now, since a forward pass may leave gathered parameters in place of the shards.
         self._slots = list(parameter_slots(root))
         self._shards = [slot.parameter for slot in self._slots]
+        # The sum of the in-place versions of the shards before the last forward pass.
         self._sum_of_versions = 0
-        self._take_shards_of_state_dicts()
-        root.register_forward_pre_hook(self._enter, prepend=True)
-        root.register_forward_hook(self._finish)
-        root.register_forward_hook(self._leave, always_call=True)
+        self._register_state_dict_hooks()
+        # First and last, so that the other hooks of the root run within the forward pass.
+        root.register_forward_pre_hook(self._begin_pass, prepend=True)
+        root.register_forward_hook(self._note_success)
+        root.register_forward_hook(self._end_pass, always_call=True)
         self._submodule_hooks = self._register_submodule_hooks()
 
-    def _take_shards_of_state_dicts(self) -> None:
+    def _register_state_dict_hooks(self) -> None:
         """Let every module of the model load state dicts with full tensors."""
-        sharded: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        shards_of_modules: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for slot in self._slots:
-            sharded.setdefault(slot.module, {})[slot.name] = slot.parameter
-        for module, parameters in sharded.items():
-            module.register_load_state_dict_pre_hook(partial(take_shards, parameters))
+            shards_of_modules.setdefault(slot.module, {})[slot.name] = slot.parameter
+        for module, shards in shards_of_modules.items():
+            module.register_load_state_dict_pre_hook(partial(take_shards, shards))
 
     def _register_submodule_hooks(self) -> list[HookEntry]:
-        """Refuse calls of submodules.
+        """Register hooks that refuse calls of the submodules from outside of the model.
 
         Returns:
-            The hooks, which are taken off during a forward pass of the model to save time.
+            The hooks. To save time, they are taken off their modules while a forward pass of the
+            model is running.
         """
         entries: list[HookEntry] = []
-        for path, module in callable_submodules(self.root, self._fsdp_modules.__contains__):
+        is_fsdp_module = self._fsdp_modules.__contains__
+        # Modules within an FSDP module have no hooks of their own.
+        for path, module in callable_submodules(self.root, is_fsdp_module):
             refuse = partial(self._refuse_submodule, path)
-            # This hook runs before FSDP's own hook, which would take the submodule for the root of
-            # a model.
+            # Prepended to run before FSDP's own hook, which would take the submodule for the root
+            # of a model.
             handle = module.register_forward_pre_hook(refuse, prepend=True)
             entries.append(hook_entry(handle))
         return entries
@@ -91,20 +98,20 @@ class ShardedForward:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Keep gradients unsharded, and do not reduce them, in backward passes in this context."""
-        before = self.unsharded.synchronizes
+        synchronized_before = self.unsharded.synchronizes
         self.unsharded.synchronizes = False
         self.root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.unsharded.synchronizes = before
-            self.root.set_requires_gradient_sync(before)
+            self.unsharded.synchronizes = synchronized_before
+            self.root.set_requires_gradient_sync(synchronized_before)
 
     def reshard(self, wait: bool = False) -> None:
-        """Free gathered parameters.
+        """Free gathered parameters. Not a collective.
 
         Args:
-            wait: also wait for copies of shards from the host.
+            wait: also wait for the device, which may still copy shards from the host.
         """
         for module in self._fsdp_modules:
             module.reshard()
@@ -112,9 +119,18 @@ class ShardedForward:
             torch.accelerator.synchronize()
 
     def _refuse_submodule(self, path: str, module: nn.Module, args: Any) -> None:
-        # In the backward pass the user's own activation checkpointing calls submodules again.
-        if self._depth or is_in_backward():
+        """Raise a UsageError for a call of a submodule by itself. Its forward pre-hook.
+
+        Args:
+            path: the path of the submodule in the model.
+            module: the submodule.
+            args: the arguments of the call.
+        """
+        is_in_forward = self._depth > 0
+        # In a backward pass, the user's own activation checkpointing calls submodules again.
+        if is_in_forward or is_in_backward():
             return
+        # A method of the user's model that calls the submodule is the better name for the call.
         call = call_of_method(self.root) or f"{path}(...)"
         raise UsageError(
             f"{call} on rank {self._rank}",
@@ -126,17 +142,27 @@ class ShardedForward:
             ),
         )
 
-    def _enter(self, root: nn.Module, args: Any) -> None:
+    def _begin_pass(self, root: nn.Module, args: Any) -> None:
+        """Prepare the model for a forward pass. The first forward pre-hook of the root.
+
+        Raises:
+            UsageError: the forward or backward pass before raised, and this release of torch cannot
+                clear its state.
+        """
+        # In a compiled model, Dynamo traces this hook, but not what is skipped here.
         is_compiling = torch.compiler.is_dynamo_compiling()
         is_outermost = self._depth == 0
         if is_outermost and not is_compiling:
-            if self._backward_is_unfinished() and not is_in_backward():
-                self._forget_pass()
+            # In a running backward pass, activation checkpointing may call the root.
+            has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
+            if has_failed_backward:
+                self._clear_failed_pass()
+            # Optimizers and loading change shards in place, which raises their versions.
             sum_of_versions = sum(map(in_place_version, self._shards))
             if sum_of_versions != self._sum_of_versions:
                 self._sum_of_versions = sum_of_versions
                 self._free_outdated_parameters()
-        if is_outermost and not self._is_finished:
+        if is_outermost and not self._is_ready:
             raise UsageError(
                 f"model(...) on rank {self._rank} after a pass that raised",
                 problem="this release of torch cannot make the model forget that pass: gradients "
@@ -147,48 +173,64 @@ class ShardedForward:
                 ),
             )
         self._depth += 1
-        self._is_finished = False
+        self._is_ready = False
         if is_outermost and not self.unsharded.is_empty:
             self._before_forward()
         if not is_compiling:
+            # The model may call its submodules now. _end_pass() puts the hooks back.
             for entry in self._submodule_hooks:
                 entry.hooks.pop(entry.key, None)
 
-    def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
-        # torch does not call this hook after an error.
-        self._is_finished = True
+    def _note_success(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Record that the forward pass did not raise. A forward hook of the root.
 
-    def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
-        # Another hook may have raised before _enter.
+        torch does not call this hook after an error, whereas it always calls ``_end_pass``.
+        """
+        # Not at the end of an inner call, if the model calls itself.
+        self._is_ready = self._depth == 1
+
+    def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Leave the model as it was before the forward pass. The last forward hook of the root.
+
+        torch calls this hook after an error, too. Then ``output`` may be None.
+        """
+        # Not below 0: if another pre-hook raised first, _begin_pass() was not called.
         self._depth = max(0, self._depth - 1)
-        if self._depth:
+        is_in_outer_call = self._depth > 0
+        if is_in_outer_call:
             return
         if not self.unsharded.is_empty:
             self._after_forward(output)
         if torch.compiler.is_dynamo_compiling():
             return
+        # Put the hooks that refuse calls of submodules back, as the first ones.
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
-        if not self._is_finished:
-            self._forget_pass()
+        if not self._is_ready:
+            self._clear_failed_pass()
         elif not torch.is_grad_enabled():
-            # No backward pass will free the parameters, and changes of the full ones would be lost.
+            # No backward pass will free the gathered parameters of the root. A change of them would
+            # be lost, since the shards would not change.
             self.reshard()
 
     def _free_outdated_parameters(self) -> None:
         """Free parameters that were gathered before the shards changed.
 
-        A forward pass that no backward pass followed leaves them.
+        A forward pass that is not followed by a backward pass leaves gathered parameters in place.
         """
         for slot in self._slots:
-            if slot.parameters[slot.name] is not slot.parameter:
+            is_gathered = slot.parameters[slot.name] is not slot.parameter
+            if is_gathered:
                 self.reshard()
                 return
 
-    def _forget_pass(self) -> None:
-        """Forget a pass that raised, where torch can."""
-        can_forget = hasattr(self.root, "reset_iter_state")  # added after torch 2.11
-        if can_forget:
+    def _clear_failed_pass(self) -> None:
+        """Clear what a forward or backward pass that raised has left in FSDP2's state.
+
+        Where torch cannot do this, the model stays unusable: the next forward pass raises.
+        """
+        can_clear = hasattr(self.root, "reset_iter_state")  # added after torch 2.11
+        if can_clear:
             self.root.reset_iter_state()
-        self._is_finished = can_forget
+        self._is_ready = can_clear

@@ -82,10 +82,13 @@ def check_mesh(
 def mesh_sizes(
     sizes: tuple[int, ...] | None, sharding_strategy: str, world: World
 ) -> dict[str, int]:
-    """Return the size of each dimension of the mesh, by name.
+    """Return the size of each dimension of the mesh, by name: ``replicas`` and ``shards``.
+
+    A mesh with one dimension has no ``replicas``.
 
     Args:
-        sizes: the sizes from the user. None stands for the strategy's default sizes.
+        sizes: the sizes from the user, which have been checked. None stands for the strategy's
+            default sizes.
         sharding_strategy: the sharding strategy.
         world: this process's place in the job.
     """
@@ -103,7 +106,7 @@ def mesh_sizes(
 
 
 class MixedPrecisionOption(NamedTuple):
-    """What the option ``mixed_precision`` says.
+    """The value of the option ``mixed_precision``, in the terms of FSDP2.
 
     Attributes:
         policy: the policy for parameters, gradients and outputs. None leaves it to ``precision``.
@@ -117,8 +120,9 @@ class MixedPrecisionOption(NamedTuple):
 def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
     """Return the policy that the option ``mixed_precision`` stands for.
 
-    ``MixedPrecision`` of torch's first FSDP is translated. There, FSDP modules cast their inputs
-    only when asked to. Here, all of them do if any module does.
+    ``MixedPrecision`` of torch's first FSDP is translated. In torch's first FSDP, the root and the
+    other FSDP modules have separate options for casting their inputs. Here, all of them cast their
+    inputs if one of the two options is set.
 
     Raises:
         ConfigurationError: the value is neither a ``MixedPrecisionPolicy`` nor a
@@ -126,10 +130,14 @@ def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
     """
     if value is None:
         return MixedPrecisionOption()
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # takes a second
+    from torch.distributed.fsdp import (  # takes a second to import
+        MixedPrecision,
+        MixedPrecisionPolicy,
+    )
 
     if isinstance(value, MixedPrecisionPolicy):
         return MixedPrecisionOption(value)
+    # FSDP2 has no keep_low_precision_grads.
     if not isinstance(value, MixedPrecision) or value.keep_low_precision_grads:
         raise ConfigurationError(
             f"FSDPStrategy(mixed_precision={value!r})",
@@ -150,7 +158,7 @@ def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
 
 
 def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module]) -> None:
-    """Raise a ConfigurationError for a model that cannot be sharded.
+    """Raise a ConfigurationError for a model that cannot be sharded. Not a collective.
 
     Args:
         root: the model.
@@ -160,42 +168,45 @@ def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module
     """
     parameters = dict(root.named_parameters())
     lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
-    _refuse(
-        root,
+    _refuse_if_any(
         lazy,
-        "are lazy and have no shape before a first forward pass",
-        "one model(batch) before setup()",
-    )
-    _refuse(
         root,
+        problem="are lazy and have no shape before a first forward pass",
+        suggestion="one model(batch) before setup()",
+    )
+    _refuse_if_any(
         _names_of_sparse_tables(root),
-        "have sparse gradients, which cannot be sharded",
-        'sparse=False, or strategy="ddp"',
+        root,
+        problem="have sparse gradients, which cannot be sharded",
+        suggestion='sparse=False, or strategy="ddp"',
     )
     strided = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
-    _refuse(
-        root,
+    _refuse_if_any(
         strided,
-        "are not contiguous, as in channels_last",
-        "model.to(memory_format=torch.contiguous_format)",
-    )
-    _refuse(
         root,
+        problem="are not contiguous, as in channels_last",
+        suggestion="model.to(memory_format=torch.contiguous_format)",
+    )
+    _refuse_if_any(
         _names_in_sharded_models(root, models),
-        "belong to another model, which is sharded",
-        "one module around both, and one setup() of it",
+        root,
+        problem="belong to another model, which is sharded",
+        suggestion="one module around both, and one setup() of it",
     )
     if is_source:
-        _refuse(
-            root,
+        _refuse_if_any(
             _names_without_values(root),
-            "have no values, being on meta",
-            "a model built in fabric.init_module()",
+            root,
+            problem="have no values, being on meta",
+            suggestion="a model built in fabric.init_module()",
         )
 
 
-def _refuse(root: nn.Module, names: Sequence[str], problem: str, suggestion: str) -> None:
-    """Raise a ConfigurationError for parts of a model, if there are any."""
+def _refuse_if_any(names: Sequence[str], root: nn.Module, problem: str, suggestion: str) -> None:
+    """Raise a ConfigurationError that lists names in a model, if there are any names.
+
+    ``problem`` is the rest of a sentence: "these {problem}: {names}".
+    """
     if names:
         raise ConfigurationError(
             f"setup({type(root).__name__}) with FSDP",
@@ -205,6 +216,7 @@ def _refuse(root: nn.Module, names: Sequence[str], problem: str, suggestion: str
 
 
 def _names_of_sparse_tables(root: nn.Module) -> list[str]:
+    """Return the names of the embeddings that are trained with sparse gradients."""
     names: list[str] = []
     for name, module in root.named_modules():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
@@ -214,21 +226,31 @@ def _names_of_sparse_tables(root: nn.Module) -> list[str]:
 
 
 def _names_in_sharded_models(root: nn.Module, models: Iterable[nn.Module]) -> list[str]:
-    """Return the names of parameters and modules of a model that other models have."""
+    """Return the names of a model's parameters and modules that sharded models share.
+
+    Args:
+        root: the model.
+        models: the models that are sharded already.
+    """
     names: list[str] = []
     for name, parameter in root.named_parameters():
-        if shard_of(parameter) is not None:
+        was_replaced_by_shard = shard_of(parameter) is not None
+        if was_replaced_by_shard:
             names.append(name)
-    sharded: set[nn.Module] = set()
+    sharded_modules: set[nn.Module] = set()
     for model in models:
-        sharded.update(model.modules())
+        sharded_modules.update(model.modules())
     for name, module in root.named_modules():
-        if module in sharded:
-            names.append(name or "the module itself")
+        if module in sharded_modules:
+            names.append(name or "the module itself")  # the name of the root is empty
     return names
 
 
 def _names_without_values(root: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers on the meta device.
+
+    Parameters of an empty build are left out: a checkpoint will fill them.
+    """
     tensors: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     names: list[str] = []
     for name, tensor in tensors.items():
@@ -245,17 +267,22 @@ def check_dtypes(
 ) -> None:
     """Raise a ConfigurationError for an FSDP module with trained parameters of several dtypes.
 
+    FSDP2 reduces the gradients of an FSDP module in one buffer of one dtype. Not a collective.
+
     Args:
         root: the model.
         fsdp_modules: its FSDP modules, without the root.
         ignored: the parameters that are not to be sharded.
         precision: the precision of the setup.
     """
+    # The names of the parameters of each FSDP module, by dtype.
     names_by_dtype: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
     for parameter, owners in owners_by_name(root, fsdp_modules).items():
         if not parameter.requires_grad or is_unsharded(parameter, ignored):
             continue
+        # A parameter with several names has one owner, so the first name will do.
         name, owner = next(iter(owners.items()))
+        # The precision may convert the parameter before it is sharded.
         dtype = precision.param_dtype or parameter.dtype
         names_by_dtype.setdefault(owner, {}).setdefault(dtype, []).append(name)
     for names in names_by_dtype.values():
@@ -272,23 +299,25 @@ def check_dtypes(
 
 def check_optimizers(
     optimizers: Sequence[Optimizer],
-    shards: int,
+    num_shards: int,
     module: nn.Module | None,
     models: Sequence[nn.Module],
 ) -> None:
     """Raise a UsageError for an optimizer that would not train, or would lose its state.
 
+    Not a collective.
+
     Args:
         optimizers: the optimizers to set up.
-        shards: the number of shards of a parameter.
-        module: the model to shard with them. None if there is none.
+        num_shards: the number of shards of a parameter.
+        module: the model that is about to be sharded with them. None if there is none.
         models: the models that are sharded already.
     """
     to_shard: set[nn.Parameter] = set()
     if module is not None:
         to_shard.update(module.parameters())
     for optimizer in optimizers:
-        problem = _problem_of_optimizer(optimizer, shards, to_shard, models)
+        problem = _problem_of_optimizer(optimizer, num_shards, to_shard, models)
         if problem is not None:
             raise UsageError(
                 f"setup of {type(optimizer).__name__} with FSDP",
@@ -302,11 +331,19 @@ def check_optimizers(
 
 def _problem_of_optimizer(
     optimizer: Optimizer,
-    shards: int,
+    num_shards: int,
     to_shard: set[nn.Parameter],
     models: Sequence[nn.Module],
 ) -> str | None:
-    """Return why an optimizer cannot train sharded parameters. None if it can."""
+    """Return why an optimizer cannot train sharded parameters. None if it can.
+
+    Args:
+        optimizer: the optimizer.
+        num_shards: the number of shards of a parameter.
+        to_shard: the parameters that are about to be sharded. The optimizer may hold them: setup
+            then gives it the shards.
+        models: the models that are sharded already.
+    """
     parameters = parameters_of(optimizer)
     replacements = {shard_of(parameter) for parameter in parameters} - {None}
     if replacements:
@@ -324,17 +361,25 @@ def _problem_of_optimizer(
     for parameter in parameters:
         if parameter in to_shard and _has_history(optimizer.state.get(parameter)):
             return "it has state for whole parameters, and these are about to be sharded"
-    if not _has_step_for_shards(optimizer, shards, to_shard):
+    if not _has_step_for_shards(optimizer, num_shards, to_shard):
         return 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
     return None
 
 
 def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> bool:
-    """Return whether parameters are full ones, which a forward pass gathered from shards."""
+    """Return whether some parameters are full ones, which a forward pass gathered from shards.
+
+    Such a parameter is either freed by now, or still in its model in place of the shards.
+
+    Args:
+        parameters: the parameters of an optimizer.
+        models: the models that are sharded already.
+    """
     gathered: set[Tensor] = set()
     for model in models:
         for parameter in model.parameters():
-            if local_tensor(parameter) is parameter:
+            is_dtensor = local_tensor(parameter) is not parameter
+            if not is_dtensor:
                 gathered.add(parameter)
     for parameter in parameters:
         local = local_tensor(parameter)
@@ -347,27 +392,43 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
 def _has_history(slots: Mapping[str, Any] | None) -> bool:
     """Return whether an optimizer's state of a parameter holds more than initial values.
 
-    Adagrad fills in initial values when it is made, with a step of 0.
+    Adagrad fills in initial values when the optimizer is made, with a step of 0.
+
+    Args:
+        slots: the state by name. None if the parameter has no state.
     """
     if not slots:
         return False
-    if slots.get("step", 1):
+    # State without a step is taken for history.
+    has_stepped = bool(slots.get("step", 1))
+    if has_stepped:
         return True
+    # Initial values on the meta device cannot be sharded: they have no values.
     return any(getattr(value, "is_meta", False) for value in slots.values())
 
 
-def _has_step_for_shards(optimizer: Optimizer, shards: int, to_shard: set[nn.Parameter]) -> bool:
-    """Return whether torch can compute an optimizer's step with its sharded parameters."""
+def _has_step_for_shards(
+    optimizer: Optimizer, num_shards: int, to_shard: set[nn.Parameter]
+) -> bool:
+    """Return whether torch can compute an optimizer's step with its sharded parameters.
+
+    Args:
+        optimizer: the optimizer.
+        num_shards: the number of shards of a parameter.
+        to_shard: the parameters that are about to be sharded.
+    """
     sharded: list[Tensor] = []
     for parameter in parameters_of(optimizer):
-        if parameter in to_shard or local_tensor(parameter) is not parameter:
+        is_dtensor = local_tensor(parameter) is not parameter
+        if is_dtensor or parameter in to_shard:
             sharded.append(parameter)
     if not sharded:
         return True
     if isinstance(optimizer, optim.LBFGS):
-        # Only dimension 0 is sharded. A scalar has none.
+        # LBFGS needs shards of equal sizes. Dimension 0 is the sharded one, and a scalar has none.
         lengths = [parameter.shape[0] for parameter in sharded if parameter.dim()]
-        return not any(length % shards for length in lengths)
+        return not any(length % num_shards for length in lengths)
+    # The steps of these optimizers need the full parameters.
     return not isinstance(optimizer, optim.Adafactor | optim.Rprop)
 
 
@@ -382,36 +443,41 @@ def shard_module(
 ) -> None:
     """Make an FSDP module with rank 0's values, and free the original parameters. Collective.
 
+    Inner FSDP modules have to be made first: their parameters are then left alone.
+
     Args:
         communicator: all ranks.
         module: the module. If it is an FSDP module already, it stays as it is.
-        originals: the original parameters, by name, of parameters that are split already over
-            another dimension of the mesh.
+        originals: by name, the original parameters of the parameters that are split already over
+            another dimension of the mesh. They have their values, and are freed here.
         **arguments: arguments of ``fully_shard``.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard  # slow; imported already
 
-    plain: dict[str, nn.Parameter] = {}
+    plain_parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        if local_tensor(parameter) is parameter:
-            plain[name] = parameter
-    receive_values(communicator, module, list(plain.values()))
+        is_dtensor = local_tensor(parameter) is not parameter
+        if not is_dtensor:
+            plain_parameters[name] = parameter
+    receive_values(communicator, module, list(plain_parameters.values()))
     if not isinstance(module, FSDPModule):
         fully_shard(module, **arguments)
-    originals = {**plain, **originals}
+    all_originals = {**plain_parameters, **originals}
     sharded: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters():
-        if name in originals:
-            _replace(originals[name], parameter)
+        if name in all_originals:
+            _replace_original(all_originals[name], parameter)
             sharded.add(parameter)
     slots = [slot for slot in parameter_slots(module) if slot.parameter in sharded]
 
     def share_with_gathered(*_: object) -> None:
-        # FSDP has just gathered the parameters for the first time, into tensors that it reuses.
+        # A forward pre-hook after FSDP's own. FSDP has just gathered the parameters for the first
+        # time, and reuses these tensors in all later forward passes, so once is enough.
         handle.remove()
         for slot in slots:
             _share_attributes(slot.parameter, slot.parameters[slot.name])
 
+    # Dynamo must not trace the hook, which changes the module.
     outside_of_graphs: Any = torch.compiler.disable(share_with_gathered)
     handle = module.register_forward_pre_hook(outside_of_graphs)
 
@@ -420,6 +486,9 @@ def replicate_unsharded(
     communicator: Communicator, root: nn.Module, ignored: set[nn.Parameter], mesh: DeviceMesh
 ) -> set[nn.Parameter]:
     """Give buffers and parameters that are not sharded rank 0's values. Collective.
+
+    Called before the rest of the model is sharded. The parameters become replicated DTensors, so
+    that all parameters of the model are of one kind.
 
     Args:
         communicator: all ranks.
@@ -432,7 +501,8 @@ def replicate_unsharded(
     """
     from torch.distributed.tensor import Replicate, distribute_tensor  # slow; imported already
 
-    if ignored and ignored.isdisjoint(root.parameters()) and communicator.rank == 0:
+    has_ignored_parameter = not ignored.isdisjoint(root.parameters())
+    if ignored and not has_ignored_parameter and communicator.rank == 0:
         # Pickling a strategy for a rank copies its parameters.
         warnings.warn(
             f"setup of {type(root).__name__}: ignored_params are no parameters of it. A model from "
@@ -446,32 +516,36 @@ def replicate_unsharded(
     receive_values(communicator, root, [*root.buffers(), *originals.values()])
     replicated: set[nn.Parameter] = set()
     for name, original in originals.items():
-        present = root.get_parameter(name)  # not the original one if that was a meta tensor
+        # receive_values() has replaced the original parameter if it was a meta tensor.
+        present = root.get_parameter(name)
+        # Without a source rank, nothing is sent: all ranks have the values already.
         tensor = distribute_tensor(
             present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None
         )
         parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
-        _put(root, present, parameter)
-        _replace(original, parameter)
+        _replace_in_modules(root, present, parameter)
+        _replace_original(original, parameter)
         replicated.add(parameter)
     return replicated
 
 
-def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: int) -> None:
+def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], num_ahead: int) -> None:
     """Have each FSDP module gather the modules before it, in the backward pass.
 
     Args:
         root: the model. Its forward pass is taken to use modules in the order of ``modules()``.
         fsdp_modules: the FSDP modules, without the root.
-        ahead: the number of modules to gather ahead.
+        num_ahead: the number of modules to gather ahead. 0 for none.
     """
     prefetched = set(fsdp_modules)
     forward_order: list[Any] = [module for module in root.modules() if module in prefetched]
+    # In the backward pass, the root is the first.
     for index, module in enumerate([*forward_order, root]):
-        first = max(0, index - ahead)
+        first = max(0, index - num_ahead)
         previous = forward_order[first:index]
         previous.reverse()
-        # A module that prefetches itself prefetches nothing. An empty list is torch's default.
+        # A module that prefetches itself prefetches nothing, since it is gathered by then. An empty
+        # list would mean torch's default, which is to prefetch one module.
         module.set_modules_to_backward_prefetch(previous or [module])
 
 
@@ -485,9 +559,9 @@ def receive_values(
 ) -> None:
     """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
 
-    An :class:`EmptyParameter` is filled with nan. A parameter that is on the device may stay in a
-    mapped file, since it is about to be sharded. A meta tensor is replaced, wherever the module has
-    it. All other tensors keep their identity.
+    An :class:`EmptyParameter` is filled with NaN. If the communicator's device is the CPU, a
+    parameter may stay in a mapped file, since it is about to be sharded. A meta tensor is replaced
+    in the module. All other tensors keep their identity and get new data.
 
     Args:
         communicator: all ranks.
@@ -499,7 +573,8 @@ def receive_values(
     for tensor in tensors:
         value = _receive_value(communicator, tensor)
         if is_mapped(tensor):
-            if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            if value.device.type == "cpu" and is_buffer:
                 value = deepcopy(tensor.detach(), copies).copy_(value)
             release_pages(tensor.untyped_storage())
         if not tensor.is_meta:
@@ -507,11 +582,15 @@ def receive_values(
             continue
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        _put(module, tensor, value)
+        _replace_in_modules(module, tensor, value)
 
 
 def _receive_value(communicator: Communicator, tensor: Tensor) -> Tensor:
-    """Return rank 0's values of a tensor, on the communicator's device. Collective."""
+    """Return rank 0's values of a tensor, on the communicator's device. Collective.
+
+    The returned tensor may share the memory of ``tensor``. An :class:`EmptyParameter`, which has no
+    values on any rank, is filled with NaN without a collective.
+    """
     if tensor.is_meta:
         value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
     else:
@@ -519,27 +598,32 @@ def _receive_value(communicator: Communicator, tensor: Tensor) -> Tensor:
     if isinstance(tensor, EmptyParameter):
         fill_empty(value)
     else:
+        # As bytes: backends do not carry all dtypes.
         communicator.broadcast(value.view(-1).view(torch.uint8), 0)
     return value
 
 
-def _replace(original: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Move attributes and hooks to the parameter that replaces another, and free the original."""
+def _replace_original(original: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Move attributes and hooks to the parameter that replaces the original, which is freed.
+
+    Not a collective. The module holds ``parameter`` already. An optimizer may hold ``original``
+    until the optimizer is set up, and finds ``parameter`` by ``shard_of(original)``.
+    """
     _share_attributes(original, parameter)
     share_accumulation_hooks(original, parameter)
     set_shard_of(original, parameter)
-    # An optimizer may hold the original parameter until the optimizer is set up.
+    # Frees the memory although the optimizer holds the parameter.
     original.data = original.new_empty(0)
 
 
 def _share_attributes(source: Tensor, target: Any) -> None:
-    """Give a tensor the attributes and the gradient hooks of another one."""
+    """Give ``target`` the attributes and the gradient hooks of ``source``, which keeps them."""
     vars(target).update(vars(source))
     share_gradient_hooks(source, target)
 
 
-def _put(root: nn.Module, tensor: Tensor, replacement: Any) -> None:
-    """Replace a parameter or buffer everywhere in a module."""
+def _replace_in_modules(root: nn.Module, tensor: Tensor, replacement: Any) -> None:
+    """Replace a parameter or buffer under every name by which a module of the model holds it."""
     for module in root.modules():
         for registered in (registered_parameters(module), registered_buffers(module)):
             for name, value in registered.items():

@@ -1,14 +1,15 @@
 """The state of a sharded model: unsharded parameters and buffers, state dicts, optimizer state.
 
-[Note: Unsharded state] A parameter without a dimension, or without elements, cannot be sharded; one
-of ``ignored_params`` should not be. It becomes a replicated DTensor, so that optimizers, clipping
-and checkpoints deal with one kind of parameter. From a forward pass until the end of the backward
-pass after it, this rank's plain tensor replaces the DTensor in its module; then the gradients of
-all these parameters are averaged in one all-reduce. The parameter keeps its dtype in forward
-passes, and its device if shards are on the CPU.
+[Note: Unsharded state] A parameter without a dimension, or without elements, cannot be sharded. A
+parameter in ``ignored_params`` should not be sharded. These parameters become replicated DTensors,
+so that optimizers, clipping and checkpoints deal with one kind of parameter. From a forward pass
+until the end of the backward pass after it, this rank's plain tensor replaces the DTensor in its
+module. At the end of the backward pass, the gradients of all these parameters are averaged in one
+all-reduce. The parameter keeps its dtype in forward passes, and its device if shards are on the
+CPU.
 
 Buffers are not sharded either. Running statistics are as under DDP: the first forward pass, and
-each forward pass after one with synchronization, starts with rank 0's statistics on all ranks.
+each forward pass after a pass with synchronization, starts with rank 0's statistics on all ranks.
 Other buffers stay local to each rank.
 """
 
@@ -33,7 +34,7 @@ from fabric.tree import flatten, parameters_of
 __all__ = [
     "ParameterSlot",
     "UnshardedState",
-    "full",
+    "gather_full_tensor",
     "is_unsharded",
     "parameter_slots",
     "set_shard_of",
@@ -43,9 +44,10 @@ __all__ = [
     "take_shards",
 ]
 
-# The attribute of an original parameter that holds the sharded one that replaced it.
+# The attribute of an original parameter that holds the sharded parameter that replaced it.
 _SHARD = "_fabric_shard"
-# Optimizer state that is a plain scalar tensor for a parameter of any shape.
+# Optimizer state that is a plain scalar tensor for a parameter of any shape, so also for a
+# replicated parameter without a dimension.
 _SCALAR_STATE = {"step", "mu_product", "eta", "mu"}
 
 
@@ -56,7 +58,7 @@ class ParameterSlot(NamedTuple):
         module: the module.
         parameters: the dict in which the module holds its parameters.
         name: the name in that dict.
-        parameter: the parameter that was there when the slot was made.
+        parameter: the parameter that was in the dict when the slot was made.
     """
 
     module: nn.Module
@@ -66,7 +68,10 @@ class ParameterSlot(NamedTuple):
 
 
 def parameter_slots(root: nn.Module) -> Iterator[ParameterSlot]:
-    """Yield a slot for each name under which a model holds a parameter."""
+    """Yield a slot for each name under which a module of a model holds a parameter.
+
+    A parameter that several modules share has a slot in each of them.
+    """
     for module in root.modules():
         parameters = registered_parameters(module)
         for name, parameter in parameters.items():
@@ -88,62 +93,88 @@ def set_shard_of(original: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def is_unsharded(parameter: nn.Parameter, ignored: set[nn.Parameter]) -> bool:
-    """Return whether a parameter is not to be sharded. See ``[Note: Unsharded state]``."""
-    return not parameter.dim() or not parameter.numel() or parameter in ignored
+    """Return whether a parameter is to be replicated in place of sharded.
+
+    A parameter is replicated if it has no dimension, has no elements, or is in ``ignored``.
+    """
+    has_no_dimension = parameter.dim() == 0
+    has_no_elements = parameter.numel() == 0
+    return has_no_dimension or has_no_elements or parameter in ignored
 
 
 # -- state dicts --------------------------------------------------------------------------------
 
 
-def full(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one. Other tensors are returned unchanged. Collective.
+def gather_full_tensor(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one. Other tensors are returned unchanged.
+
+    Collective for a sharded tensor.
 
     Args:
         device: the device of the process group, where shards are gathered.
         tensor: the tensor. Its shards may be on the CPU.
     """
-    if local_tensor(tensor) is tensor:
+    is_sharded = local_tensor(tensor) is not tensor
+    if not is_sharded:
         return tensor
     return full_tensor(tensor.to(device))
 
 
 def take_shards(
-    sharded: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    shards: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Replace full tensors in a state dict by this rank's shards.
+    """Replace full tensors in a state dict by this rank's shards. Not a collective.
 
-    With ``sharded`` bound, this is a pre-hook for ``load_state_dict`` of one module.
+    With ``shards`` bound, this function is a pre-hook for ``load_state_dict`` of one module.
 
     Args:
-        sharded: the sharded tensors of the module, by name.
+        shards: the sharded tensors of the module, by name.
         module: the module.
-        state: the state dict, which is changed.
+        state: the state dict, which is changed in place.
         prefix: the prefix of the module's names in the state dict.
-        *_: other arguments of the hook.
+        *_: other arguments of the hook, which are not used.
     """
-    for name, tensor in sharded.items():
+    for name, tensor in shards.items():
         key = prefix + name
         if key in state:
             state[key] = _shard_like(tensor, state[key])
 
 
 def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with full tensors replaced by this rank's shards."""
+    """Return an optimizer's state dict with full tensors replaced by this rank's shards.
+
+    Not a collective. This function is also a pre-hook for ``load_state_dict`` of the optimizer.
+
+    Args:
+        optimizer: the optimizer, which holds sharded parameters.
+        state_dict: its state dict. State that is sharded already stays as it is.
+    """
+    # In a state dict, parameters have numbers, in the order of the optimizer's parameters.
     numbers: list[int] = []
     for group in state_dict["param_groups"]:
         numbers.extend(group["params"])
-    parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
+    # Not strict: if their numbers differ, load_state_dict() raises torch's error.
+    parameters_by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     state: dict[int, dict[str, Any]] = {}
     for number, slots in state_dict["state"].items():
-        state[number] = shard_slots(parameters.get(number), slots)
+        parameter = parameters_by_number.get(number)
+        state[number] = shard_slots(parameter, slots)
     return {**state_dict, "state": state}
 
 
 def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter with full tensors replaced by shards."""
+    """Return an optimizer's state of one parameter with full tensors replaced by shards.
+
+    Not a collective.
+
+    Args:
+        parameter: the sharded parameter. For None or a plain parameter, values stay as they are.
+        slots: the state of the parameter, by name, such as ``"exp_avg"``.
+    """
     sharded: dict[str, Any] = {}
     for name, value in slots.items():
         if name in _SCALAR_STATE:
+            # Never sharded, even if the parameter has the same shape.
             sharded[name] = value
         else:
             sharded[name] = _shard_like(parameter, value)
@@ -151,9 +182,11 @@ def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shard_like(sharded: Any, value: Any) -> Any:
-    """Return this rank's shard of a full tensor, with the placements of another sharded tensor.
+    """Return this rank's shard of a full tensor, placed as another tensor is. Not a collective.
 
-    Values that are no full tensor of the same shape are returned unchanged.
+    Args:
+        sharded: the tensor that is placed already. If it is not a DTensor, ``value`` is returned.
+        value: a full tensor of the same shape. Any other value is returned unchanged.
     """
     if sharded is None or local_tensor(sharded) is sharded:
         return value
@@ -163,10 +196,11 @@ def _shard_like(sharded: Any, value: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor  # slow; a DTensor has imported it
 
     mesh = sharded.device_mesh
+    # Every rank has the full tensor: without a source rank, nothing is sent.
     shard = distribute_tensor(
         value.to(mesh.device_type), mesh, sharded.placements, src_data_rank=None
     )
-    # A copy: a shard may be a view, which would keep the full value in memory.
+    # A copy, since a shard may be a view, which would keep the full value in memory.
     return shard.to(sharded.device, copy=True)
 
 
@@ -198,26 +232,36 @@ class UnshardedState:
     ) -> None:
         self._communicator = communicator
         self._slots = [slot for slot in parameter_slots(root) if slot.parameter in replicated]
-        # A dict, since the order has to be the same on all ranks.
+        # A dict and not a set, since the order has to be the same on all ranks.
         self.parameters = dict.fromkeys(slot.parameter for slot in self._slots)
+        # The buffers of each module with running statistics.
         self._buffers_of_norms: list[dict[str, Tensor | None]] = []
         if broadcasts_statistics:
             self._buffers_of_norms = _buffers_with_statistics(root)
         self.is_empty = not self._slots and not self._buffers_of_norms
         self.synchronizes = True
         self.unreduced: list[nn.Parameter] = []
+        # Whether ranks may have different running statistics since the last broadcast.
         self._statistics_differ = True
+        # Whether this object's callback at the end of the running backward pass is registered.
         self._awaits_backward_end = False
 
     def before_forward(self) -> None:
-        """Broadcast running statistics, and replace parameters by plain tensors. Collective."""
+        """Put this rank's plain tensors in place of the replicated parameters.
+
+        Called before each forward pass of the whole model, if ``is_empty`` is false. Collective if
+        rank 0's running statistics are to be broadcast: all ranks then decide the same.
+        """
         if self._statistics_differ and self._buffers_of_norms:
             self._broadcast_statistics()
+        # As under DDP, the next forward pass broadcasts only after a forward pass that trains with
+        # synchronization.
         self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
         self._awaits_backward_end = False
         for slot in self._slots:
-            if slot.parameters.get(slot.name) is not slot.parameter:
-                continue  # the user has replaced it
+            was_replaced_by_user = slot.parameters.get(slot.name) is not slot.parameter
+            if was_replaced_by_user:
+                continue
             parameter: Any = slot.parameter
             plain = parameter.to_local()
             # Python finds an instance attribute before nn.Module looks for a parameter.
@@ -225,7 +269,15 @@ class UnshardedState:
             self._watch_backward([plain])
 
     def after_forward(self, output: Any) -> None:
-        """Put the parameters back, now or at the end of the backward pass."""
+        """Put the replicated parameters back, now or at the end of the backward pass.
+
+        Called after each forward pass of the whole model, if ``is_empty`` is false.
+
+        Args:
+            output: what the forward pass returned. If a tensor in ``output`` requires a gradient,
+                the parameters are put back at the end of the backward pass, in which activation
+                checkpointing runs parts of the forward pass again.
+        """
         if not self._slots:
             return
         leaves, _ = flatten(output)
@@ -234,7 +286,7 @@ class UnshardedState:
             self._restore_parameters()
 
     def _watch_backward(self, values: Iterable[Any]) -> bool:
-        """Register hooks that detect the backward pass.
+        """Register a hook on each tensor that requires a gradient, to detect the backward pass.
 
         Returns:
             Whether any of the values is a tensor that requires a gradient.
@@ -247,20 +299,32 @@ class UnshardedState:
         return is_watched
 
     def _on_gradient(self, grad: Tensor) -> None:
+        """Have autograd call ``_after_backward`` once, at the end of the running backward pass.
+
+        This is a hook of the outputs of a forward pass and of the replicated parameters: the first
+        gradient of any of them shows that a backward pass is running.
+        """
         if not self._awaits_backward_end:
             self._awaits_backward_end = True
             at_end_of_backward(self._after_backward)
 
     def _restore_parameters(self) -> None:
+        """Take away the instance attributes that hide the replicated parameters."""
         for slot in self._slots:
             vars(slot.module).pop(slot.name, None)
 
     @torch.no_grad()
     def _after_backward(self) -> None:
+        """Put the parameters back, and average their gradients over the ranks.
+
+        Autograd calls this method at the end of a backward pass. Collective if gradients are
+        synchronized. Otherwise the parameters with a gradient are listed in ``unreduced``.
+        """
         self._awaits_backward_end = False
         self._restore_parameters()
         with_gradient: list[nn.Parameter] = []
-        # Ranks agree on a gradient's place in the message by the parameter's number.
+        # By the number of the parameter: all_reduce() compares the keys between the ranks, so that
+        # gradients of different parameters are not added up.
         gradients: dict[int, Tensor] = {}
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -276,27 +340,37 @@ class UnshardedState:
                 gradients[number].copy_(mean)
 
     def _broadcast_statistics(self) -> None:
-        """Give all ranks rank 0's values of all buffers of norms, in one message. Collective."""
+        """Give all ranks rank 0's buffers of the modules with running statistics. Collective.
+
+        All buffers travel in one message of bytes.
+        """
         buffers: list[Tensor] = []
         for registered in self._buffers_of_norms:
             for buffer in registered.values():
                 if buffer is not None:
                     buffers.append(buffer)
-        messages = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
-        message = torch.cat(messages)
+        bytes_of_buffers = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+        message = torch.cat(bytes_of_buffers)
         self._communicator.broadcast(message, 0)
-        sizes = [part_of_message.numel() for part_of_message in messages]
+        sizes = [buffer_bytes.numel() for buffer_bytes in bytes_of_buffers]
         for buffer, received in zip(buffers, message.split(sizes), strict=True):
+            # A clone is aligned. The bytes in the message may not be, and could then not be viewed
+            # in the buffer's dtype.
+            value = received.clone().view(buffer.dtype)
             # By ``data``: a change that autograd sees would invalidate the backward pass of the
-            # previous forward pass. A clone, since bytes in the message may not be aligned.
-            buffer.data.copy_(received.clone().view(buffer.dtype).view_as(buffer))
+            # previous forward pass.
+            buffer.data.copy_(value.view_as(buffer))
 
 
 def _buffers_with_statistics(root: nn.Module) -> list[dict[str, Tensor | None]]:
-    """Return the buffers of each module that has running statistics."""
+    """Return the dict of buffers of each module that has running statistics.
+
+    The dicts are those of the modules, so buffers that a module replaces later are included.
+    """
     buffers_of_norms: list[dict[str, Tensor | None]] = []
     for module in root.modules():
         buffers = registered_buffers(module)
-        if buffers.get("running_mean") is not None:
+        has_statistics = buffers.get("running_mean") is not None
+        if has_statistics:
             buffers_of_norms.append(buffers)
     return buffers_of_norms

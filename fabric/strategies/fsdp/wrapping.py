@@ -1,10 +1,10 @@
 """The modules of a model that are sharded one by one.
 
-[Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its
-parameters are gathered right before its forward pass, and freed after it. All other parameters
-belong to the root, which is gathered for the whole forward pass. Sharding saves most memory if the
-FSDP modules are the repeated blocks of a model: one block is unsharded at a time. A parameter that
-several modules share must belong to one FSDP module, or to the root.
+[Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied. Its
+parameters are gathered right before its forward pass, and freed after the forward pass. All other
+parameters belong to the root, which is gathered for the whole forward pass. Sharding saves most
+memory if the FSDP modules are the repeated blocks of a model: one block is unsharded at a time. A
+parameter that several modules share must belong to one FSDP module, or to the root.
 """
 
 import inspect
@@ -26,24 +26,29 @@ __all__ = [
     "parse_wrap_policy",
 ]
 
-# Classes of modules, or a function of a module that is true for those that are chosen.
+# Classes of modules, or a function of a module that is true if the module is chosen.
 ModuleChoice = tuple[type[nn.Module], ...] | Callable[..., object]
 
-# Containers whose forward pass the user does not call, unless a subclass defines one.
+# Containers without a forward pass, unless a subclass defines one.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
-    """Return the classes, as a tuple, or the function that an option names. None stays None.
+    """Return the choice of modules that the user passed, with classes as a tuple.
+
+    Args:
+        option: the name of the option, for the error.
+        choice: a class, several classes, or a function of a module. None stays None.
 
     Raises:
-        ArgumentTypeError: the option is anything else.
+        ArgumentTypeError: the choice is anything else.
     """
     if choice is None:
         return None
     classes = tuple(choice) if isinstance(choice, Collection) else (choice,)
     if classes and all(_is_module_class(value) for value in classes):
         return classes
+    # Other classes are callable, too, and are mistakes.
     if callable(choice) and not isinstance(choice, type):
         return choice
     raise ArgumentTypeError(
@@ -52,8 +57,14 @@ def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
 
 
 def parse_wrap_policy(policy: Any) -> ModuleChoice | None:
-    """Return the choice of an option, as :func:`parse_choice`. A number becomes torch's policy."""
-    if type(policy) is not int or policy < 1:
+    """Return the choice of modules that the option ``auto_wrap_policy`` stands for.
+
+    A positive int is a number of parameters: FSDP modules have at least as many, by torch's
+    size-based policy. See :func:`parse_choice` for everything else.
+    """
+    # type() and not isinstance(): a bool is not a number of parameters.
+    is_number_of_parameters = type(policy) is int and policy >= 1
+    if not is_number_of_parameters:
         return parse_choice("auto_wrap_policy", policy)
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy  # takes a second to import
 
@@ -63,7 +74,7 @@ def parse_wrap_policy(policy: Any) -> ModuleChoice | None:
 def choose_modules(
     root: nn.Module, candidates: Iterable[nn.Module], option: str, choice: ModuleChoice | None
 ) -> list[nn.Module]:
-    """Return the modules that a choice selects, inner before outer.
+    """Return the candidates that a choice selects, inner before outer.
 
     Args:
         root: the model, for the error.
@@ -85,11 +96,11 @@ def choose_modules(
         if is_chosen:
             chosen.append(module)
     if not chosen:
-        classes = sorted({type(module).__name__ for module in root.modules()})
+        class_names = sorted({type(module).__name__ for module in root.modules()})
         raise ConfigurationError(
             f"FSDPStrategy({option}={choice!r})",
             problem=f"it chooses no module of {type(root).__name__}",
-            expected=f"classes of modules in it: {', '.join(classes)}",
+            expected=f"classes of modules in it: {', '.join(class_names)}",
         )
     return chosen[::-1]
 
@@ -99,11 +110,15 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
 
     Args:
         root: the model.
-        policy: the value of :func:`parse_wrap_policy`. Instances of classes are FSDP modules. A
-            function is called as ``policy(module)``, or as torch's first FSDP did, as
-            ``policy(module=..., recurse=..., nonwrapped_numel=...)``. None selects the repeated
-            blocks: modules of a class that occurs more than once in lists and sequences, else of a
-            class with submodules that occurs more than once at all.
+        policy: the value of :func:`parse_wrap_policy`.
+
+            - A tuple of classes: their instances are FSDP modules.
+            - A function of a module: the modules for which it is true are FSDP modules.
+            - A function with a parameter ``recurse``: it is called as by torch's first FSDP, as
+              ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
+            - None: the repeated blocks. These are modules of a class that occurs more than once in
+              lists and sequences. If there are none, they are modules of a class with submodules
+              that occurs more than once at all.
 
     Raises:
         ConfigurationError: the policy chooses no module, or a parameter would belong to two FSDP
@@ -116,9 +131,9 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
     else:
         fsdp_modules = []
         _choose_by_size(root, root, policy, fsdp_modules)
-    shared = _parameters_of_several_modules(root, fsdp_modules)
-    if shared:
-        names = "; ".join(" and ".join(owners) for owners in shared)
+    owners_of_shared_parameters = _owners_of_shared_parameters(root, fsdp_modules)
+    if owners_of_shared_parameters:
+        names = "; ".join(" and ".join(owners) for owners in owners_of_shared_parameters)
         raise ConfigurationError(
             "auto_wrap_policy=...",
             problem=f"it puts names of one parameter into several FSDP modules: {names}",
@@ -130,18 +145,22 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
 def owners_by_name(
     root: nn.Module, fsdp_modules: Iterable[nn.Module]
 ) -> dict[nn.Parameter, dict[str, nn.Module]]:
-    """Return the FSDP module, or the root, that owns each parameter, by each name of the parameter.
+    """Return for each parameter its names, and for each name the owner.
+
+    The owner is the innermost FSDP module around the parameter, or the root. A parameter that
+    modules share has several names, which may have different owners.
 
     Args:
         root: the model.
         fsdp_modules: its FSDP modules, without the root.
     """
-    owning = set(fsdp_modules)
+    fsdp_module_set = set(fsdp_modules)
     # The owner of the parameters directly in a module, by the path of the module.
     owner_at = {"": root}
     owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    # With duplicates, since a shared module has several paths. Parents come before children.
     for path, module in root.named_modules(remove_duplicate=False):
-        if module in owning:
+        if module in fsdp_module_set:
             owner_at[path] = module
         else:
             parent_path = path.rpartition(".")[0]
@@ -156,8 +175,15 @@ def _is_module_class(value: Any) -> bool:
 
 
 def _choose_by_module(root: nn.Module, policy: ModuleChoice) -> list[nn.Module]:
-    """Return the modules below the root that classes, or a function of a module, choose."""
-    # The root is a candidate for the error alone: a policy that chooses the root chooses a module.
+    """Return the modules below the root that classes, or a function of a module, choose.
+
+    The modules are in the order inner before outer.
+
+    Raises:
+        ConfigurationError: the policy chooses no module at all.
+    """
+    # The root is a candidate for the error alone: a policy that chooses only the root is not a
+    # mistake.
     candidates = [root]
     for module in root.modules():
         if module is not root and _can_be_sharded(module):
@@ -174,15 +200,18 @@ def _choose_by_size(
 ) -> int:
     """Append the FSDP modules in a module, inner before outer, and return their size.
 
+    This function calls itself for the children of the module.
+
     Args:
-        root: the model.
+        root: the model, which is not appended itself.
         module: the module to search, which may be an FSDP module itself.
-        policy: a policy of torch's first FSDP. It is asked whether to search a module, and whether
-            the parameters outside of its inner FSDP modules make it an FSDP module.
+        policy: a policy of torch's first FSDP. With ``recurse=True`` it is asked whether to search
+            the children of a module. With ``recurse=False`` it is asked whether the parameters
+            outside of the inner FSDP modules make the module an FSDP module.
         fsdp_modules: the list that is appended to.
 
     Returns:
-        The number of parameters that belong to FSDP modules.
+        The number of elements of the parameters in FSDP modules.
     """
     numel = 0
     for parameter in module.parameters():
@@ -191,17 +220,22 @@ def _choose_by_size(
     if policy(module=module, recurse=True, nonwrapped_numel=numel):
         for child in module.children():
             numel_in_fsdp_modules += _choose_by_size(root, child, policy, fsdp_modules)
+    # A module that the model holds twice may be in the list already.
     if module is root or module in fsdp_modules or not _can_be_sharded(module):
         return numel_in_fsdp_modules
-    remaining = numel - numel_in_fsdp_modules
-    if not policy(module=module, recurse=False, nonwrapped_numel=remaining):
+    remaining_numel = numel - numel_in_fsdp_modules
+    if not policy(module=module, recurse=False, nonwrapped_numel=remaining_numel):
         return numel_in_fsdp_modules
     fsdp_modules.append(module)
     return numel
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated blocks of a model, in the order of ``root.modules()``."""
+    """Return the outermost repeated blocks of a model, in the order of ``root.modules()``.
+
+    Repeated blocks are modules in lists and sequences whose class occurs more than once there. If
+    there are none, they are modules with submodules whose class occurs more than once in the model.
+    """
     with_children = {module for module in root.modules() if _has_children(module)}
     in_lists: set[nn.Module] = set()
     for container in root.modules():
@@ -218,10 +252,10 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) -> list[nn.Module]:
-    """Return the outermost candidates whose class is repeated.
+    """Return the outermost candidates whose class is repeated, in the order of ``root.modules()``.
 
-    Nested candidates count, too: a class is repeated if several candidates have the class, of those
-    that can be sharded.
+    A class is repeated if more than one of the candidates that can be sharded has this class.
+    Candidates within other candidates count, too.
     """
     modules: list[nn.Module] = []
     for module in root.modules():
@@ -239,18 +273,23 @@ def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) ->
 
 def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
     """Return the FSDP modules that have no parameter in common with another, or with the root."""
-    while shared := _parameters_of_several_modules(root, fsdp_modules):
-        owners: set[nn.Module] = set()
+    # Repeated, since the parameters of a module that is left out go to an outer FSDP module, which
+    # may then share them with another.
+    while shared := _owners_of_shared_parameters(root, fsdp_modules):
+        modules_to_leave_out: set[nn.Module] = set()
         for owner_of_name in shared:
-            owners.update(owner_of_name.values())
-        fsdp_modules = [module for module in fsdp_modules if module not in owners]
+            modules_to_leave_out.update(owner_of_name.values())
+        fsdp_modules = [module for module in fsdp_modules if module not in modules_to_leave_out]
     return fsdp_modules
 
 
-def _parameters_of_several_modules(
+def _owners_of_shared_parameters(
     root: nn.Module, fsdp_modules: list[nn.Module]
 ) -> list[dict[str, nn.Module]]:
-    """Return the owners, by name, of each parameter that several modules would own."""
+    """Return the owners, by name, of each parameter that several modules would own.
+
+    See :func:`owners_by_name`. The list is empty if each parameter has one owner.
+    """
     shared: list[dict[str, nn.Module]] = []
     for owner_of_name in owners_by_name(root, fsdp_modules).values():
         if len(set(owner_of_name.values())) > 1:
@@ -265,6 +304,7 @@ def _has_children(module: nn.Module) -> bool:
 def _can_be_sharded(module: nn.Module) -> bool:
     """Return whether a module has parameters, and a forward pass before which to gather them."""
     is_container = isinstance(module, _CONTAINERS)
-    if is_container and type(module).forward is nn.Module.forward:
+    has_no_forward = type(module).forward is nn.Module.forward
+    if is_container and has_no_forward:
         return False
     return next(module.parameters(), None) is not None
