@@ -43,12 +43,13 @@ from fabric.strategies.fsdp.sharding import (
 )
 from fabric.strategies.fsdp.state import (
     UnshardedState,
-    full,
+    gather_full_tensor,
     shard_of,
     shard_slots,
     shard_state,
 )
 from fabric.strategies.fsdp.wrapping import (
+    ModuleChoice,
     choose_modules,
     find_fsdp_modules,
     parse_choice,
@@ -81,7 +82,7 @@ _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD
 _STATE_DICT_TYPES = ("sharded", "full")
 
 _ALWAYS_ON = "means nothing, it is always on"
-# Options that only torch's first FSDP had, and their meaning here.
+# Options that only torch's first FSDP had, and their meaning here, as the end of a sentence.
 _FIRST_FSDP_OPTIONS = {
     "activation_checkpointing_policy": "is activation_checkpointing",
     "forward_prefetch": _ALWAYS_ON,
@@ -94,7 +95,7 @@ _FIRST_FSDP_OPTIONS = {
     ),
 }
 
-# By a pattern of the text of torch's error: the problem, and a suggestion.
+# Errors of torch, by a pattern of their text: the problem, and a suggestion.
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its "
@@ -228,32 +229,19 @@ class FSDPStrategy(ParallelStrategy):
         self.auto_wrap_policy = parse_wrap_policy(auto_wrap_policy)
         self.broadcast_buffers = broadcast_buffers
 
-        first_fsdp_options = _pop_first_fsdp_options(fsdp_kwargs)
-        self._first_fsdp_options = [*first_fsdp_options]
-        if self.sharding_strategy in _FIRST_FSDP_OPTIONS:
-            self._first_fsdp_options.append(self.sharding_strategy)
-        self.activation_checkpointing = parse_choice(
-            "activation_checkpointing",
-            _merge_activation_checkpointing(
-                activation_checkpointing, first_fsdp_options.get("activation_checkpointing_policy")
-            ),
+        # The names of the user's options that only torch's first FSDP had.
+        self._first_fsdp_options = _first_fsdp_options(fsdp_kwargs, self.sharding_strategy)
+        self.activation_checkpointing = _parse_activation_checkpointing(
+            activation_checkpointing, fsdp_kwargs.get("activation_checkpointing_policy")
         )
-        if fsdp_kwargs:
-            from torch.distributed.fsdp import fully_shard  # takes a second to import
-
-            check_forwarded_arguments(
-                strategy_name=type(self).__name__,
-                torch_function=fully_shard,
-                user_arguments=fsdp_kwargs,
-                decided_names=_OWN_ARGUMENTS,
-            )
-        self.fsdp_kwargs = fsdp_kwargs
-        self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
+        self.fsdp_kwargs = _fully_shard_options(type(self).__name__, fsdp_kwargs)
+        self._ignored = set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
 
         # Numbers the uses of init_module, for keys in the store.
         self._init_numbers = count()
-        # By the id of the root. The hooks of a model keep its ShardedForward alive. Empty, and a
-        # plain dict that can be pickled, on the way to a rank.
+        # The hooks of each sharded model, by the id of the model. The model keeps its hooks alive:
+        # setup_environment() puts a dict with weak values here. Until then, an empty plain dict,
+        # since a strategy is pickled on the way to a rank.
         self._forwards: MutableMapping[int, ShardedForward] = {}
 
     # -- the process ----------------------------------------------------------------------------
@@ -266,8 +254,10 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
+        """Start the runtime in this process, and check the mesh against the job. Collective."""
         super().setup_environment(runtime)
         check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
+        # Otherwise the process may keep the memory of parameters that a step gathers and frees.
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
         # A change in place of a view is correct, or raises an error that _EXPLANATIONS explains.
@@ -276,7 +266,10 @@ class FSDPStrategy(ParallelStrategy):
             self._warn_of_options()
 
     def _warn_of_options(self) -> None:
-        """Warn of options that mean something else here, or nothing in this job."""
+        """Warn of options that mean something else here, or nothing in this job.
+
+        Called once on rank 0, from ``setup_environment``, whose caller is frame 3.
+        """
         if self._first_fsdp_options:
             meanings = [f"{name} {_FIRST_FSDP_OPTIONS[name]}" for name in self._first_fsdp_options]
             warnings.warn(f"options of torch's first FSDP: {'; '.join(meanings)}", stacklevel=3)
@@ -284,8 +277,8 @@ class FSDPStrategy(ParallelStrategy):
             warnings.warn(
                 "cpu_offload means nothing on the CPU, where everything is already", stacklevel=3
             )
-        is_hybrid_by_node = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
-        if is_hybrid_by_node and self.runtime.world.num_nodes == 1:
+        has_replica_per_node = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
+        if has_replica_per_node and self.runtime.world.num_nodes == 1:
             warnings.warn(
                 "HYBRID_SHARD has one replica, on one node; device_mesh=(2, shards) is for two",
                 stacklevel=3,
@@ -298,6 +291,11 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def _explain(self, exception: BaseException) -> None:
+        """Add a note to an error of torch whose text is in ``_EXPLANATIONS``.
+
+        An exception that passes several contexts may be explained several times. It gets each note
+        once.
+        """
         text = str(exception)
         notes = getattr(exception, "__notes__", ())
         for pattern, (problem, suggestion) in _EXPLANATIONS.items():
@@ -310,15 +308,20 @@ class FSDPStrategy(ParallelStrategy):
     @override
     @contextmanager
     def _init_context(self, empty: bool, source: str) -> Iterator[None]:
-        """Build modules for sharding within this context. See ``[Note: Building for shards]``.
+        """Build modules for sharding within this context.
 
-        The note is in ``fabric/strategies/init_module.py``.
+        See ``[Note: Building for shards]`` in ``fabric/strategies/init_module.py``. With
+        ``source="rank0"``, the other ranks wait for rank 0 at the end of the block. If the random
+        state of a rank equaled rank 0's at the start, the rank gets rank 0's random state at the
+        end, as if it had drawn the values, too.
 
-        With ``source="rank0"``, the other ranks wait for rank 0 at the end. A rank whose random
-        state equaled rank 0's at the start gets rank 0's random state at the end.
+        Args:
+            empty: whether a checkpoint will fill the parameters, so that no rank draws values.
+            source: ``"rank0"`` if only rank 0 draws values, else every rank does.
         """
         is_from_rank0 = source == "rank0" and not empty
         is_receiver = is_from_rank0 and not self.is_global_zero
+        # Ranks use the contexts in the same order, so the key is the same on all ranks.
         key = f"init_module/{next(self._init_numbers)}"
         if empty:
             memory = registered_on_meta(EmptyParameter)
@@ -327,7 +330,7 @@ class FSDPStrategy(ParallelStrategy):
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
         state_before = _rng_state()
-        # What rank 0 tells the others. Empty if its block raised.
+        # Empty if the block raises: rank 0 tells the other ranks by an empty value.
         states = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
@@ -340,12 +343,14 @@ class FSDPStrategy(ParallelStrategy):
             self._receive_rng_state(key, state_before, states)
 
     def _receive_rng_state(self, key: str, state_before: bytes, states: bytes) -> None:
-        """Wait for rank 0's random states, and continue with the second if the first was the same.
+        """Wait for rank 0's random states, and take over the last one if the first was the same.
+
+        Called on all ranks but rank 0, at the end of ``init_module(source="rank0")``.
 
         Args:
             key: the key of rank 0's states in the store.
             state_before: this rank's state at the start of the block.
-            states: this rank's states at the start and at the end.
+            states: this rank's states at the start and at the end of the block, joined.
 
         Raises:
             UsageError: rank 0's block raised.
@@ -365,10 +370,14 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def module_to_device(self, module: M) -> M:
+        """Move a module to the device. A module from ``init_module()`` is returned unchanged.
+
+        ``setup_module`` moves such a module, one FSDP module after another, to save memory.
+        """
         tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
         for tensor in tensors:
-            if tensor.is_meta or is_mapped(tensor):
-                # It was built in init_module(). setup_module moves one FSDP module after another.
+            is_from_init_module = tensor.is_meta or is_mapped(tensor)
+            if is_from_init_module:
                 return module
         return super().module_to_device(module)
 
@@ -376,6 +385,11 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Raise for a module or optimizers that cannot be set up. Nothing has changed yet.
+
+        Collective if there is a module: a problem of one rank, or a model that differs between
+        ranks, is an error on all ranks.
+        """
         check_optimizers(optimizers, self._shard_mesh().shape[-1], module, self._prepared_modules)
         if module is None:
             return
@@ -385,13 +399,14 @@ class FSDPStrategy(ParallelStrategy):
         try:
             plan = self._checked_plan(root)
         except FabricError as raised:
+            # Not raised here: the other ranks wait in check_same_model(), which raises it.
             error = raised
         check_same_model(self.runtime.communicator, root, error, plan)
 
     def _checked_plan(self, root: nn.Module) -> object:
         """Return the plan for a model, after a check that the model can be sharded.
 
-        Not a collective.
+        Not a collective. Subclasses override this method.
 
         Returns:
             What has to be equal on all ranks besides the model, compared as text. None if there is
@@ -401,7 +416,8 @@ class FSDPStrategy(ParallelStrategy):
             FabricError: the model cannot be sharded.
         """
         check_shardable(root, self.is_global_zero, self._prepared_modules)
-        self._checkpointed_modules(root)  # raises if there are none
+        # Called for its error: the option may choose no module.
+        self._checkpointed_modules(root)
         check_dtypes(root, self._find_fsdp_modules(root), self._ignored, self.runtime.precision)
         return None
 
@@ -412,11 +428,11 @@ class FSDPStrategy(ParallelStrategy):
         :meth:`check_setup` has to be called before.
         """
         root = uncompiled(module)
-        # Found before anything changes.
+        # Chosen before the classes of modules and the parameters change.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):
-            # In place of forward, not of the module: names stay, and so do the hooks around it that
-            # gather parameters.
+            # The forward method is replaced and not the module, so that the names stay, and the
+            # hooks that gather parameters run outside of the checkpointed call.
             checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
         mesh = self._shard_mesh()
         replicated = replicate_unsharded(self.runtime.communicator, root, self._ignored, mesh)
@@ -424,9 +440,10 @@ class FSDPStrategy(ParallelStrategy):
 
         arguments = self._fully_shard_arguments(mesh, replicated)
         policy = self._mixed_precision_policy()
-        # The next FSDP module casts its inputs itself. Only the outputs of the whole model have a
-        # dtype of their own.
+        # Only the outputs of the whole model are cast to the output dtype. The outputs of an inner
+        # module are not, since the next FSDP module casts its inputs.
         inner_policy = replace(policy, output_dtype=None)
+        # Inner modules first: fully_shard leaves out parameters that are sharded already.
         for fsdp_module in fsdp_modules:
             self._shard_module(fsdp_module, mp_policy=inner_policy, **arguments)
         self._shard_module(root, mp_policy=policy, **arguments)
@@ -434,7 +451,10 @@ class FSDPStrategy(ParallelStrategy):
             prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
 
         unsharded = UnshardedState(
-            root, self._loss_communicator(), replicated, self.broadcast_buffers
+            root,
+            communicator=self._loss_communicator(),
+            replicated=replicated,
+            broadcasts_statistics=self.broadcast_buffers,
         )
         forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         self._forwards[id(root)] = forward
@@ -451,7 +471,10 @@ class FSDPStrategy(ParallelStrategy):
         )
 
     def _convert_buffers(self, root: nn.Module) -> None:
-        """Convert floating-point buffers to the dtype in the option ``mixed_precision``, if any."""
+        """Convert floating-point buffers to the dtype in the option ``mixed_precision``.
+
+        Buffers keep their dtype if the option names none.
+        """
         if self._buffer_dtype is None:
             return
         for buffer in root.buffers():
@@ -461,20 +484,26 @@ class FSDPStrategy(ParallelStrategy):
     def _fully_shard_arguments(
         self, mesh: DeviceMesh, replicated: set[nn.Parameter]
     ) -> dict[str, Any]:
-        """Return the arguments of ``fully_shard`` that are the same for all modules."""
+        """Return the arguments of ``fully_shard`` that are the same for all modules.
+
+        Args:
+            mesh: the mesh of the shards.
+            replicated: the parameters that ``fully_shard`` has to leave alone.
+        """
         arguments: dict[str, Any] = {"mesh": mesh}
         if self.sharding_strategy == "SHARD_GRAD_OP":
-            # By default torch frees all FSDP modules but the root, which the backward pass needs
-            # first.
+            # By default, torch keeps only the root gathered, which the backward pass needs first.
             arguments["reshard_after_forward"] = False
+        # An option of the user takes precedence over the sharding strategy.
         arguments.update(self.fsdp_kwargs)
+        # The user's ignored_params are among the replicated parameters.
         arguments["ignored_params"] = replicated
         if self._offloads:
             arguments["offload_policy"] = self.cpu_offload
         return arguments
 
     def _mixed_precision_policy(self) -> "MixedPrecisionPolicy":
-        """Return the policy for the whole model."""
+        """Return the policy for the whole model: the user's, or that of the precision."""
         if self.mixed_precision is not None:
             return self.mixed_precision
         from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
@@ -487,18 +516,26 @@ class FSDPStrategy(ParallelStrategy):
         )
 
     def _shard_module(self, module: nn.Module, **arguments: Any) -> None:
-        """Make a module an FSDP module. Collective."""
-        shard_module(self.runtime.communicator, module, {}, **arguments)
+        """Make a module an FSDP module. Collective. Subclasses override this method.
+
+        Args:
+            module: the module. Its inner FSDP modules have been made before.
+            **arguments: arguments of ``fully_shard``.
+        """
+        shard_module(self.runtime.communicator, module, originals={}, **arguments)
 
     def _shard_mesh(self) -> DeviceMesh:
-        """Return the mesh whose last dimension parameters are sharded over."""
+        """Return the mesh whose last dimension parameters are sharded over.
+
+        The first call is collective: it makes the mesh, which the runtime keeps.
+        """
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
         sizes = mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world)
         return self.runtime.mesh(**sizes)
 
     def _shard_ranks(self) -> Sequence[int]:
-        """Return the ranks that the shards of this rank's parameters are on."""
+        """Return the ranks whose shards together are this rank's copy of the model."""
         return dist.get_process_group_ranks(self._shard_mesh().get_group(-1))
 
     @property
@@ -513,6 +550,11 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the sharded parameters and this rank's shards of its state.
+
+        Called after the module has been sharded. Not a collective. State dicts with full tensors
+        that the optimizer loads later are sharded, too.
+        """
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
@@ -527,6 +569,11 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
+        """Return what the checks of training may expect of this model's gradients.
+
+        Called once, after the setup of the model. Some functions in the contract are called in
+        every step.
+        """
         root = uncompiled(prepared)
         forward = self._forwards[id(root)]
         unsharded = forward.unsharded
@@ -539,7 +586,7 @@ class FSDPStrategy(ParallelStrategy):
         def unreduced() -> list[Tensor]:
             return [*unreduced_parameters(root), *unsharded.unreduced]
 
-        casts = self.mixed_precision is not None
+        has_low_precision = self.runtime.precision.compute_dtype is not None
         return replace(
             super().gradient_contract(prepared),
             # torch puts "FSDP" in front of the class's name.
@@ -547,19 +594,25 @@ class FSDPStrategy(ParallelStrategy):
             parameters=lambda: parameters,
             is_sharded=True,
             peers=self._shard_ranks,
-            # No Python function, since it is called in every step.
+            # Not a Python function, since it is called in every step.
             synchronizes=partial(attrgetter("synchronizes"), unsharded),
             gradients_differ=True,
             replicated=lambda: replicated,
             unreduced=unreduced,
+            # Offloaded shards are copied to the device in the background.
             reshard=partial(forward.reshard, wait=self._offloads),
-            casts=casts or self.runtime.precision.compute_dtype is not None,
+            casts=self.mixed_precision is not None or has_low_precision,
         )
 
     @override
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
     ) -> AbstractContextManager[object]:
+        """Return a context whose backward passes do not reduce gradients, if it is enabled.
+
+        Raises:
+            UsageError: this strategy has not set up the module.
+        """
         forward = self._forwards.get(id(uncompiled(module)))
         if forward is None:
             refuse_unprepared(self, module)
@@ -571,13 +624,13 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return map_tensors(partial(full, self.root_device), state)
+        return map_tensors(partial(gather_full_tensor, self.root_device), state)
 
     @override
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
-        """Load a state dict. Of full tensors every rank takes its shards."""
+        """Load a state dict. Every rank takes its shards of full tensors."""
         optimizer.load_state_dict(shard_state(optimizer, state_dict))
 
 
@@ -585,12 +638,18 @@ class FSDPStrategy(ParallelStrategy):
 
 
 def _parse_name(option: str, value: Any, names: Sequence[str]) -> str:
-    """Return the one of these names that a string in any case, or a member of an enum, stands for.
+    """Return the name that a value stands for.
+
+    Args:
+        option: the option of the strategy, for the error.
+        value: a string in upper or lower case, or a member of one of torch's enums.
+        names: the valid names.
 
     Raises:
         ConfigurationError: the value is none of them.
     """
-    text = str(getattr(value, "name", value)).lower()
+    member_name = getattr(value, "name", value)
+    text = str(member_name).lower()
     for name in names:
         if text == name.lower():
             return name
@@ -599,42 +658,89 @@ def _parse_name(option: str, value: Any, names: Sequence[str]) -> str:
     )
 
 
-def _pop_first_fsdp_options(fsdp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the options that only torch's first FSDP had."""
+def _first_fsdp_options(fsdp_kwargs: Mapping[str, Any], sharding_strategy: str) -> list[str]:
+    """Return the names of the user's options that only torch's first FSDP had, for a warning.
+
+    A sharding strategy that FSDP2 does not have is among the names.
+    """
+    names = [name for name in _FIRST_FSDP_OPTIONS if name in fsdp_kwargs]
+    if sharding_strategy in _FIRST_FSDP_OPTIONS:
+        names.append(sharding_strategy)
+    return names
+
+
+def _fully_shard_options(strategy_name: str, fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's further options, without those that only torch's first FSDP had.
+
+    Args:
+        strategy_name: the class of the strategy, for the error.
+        fsdp_kwargs: the further options.
+
+    Raises:
+        ArgumentTypeError: ``fully_shard`` does not accept an option, or the strategy sets it.
+    """
     options: dict[str, Any] = {}
-    for name in _FIRST_FSDP_OPTIONS:
-        if name in fsdp_kwargs:
-            options[name] = fsdp_kwargs.pop(name)
+    for name, value in fsdp_kwargs.items():
+        if name not in _FIRST_FSDP_OPTIONS:
+            options[name] = value
+    if options:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        check_forwarded_arguments(
+            strategy_name=strategy_name,
+            torch_function=fully_shard,
+            user_arguments=options,
+            decided_names=_OWN_ARGUMENTS,
+        )
     return options
 
 
-def _merge_activation_checkpointing(activation_checkpointing: Any, policy: Any) -> Any:
-    """Return the activation checkpointing option, which may have one of two names."""
-    if policy is None:
-        return activation_checkpointing
-    if activation_checkpointing is None:
-        return policy
-    raise ConfigurationError(
-        f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})",
-        problem="these are names of one option",
-        expected="one of the two",
-    )
+def _parse_activation_checkpointing(
+    activation_checkpointing: Any, policy: Any
+) -> ModuleChoice | None:
+    """Return the choice of modules that recompute their activations. None chooses none.
+
+    Args:
+        activation_checkpointing: the value of the option.
+        policy: the value of ``activation_checkpointing_policy``, another name of the option.
+
+    Raises:
+        ConfigurationError: the user passed both.
+    """
+    if activation_checkpointing is not None and policy is not None:
+        raise ConfigurationError(
+            f"FSDPStrategy({activation_checkpointing=}, "
+            f"activation_checkpointing_policy={policy!r})",
+            problem="these are names of one option",
+            expected="one of the two",
+        )
+    choice = activation_checkpointing
+    if policy is not None:
+        choice = policy
+    return parse_choice("activation_checkpointing", choice)
 
 
 def _parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
-    """Return the offload policy of a bool, a ``CPUOffloadPolicy`` or the older ``CPUOffload``."""
-    is_enabled = getattr(value, "offload_params", value)  # an attribute of CPUOffload
-    if not is_enabled:
+    """Return the offload policy that the option ``cpu_offload`` stands for. None if it is off.
+
+    Args:
+        value: a bool, a ``CPUOffloadPolicy``, or a ``CPUOffload`` of torch's first FSDP, whose
+            attribute ``offload_params`` is a bool. A false value of any type is off.
+
+    Raises:
+        ArgumentTypeError: the value has another type.
+    """
+    setting = getattr(value, "offload_params", value)
+    if not setting:
         return None
     from torch.distributed.fsdp import CPUOffloadPolicy  # takes a second to import
 
-    if is_enabled is True:
+    if setting is True:
         return CPUOffloadPolicy()
     if isinstance(value, CPUOffloadPolicy):
         return value
     raise ArgumentTypeError(
         f"FSDPStrategy(cpu_offload={value!r})",
-        problem="",
         expected="a bool, CPUOffloadPolicy or CPUOffload",
     )
 
@@ -653,7 +759,9 @@ def _parse_backward_prefetch(value: Any) -> int | None:
         return 1
     if name == "BACKWARD_POST":
         return 0
-    if value is None or (type(value) is int and value >= 0):
+    # type() and not isinstance(): a bool is not a count.
+    is_count = type(value) is int and value >= 0
+    if value is None or is_count:
         return value
     raise ConfigurationError(
         f"FSDPStrategy(backward_prefetch={value!r})",
