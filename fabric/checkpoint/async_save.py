@@ -4,14 +4,14 @@
 A thread writes, not a process. torch releases the GIL while it checksums, writes and flushes a
 tensor, so the loop loses little more than the CPU time of the writing. A process would first have
 to import torch, hold the copy in shared memory and join a process group of its own. The thread's
-collectives run on a group that nothing else uses, so that they cannot be confused with those of the
-loop.
+collectives run on a group that nothing else uses, so that they cannot be confused with the
+collectives of the loop.
 
 [Note: Staging buffers]
 The state is copied into memory that does not change while training goes on. Each tensor *storage*
-is copied once and whole, as ``torch.save`` writes it: tensors that shared memory share it in the
-copy, and the file is the same as without a copy. Newly allocated memory costs several times the
-copy itself, so the buffers are kept for the next save.
+is copied once and whole, as ``torch.save`` writes it: tensors that shared memory share memory in
+the copy, and the file is the same as without a copy. To allocate memory costs several times the
+copy itself, so the buffers of one save are used again for the next save.
 """
 
 import copy
@@ -45,9 +45,10 @@ class PendingSave:
     """
 
     def __init__(self, path: Any, write: Callable[[], None]) -> None:
+        """Start a thread that calls ``write``, which saves the checkpoint to ``path``."""
         self.path = path
         self.is_raised = False
-        # The interpreter waits for this thread at exit.
+        # The executor never shuts down explicitly: the interpreter waits for its thread at exit.
         self._future = ThreadPoolExecutor(1, "fabric-save").submit(write)
 
     def done(self) -> bool:
@@ -55,9 +56,9 @@ class PendingSave:
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """Wait for the end, and return the error or None. Not a collective.
+        """Wait for the end of the save, and return its error or None. Not a collective.
 
-        The error is not raised again afterward.
+        No other call raises the error afterward.
         """
         error = self._future.exception()
         self.is_raised = True
@@ -75,7 +76,7 @@ class PendingSave:
 
 
 class _StorageKey(NamedTuple):
-    """What tells one tensor storage from another while both are alive."""
+    """The properties by which one tensor storage differs from every other, while both are alive."""
 
     device: torch.device
     address: int
@@ -87,7 +88,8 @@ class _StorageCopy(NamedTuple):
 
     Attributes:
         buffer: the copy, as bytes on the CPU.
-        source: the copied storage. It is kept alive, since its address is the key.
+        source: a tensor that keeps the copied storage alive. Otherwise another storage could get
+            the same address, which is part of the key.
     """
 
     buffer: Tensor
@@ -95,58 +97,75 @@ class _StorageCopy(NamedTuple):
 
 
 class _BufferKind(NamedTuple):
-    """The properties that a buffer must have for a storage."""
+    """The properties that a buffer must have to hold the copy of a storage."""
 
     nbytes: int
     is_pinned: bool
 
 
 class StagingBuffers:
-    """Memory for copies of a state. Each copy overwrites the last one.
+    """Memory on the CPU for the copy of a state. The next copy overwrites the last one.
 
     See ``[Note: Staging buffers]``.
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[_BufferKind, list[Tensor]] = defaultdict(list)
+        # The buffers of the last copy that the present copy has not used yet.
+        self._unused_buffers: defaultdict[_BufferKind, list[Tensor]] = defaultdict(list)
+        # The storages that the present copy has copied. Empty between two copies.
         self._copies: dict[_StorageKey, _StorageCopy] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``state`` on the CPU, with the local shards of DTensors.
+        """Return a copy of ``state`` on the CPU. Not a collective.
 
-        Not a collective.
+        The copy of a DTensor is a DTensor with a copy of the local shard. The result is valid until
+        the next call, which overwrites its tensors.
         """
         leaves, _ = flatten(state)
-        copies: dict[int, Any] = {}
+        copied_tensors: dict[int, Any] = {}
         with torch.no_grad():
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    copies[id(leaf)] = self._copy_tensor(leaf)
-        # The memo has a copy of every tensor, so that deepcopy() copies everything else.
-        copied = copy.deepcopy(state, copies)
-        self._free.clear()
-        for buffer, _ in self._copies.values():
-            self._free[_BufferKind(buffer.nbytes, buffer.is_pinned())].append(buffer)
+                    copied_tensors[id(leaf)] = self._copy_tensor(leaf)
+        # deepcopy() takes the copy of an object from its memo, the second argument, if the memo has
+        # the object's id. So it uses the copies of tensors, and copies only other objects itself.
+        copied_state = copy.deepcopy(state, copied_tensors)
+        # Buffers that this copy did not use are freed: the next state is likely to be like this
+        # one.
+        self._unused_buffers.clear()
+        for storage_copy in self._copies.values():
+            buffer = storage_copy.buffer
+            kind = _BufferKind(buffer.nbytes, buffer.is_pinned())
+            self._unused_buffers[kind].append(buffer)
         self._copies.clear()
-        return copied
+        return copied_state
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, or of the local shard of a DTensor, on the CPU."""
+        """Return a copy on the CPU of a tensor, with the same attributes and ``requires_grad``.
+
+        The copy of a DTensor is a DTensor with a copy of the local shard.
+        """
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
         is_dense = local.layout is torch.strided and not local.is_quantized
         if is_dense and local.untyped_storage().nbytes() > 0:
             copied = self._copy_in_buffer(local)
         else:
             copied = local.clone().cpu()
-        if local_tensor(tensor) is not tensor:
+        is_dtensor = local_tensor(tensor) is not tensor
+        if is_dtensor:
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=False)
+        # torch.save() writes the attributes that were set on a tensor, too.
         vars(copied).update(copy.deepcopy(vars(tensor)))
         return copied.requires_grad_(tensor.requires_grad)
 
     def _copy_in_buffer(self, local: Tensor) -> Tensor:
-        """Return a view of the copy of a dense tensor's storage. Copy the storage if needed."""
+        """Return a dense tensor as a view of the copy of its storage.
+
+        A storage is copied for the first of its tensors. So tensors that share a storage share the
+        copy.
+        """
         storage = local.untyped_storage()
         key = _StorageKey(storage.device, storage.data_ptr(), storage.nbytes())
         if key not in self._copies:
@@ -158,31 +177,38 @@ class StagingBuffers:
         )
 
     def _copy_storage(self, local: Tensor) -> _StorageCopy:
-        """Copy the storage of a dense tensor to a free buffer, or to a new one."""
+        """Copy the storage of a dense tensor to a buffer of the last copy, or to a new one.
+
+        The storage has at least one byte.
+        """
         storage = local.untyped_storage()
-        kind = _BufferKind(storage.nbytes(), local.is_cuda)
-        free = self._free[kind]
-        if free:
-            buffer = free.pop()
+        # CUDA copies faster to pinned memory.
+        kind = _BufferKind(storage.nbytes(), is_pinned=local.is_cuda)
+        unused_buffers = self._unused_buffers[kind]
+        if unused_buffers:
+            buffer = unused_buffers.pop()
         else:
             buffer = torch.empty(kind.nbytes, dtype=torch.uint8, pin_memory=kind.is_pinned)
-        # As 64-bit words where possible: torch takes a third longer to copy bytes.
-        word = torch.uint8 if kind.nbytes % 8 else torch.int64
+        # 64-bit words where the size allows: torch takes a third longer to copy single bytes.
+        word = torch.int64
+        if kind.nbytes % 8 != 0:
+            word = torch.uint8
         source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
         buffer.view(word).copy_(source.view(word))
         return _StorageCopy(buffer, source)
 
 
 class AsyncSaver:
-    """The background saves of one job. See ``[Note: Thread]``.
+    """The background saves of one job, of which one runs at a time. See ``[Note: Thread]``.
 
     Args:
-        group: returns all ranks, in a group of their own. Collective when first called.
+        group: returns a communicator of all ranks that only background saves use. The first call is
+            collective, because it creates the group.
 
     Attributes:
-        buffers: what background saves are copied into.
-        pending: the save that may be running.
-        files: closed after the last save.
+        buffers: the memory into which the state of a background save is copied.
+        pending: the save that may be running. None if no save is running.
+        files: a stack of open files, such as locks, that is closed after the last save of the job.
     """
 
     def __init__(self, group: Callable[[], Communicator]) -> None:
@@ -199,6 +225,7 @@ class AsyncSaver:
                 this rank yet.
         """
         pending = self.pending
+        # Removed first, so that a second call does not raise the error again.
         self.pending = None
         if pending is None or pending.is_raised:
             return
@@ -209,7 +236,11 @@ class AsyncSaver:
             raise error
 
     def close(self) -> None:
-        """Free the memory, and wait as :meth:`join` does."""
+        """Free the buffers, wait as :meth:`join` does, and close the files.
+
+        Called at the end of the job. A save that is still running keeps its own buffers alive.
+        """
         self.buffers = StagingBuffers()
+        # The context closes the files last, even if the save failed.
         with self.files:
             self.join()

@@ -1,11 +1,12 @@
 """Atomic replacement of a file, and conversion of the errors of reading and writing.
 
 [Note: atomic publish]
-The bytes go to a *temporary* in the target's own folder (a rename across file systems is a copy,
-which is not atomic), are flushed to the disk, and get the target's name in one rename, which is
-flushed as well. The writer holds a lock on the temporary, which the kernel releases however the
-process dies. So a temporary that can be locked has no writer, and the next save to the same target
-removes it. Process IDs would not do: they are reused, and mean nothing in another container.
+The bytes go to a *temporary file* in the folder of the target. (A rename across file systems is a
+copy, which is not atomic.) The temporary file is flushed to the disk and renamed to the target, and
+the rename is flushed as well. The writer holds a lock on the temporary file. The kernel releases
+the lock however the process dies. So a temporary file that can be locked has no writer, and the
+next save to the same target removes the file. Process IDs could not replace the lock: they are
+reused, and mean nothing in another container.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,12 +30,12 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
 
     When the block raises, or the process dies at any point, ``path`` keeps its old content. Missing
     parent folders are created. The new file's mode follows the umask, whatever mode the old one
-    had. A symbolic link is followed, as by ``open``: the file that it points to is replaced and the
-    link stays. See ``[Note: atomic publish]``.
+    had. A symbolic link is followed, as by ``open``: the file that the link points to is replaced
+    and the link stays. See ``[Note: atomic publish]``.
 
     Raises:
         CheckpointError: ``path`` is a folder or a device, or the file system refuses (permissions,
-            no space left).
+            no space left). Errors of the block are not converted.
     """
     request = f"write {str(path)!r}"
     if isinstance(path, RemotePath):
@@ -53,10 +54,11 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
         with write_errors(request):
             file.flush()
             os.fsync(file.fileno())
-            # Still open, so that the lock is held until the file carries its final name.
+            # The file is still open, so that the lock is held until the file has its final name.
             os.replace(file.name, target)
     finally:
-        # Fails if the file has been renamed. After another failure the next save removes it.
+        # After a success the temporary name is gone, and unlink() fails. If unlink() fails after an
+        # error, the next save removes the file.
         with suppress(OSError):
             os.unlink(file.name)
         # close() retries a flush that failed, and would hide the error of the first try.
@@ -79,48 +81,60 @@ def _check_is_file(request: str, target: Path) -> None:
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Free the pages of a file in the page cache, if there is a file, so that they can be reused.
+    """Free the memory in which the kernel caches a file, so that the next write can reuse it.
 
-    New memory has been seen to double the time of a write.
+    Newly allocated memory has been seen to double the time of a write. Does nothing if there is no
+    such file.
     """
-    # macOS has no such function.
+    # macOS has no posix_fadvise(), which raises the AttributeError.
     with suppress(OSError, AttributeError), open(path, "rb") as file:
+        # Offset 0 and length 0 stand for the whole file.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _open_temporary(target: Path) -> BinaryIO:
-    """Create and lock a temporary beside ``target``."""
+    """Create a temporary file beside ``target``, and lock it for as long as it is open.
+
+    The lock tells :func:`clear_temporaries` in other processes that the file has a writer.
+    """
     while True:
         name = f".{target.name}.{secrets.token_hex(6)}.tmp"
         file = open(target.with_name(name), "x+b")  # noqa: SIM115 - atomic_write() closes it
-        # A file system without locks raises an OSError.
+        # flock() raises an OSError on a file system without locks. The save goes on without a lock.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):
             return file
-        # Another process cleared it between its creation and its lock.
+        # Another process removed the file after its creation and before its lock.
         file.close()
 
 
 def clear_temporaries(folder: Location, names: str) -> None:
-    """Remove the temporaries that killed writers left in a folder.
+    """Remove the temporary files that killed writers left in a folder.
 
     Args:
         folder: the folder.
-        names: a regular expression that the names of the temporaries' targets match.
+        names: a regular expression that the names of the temporary files' targets match.
     """
-    # Exact, so that ``a.pt`` never removes temporaries of ``a.pt.best``.
+    # The name has to match as a whole: a save of ``a.pt`` must not remove the temporary files of
+    # ``a.pt.best``.
     pattern = re.compile(rf"\.{names}\.[0-9a-f]{{12}}\.tmp")
     for temporary in folder.iterdir():
-        if pattern.fullmatch(temporary.name) and temporary.is_file():
-            # Left alone if it is another user's, already gone, or locked by a running writer.
-            with suppress(OSError), open(temporary, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                temporary.unlink()
+        if not pattern.fullmatch(temporary.name) or not temporary.is_file():
+            continue
+        # An OSError leaves the file alone: the file belongs to another user, is already gone, or is
+        # locked by a running writer.
+        with suppress(OSError), open(temporary, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink()
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names of the files in ``folder`` to the disk."""
+    """Flush the names of the files in ``folder`` to the disk.
+
+    ``fsync`` of a file flushes its content, not its name: a new or renamed file may be missing
+    after a power failure unless its folder is flushed as well.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,53 +142,62 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def write_errors(request: str) -> Iterator[None]:
-    """Convert errors of torch and the file system in a save, up to its commit.
+def write_errors(request: str) -> AbstractContextManager[None]:
+    """Return a context that converts errors of torch and the file system in a save.
+
+    The context must end before the save is committed: the text says that nothing was replaced.
+    ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
+    converted.
 
     Raises:
-        CheckpointError: the block has raised an error that is not fabric's own.
+        CheckpointError: the block has raised any other error.
+    """
+    return _convert_errors(
+        CheckpointError,
+        request,
+        problem="it could not be written, and what was there before is untouched",
+        expected="plain data, the same tensors on every rank, and a place with room for the old "
+        "and the new checkpoint",
+        suggestion="free space, another path, other permissions, or a state without what the line "
+        "above names",
+    )
+
+
+def read_errors(request: str) -> AbstractContextManager[None]:
+    """Return a context that converts errors of torch and the file system in a load.
+
+    The block must not run code of the user: an error of that code would be taken for damage.
+    ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
+    converted.
+
+    Raises:
+        DamagedCheckpointError: the block has raised any other error.
+    """
+    return _convert_errors(
+        DamagedCheckpointError,
+        request,
+        problem="the checkpoint is damaged, or was replaced while it was read",
+        expected="what fabric.save or torch.save wrote, complete and with torch's default of "
+        "writing checksums",
+        suggestion="the same call again, if a save may have been running; or an older checkpoint, "
+        "or a fresh copy of this one",
+    )
+
+
+@contextmanager
+def _convert_errors(
+    error_class: type[CheckpointError], request: str, problem: str, expected: str, suggestion: str
+) -> Iterator[None]:
+    """Raise an ``error_class`` in place of an error of the block that fabric does not define.
+
+    The new error's problem is ``problem``, followed by the class and the first line of the error.
     """
     try:
         yield
-    except (FabricError, MemoryError):  # lack of memory is no fault of the checkpoint
+    except (FabricError, MemoryError):  # lack of memory is not a fault of the checkpoint
         raise
     except Exception as error:
-        raise CheckpointError(
-            request,
-            problem="it could not be written, and what was there before is untouched: "
-            f"{_summary(error)}",
-            expected="plain data, the same tensors on every rank, and a place with room for the "
-            "old and the new checkpoint",
-            suggestion="free space, another path, other permissions, or a state without what the "
-            "line above names",
-        ) from error
-
-
-@contextmanager
-def read_errors(request: str) -> Iterator[None]:
-    """Convert errors of torch and the file system in reading, where no code of the user's runs.
-
-    Raises:
-        DamagedCheckpointError: the block has raised an error that is not fabric's own.
-    """
-    try:
-        yield
-    except (FabricError, MemoryError):  # lack of memory is no fault of the checkpoint
-        raise
-    except Exception as error:
-        raise DamagedCheckpointError(
-            request,
-            problem="the checkpoint is damaged, or was replaced while it was read: "
-            + _summary(error),
-            expected="what fabric.save or torch.save wrote, complete and with torch's default of "
-            "writing checksums",
-            suggestion="the same call again, if a save may have been running; or an older "
-            "checkpoint, or a fresh copy of this one",
-        ) from error
-
-
-def _summary(error: Exception) -> str:
-    """Return the class and the first line of an error. torch may put a C++ stack below it."""
-    line, _, _ = str(error).strip().partition("\n")
-    return f"{type(error).__name__}: {line}"
+        # torch may append a C++ stack to the first line.
+        first_line, _, _ = str(error).strip().partition("\n")
+        problem = f"{problem}: {type(error).__name__}: {first_line}"
+        raise error_class(request, problem, expected, suggestion) from error

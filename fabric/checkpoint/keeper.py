@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Protocol, final
 
-from fabric.checkpoint.agreement import raise_on_any_rank_error
+from fabric.checkpoint.agreement import run_on_all_ranks
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.atomic import atomic_write, clear_temporaries, read_errors, write_errors
 from fabric.checkpoint.file import CheckpointIO, FullCheckpoint
@@ -131,9 +131,9 @@ class Checkpoints:
             _check_arguments(self._request, keep, best)
             return locate(folder)
 
-        self._path = raise_on_any_rank_error(communicator, self._request, validate)
+        self._path = run_on_all_ranks(communicator, self._request, validate)
         open_folder = partial(self._open_folder, job_files)
-        opened = raise_on_any_rank_error(communicator, self._request, open_folder)
+        opened = run_on_all_ranks(communicator, self._request, open_folder)
         self._folder, metrics = opened
         # By checkpoint, the oldest first; the same on all ranks.
         self._metrics: dict[str, _Metrics] = communicator.broadcast_object(metrics, 0)
@@ -200,7 +200,7 @@ class Checkpoints:
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
         with self._session("save").checkpoints("save") as coordinator:
             validate = partial(self._validate, request, step, metrics)
-            own_step = raise_on_any_rank_error(self._communicator, request, validate)
+            own_step = run_on_all_ranks(self._communicator, request, validate)
             first_step: _Step = self._communicator.broadcast_object(own_step, 0)
             self._number += 1
             name = f"{self._number:08}-step-{first_step.number}"
@@ -256,7 +256,7 @@ class Checkpoints:
         self._rotate(communicator, metrics_files)
         self._stale.append(name)  # the next save removes it if this one fails
         yield
-        raise_on_any_rank_error(communicator, self._request, self._io.wait)
+        run_on_all_ranks(communicator, self._request, self._io.wait)
         self._stale.remove(name)
         self._metrics[name] = metrics
         self._rotate(communicator)
@@ -286,7 +286,7 @@ class Checkpoints:
                 texts = self._titles() | dict(metrics_files or {})
                 self._folder.publish(texts, self._stale)
 
-        raise_on_any_rank_error(communicator, self._request, publish_on_first_rank)
+        run_on_all_ranks(communicator, self._request, publish_on_first_rank)
         self._stale.clear()
 
     def _titles(self) -> dict[str, str]:

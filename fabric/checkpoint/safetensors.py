@@ -12,6 +12,7 @@ from fabric.checkpoint.encoding import Chunk, tensor_bytes
 __all__ = ["DataFile", "StoredChunk", "write_safetensors"]
 
 _ALIGNMENT = 64  # bytes; enough for every dtype and for the CPU's widest loads
+# The names of dtypes in safetensors.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -58,26 +59,39 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
     """Write a safetensors file with torch's sharding metadata.
 
     Args:
-        file: the file to write to.
+        file: the file to write to, which is empty.
         chunks: the chunks by the names of their tensors.
+
+    Returns:
+        The checksum of the file, and where each chunk is.
     """
-    # The widest dtypes first, so that all chunks are aligned.
+    # The widest dtypes come first. So each chunk begins at a multiple of its own item size, and can
+    # be used in a memory mapping without a copy.
     names = sorted(chunks, key=lambda name: -chunks[name].tensor.itemsize)
-    stored, header = _layout({name: chunks[name] for name in names})
+    stored_chunks, header = _layout({name: chunks[name] for name in names})
     file.write(header)
     checksum = zlib.crc32(header)
     for name in names:
-        # One CPU copy at a time of tensors on another device.
+        # One tensor at a time: a tensor on another device is copied to the CPU.
         content = tensor_bytes(chunks[name].tensor)
         file.write(content)
         checksum = zlib.crc32(content, checksum)
-    return DataFile(checksum, stored)
+    return DataFile(checksum, stored_chunks)
 
 
 def _layout(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], bytes]:
-    """Return where the chunks go in a file, and the bytes of the file's header."""
+    """Lay out a safetensors file.
+
+    Args:
+        chunks: the chunks by the names of their tensors, in the order in which they are written.
+
+    Returns:
+        Where each chunk is, and the bytes that the file begins with: the length of the header, and
+        the header itself.
+    """
     header: dict[str, object] = {}
     sharding: dict[str, object] = {}
+    # Where the data of each chunk begins, in bytes after the header.
     starts: dict[str, int] = {}
     end = 0
     for name, (offsets, tensor) in chunks.items():
@@ -85,19 +99,23 @@ def _layout(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], bytes]
         end += tensor.nbytes
         dtype_name = _DTYPES.get(tensor.dtype)
         shape = [*tensor.shape]
-        offsets = [*offsets]
+        saved_offsets = [*offsets]
         if dtype_name is None:
-            # Stored as bytes, with one more dimension.
+            # safetensors has no such dtype: the chunk is stored as bytes, with one more dimension.
             dtype_name = "U8"
             shape.append(tensor.itemsize)
-            offsets.append(0)
+            saved_offsets.append(0)
         header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [starts[name], end]}
-        sharding[name] = {"saved_offsets": offsets}
+        sharding[name] = {"saved_offsets": saved_offsets}
+    # The keys that HuggingFaceStorageReader of torch.distributed.checkpoint reads.
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     text = json.dumps({"__metadata__": metadata, **header}).encode()
+    # Spaces after the JSON, so that the data begins at a multiple of _ALIGNMENT. The 8 bytes are
+    # the length before the JSON.
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    encoded = len(text).to_bytes(8, "little") + text
-    stored = {}
+    encoded_header = len(text).to_bytes(8, "little") + text
+    stored_chunks = {}
     for name, (offsets, tensor) in chunks.items():
-        stored[name] = StoredChunk(offsets, [*tensor.shape], len(encoded) + starts[name])
-    return stored, encoded
+        start = len(encoded_header) + starts[name]
+        stored_chunks[name] = StoredChunk(offsets, sizes=[*tensor.shape], start=start)
+    return stored_chunks, encoded_header

@@ -3,25 +3,32 @@
 [Note: files of a sharded checkpoint]
 Each rank writes its shards to a *safetensors* file, with the metadata of torch's own format in its
 header, so that ``torch.distributed.checkpoint.HuggingFaceStorageReader`` and the safetensors
-library can read it too. The file has room for one shard of each tensor; a second shard goes to a
-second file. A dtype that safetensors does not support is written as bytes, with one more dimension.
-Non-tensor state is in the index, which is JSON. State of a single rank, such as its random states,
-is in a JSON file of that rank. Nothing in the folder can name code.
+library can read it too. The file has room for one shard of each tensor. If a rank holds a second
+shard of a tensor, the second shard goes to a second file. A dtype that safetensors does not support
+is written as bytes, with one more dimension. Non-tensor state is in the index, which is JSON. State
+of a single rank, such as its random states, is in a JSON file of that rank. Nothing in the folder
+can name code.
 
 [Note: commit of a folder]
 A non-empty folder cannot be replaced atomically, but a file can. So the *index* names the save
-whose data is valid. A save writes data files with its own ID in their names and the additional
-suffix ``.tmp``, which torch's readers skip, flushes them, and replaces the index: that is the
-commit. Only then are the older data files removed, and the new ones renamed. Until then fabric
-finds the new ones by the suffix, so that a process that dies at any point leaves the old checkpoint
-or the new one. The next save removes the files of saves that the index does not name and whose
-temporary index is gone.
+whose data files are valid. A save takes these steps:
+
+1. It opens a temporary index, whose name has the ID of the save: ``.index.json.<ID>.tmp``. While
+   the temporary index exists, no other process touches the files of this save.
+2. It writes data files, whose names have the ID and the suffix ``.tmp``, which torch's readers
+   skip. It flushes the files to the disk.
+3. It renames the temporary index to ``index.json``, which replaces the old index. This is the
+   commit.
+4. It removes the data files of older saves, and removes the suffix from the names of the new files.
+
+Until step 4, fabric finds the new files by the suffix. So a process that dies at any point leaves
+the old checkpoint or the new one. The next save removes the files of a save that the index does not
+name and that has no temporary index.
 """
 
 import json
 import os
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +40,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.agreement import gather_on_first, raise_on_any_rank_error
+from fabric.checkpoint.agreement import gather_on_first, run_on_all_ranks
 from fabric.checkpoint.atomic import atomic_write, sync_folder, write_errors
 from fabric.checkpoint.encoding import Chunk, FlatState, flatten_state, local_chunks, to_json
 from fabric.checkpoint.safetensors import DataFile, write_safetensors
@@ -54,12 +61,12 @@ _THIS_PROCESS = LocalCommunicator(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class _FolderSave:
-    """A save into a folder, on rank 0.
+    """A save into a folder that has begun, on rank 0.
 
     Attributes:
         folder: the folder, behind any symbolic link.
         id: the ID of the save, which is in the names of its data files.
-        index: the temporary that replaces the index.
+        index: the temporary file that replaces the index when the save is committed.
     """
 
     folder: Location
@@ -68,17 +75,30 @@ class _FolderSave:
 
 
 class _Target(NamedTuple):
-    """What all ranks learn from rank 0 about a save.
+    """The part of a save that rank 0 sends to all ranks.
 
     Attributes:
         folder: the folder.
-        id: the ID of the save.
-        stored_names: see :class:`FlatState`.
+        id: the ID of the save, which is in the names of its data files.
+        stored_names: for the name of each tensor, the name of the first tensor with the same
+            memory. Only the first one is written.
     """
 
     folder: Location
     id: str
     stored_names: dict[str, str]
+
+
+class _FinishedFile(NamedTuple):
+    """A data file of a save that no process is writing.
+
+    Attributes:
+        path: the file.
+        save_id: the ID of the save.
+    """
+
+    path: Location
+    save_id: str
 
 
 class ShardedCheckpoint:
@@ -120,25 +140,27 @@ class ShardedCheckpoint:
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
         rank = communicator.rank
-        run_on_all_ranks = partial(_run_on_all_ranks, communicator, request)
         if communicator.size > 1 and str(path).startswith("memory:"):
             problem = (
-                "each process has memory of its own, and no other could read what this one writes "
-                "there"
+                "each process has memory of its own, and no other process could read what this one "
+                "writes there"
             )
             raise CheckpointError(request, problem, expected="a file system that all ranks share")
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        flat: FlatState = run_on_all_ranks(flatten_state, entries)
+        write_on_all_ranks = partial(_write_on_all_ranks, communicator, request)
+        flat: FlatState = write_on_all_ranks(flatten_state, entries)
+        # If anything raises before _commit(), the stack leaves the context of _replace_folder()
+        # with the error, and the old checkpoint stays.
         with ExitStack() as stack:
-            save = run_on_all_ranks(_begin, stack, request, path, rank == 0)
+            save = write_on_all_ranks(_begin, stack, request, path, rank == 0)
             target = None
             if save is not None:
                 target = _Target(save.folder, save.id, flat.stored_names)
             target = communicator.broadcast_object(target, 0)
-            files = run_on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
+            files = write_on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
             files_of_ranks = gather_on_first(communicator, files)
-            run_on_all_ranks(_commit, stack, request, save, flat, files_of_ranks, metadata)
+            write_on_all_ranks(_commit, stack, request, save, flat, files_of_ranks, metadata)
 
     def load(self, path: Location) -> PlainState:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU.
@@ -154,9 +176,10 @@ class ShardedCheckpoint:
         return reader.load(reader.content)
 
     def open(self, path: Location, communicator: Communicator = _THIS_PROCESS) -> ShardedReader:
-        """Return the content of the folder ``path``, without reading tensors.
+        """Return a reader of the checkpoint in the folder ``path``, without reading tensors.
 
-        Collective with a communicator.
+        Collective over ``communicator``, which is this process alone by default. Rank 0 reads the
+        index for all ranks.
 
         Raises:
             CheckpointError: as for :meth:`load`, except for damaged tensors, which are not checked
@@ -169,7 +192,7 @@ class ShardedCheckpoint:
                 return b""
             return read_index(request, path).content
 
-        index = raise_on_any_rank_error(communicator, request, read_on_first_rank)
+        index = run_on_all_ranks(communicator, request, read_on_first_rank)
         return ShardedReader(request, path, communicator.broadcast_object(index, 0))
 
     def remove(self, path: Location) -> None:
@@ -186,20 +209,27 @@ class ShardedCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def _run_on_all_ranks(
+def _write_on_all_ranks(
     communicator: Communicator, request: str, step: Callable[[*Ts], T], *args: *Ts
 ) -> T:
-    """Return ``step(*args)`` once it has succeeded on every rank. ``step`` is no collective."""
+    """Return ``step(*args)`` of this rank, or raise on every rank if the step fails on any rank.
 
-    def run() -> T:
+    Collective. Unlike :func:`run_on_all_ranks`, it converts errors of torch and the file system, as
+    :func:`write_errors` does. ``step`` itself must not be collective.
+    """
+
+    def convert_errors() -> T:
         with write_errors(request):
             return step(*args)
 
-    return raise_on_any_rank_error(communicator, request, run)
+    return run_on_all_ranks(communicator, request, convert_errors)
 
 
 def _begin(stack: ExitStack, request: str, path: Location, is_first: bool) -> _FolderSave | None:
-    """Open the folder on rank 0, until ``stack`` is closed."""
+    """Begin a save into a folder on rank 0, and return it. None on other ranks.
+
+    To close ``stack`` commits the save. If the block of ``stack`` raises, nothing is committed.
+    """
     if not is_first:
         return None
     return stack.enter_context(_replace_folder(request, path))
@@ -209,38 +239,43 @@ def _begin(stack: ExitStack, request: str, path: Location, is_first: bool) -> _F
 def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
     """Yield a folder to fill, and the index file to write last. See ``[Note: commit of a folder]``.
 
-    If several processes fill the folder, one of them calls this. When the block raises, the
-    checkpoint is unchanged.
+    If several processes fill the folder, one of them calls this. The end of the block commits the
+    save. When the block raises, the checkpoint is unchanged.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
     """
     target = path
     if isinstance(path, Path):
+        # A symbolic link stays: the folder that it points to is filled.
         target = Path(os.path.realpath(path))
     is_new = not target.exists()
+    is_committed = False
     if not is_new and not target.is_dir():
         raise CheckpointError(
             request, problem="there is a file of that name", expected="the path of a folder"
         )
     if (target / INDEX).is_file():
-        # Called for its error: an index that is not fabric's is not replaced.
+        # Called for its error: an index that is not fabric's must not be replaced.
         read_index(request, target)
     try:
+        # The exit of atomic_write() replaces the index.
         with atomic_write(target / INDEX) as index:
             if not is_new:
                 clean(target)
             elif isinstance(target, Path):
-                sync_folder(target.parent)
-            yield _FolderSave(target, index.name.split(".")[-2], index)
-        is_new = False
+                sync_folder(target.parent)  # atomic_write() has created the folder
+            # The name of the temporary file ends in .<ID>.tmp.
+            save_id = index.name.split(".")[-2]
+            yield _FolderSave(target, save_id, index)
+        is_committed = True
     finally:
         # Files that cannot be removed or renamed now are still found, and the next save tries
         # again.
         with suppress(OSError):
             clean(target)
-            if is_new:
-                target.rmdir()  # fails if it holds anything else
+            if is_new and not is_committed:
+                target.rmdir()  # fails, and leaves the folder, if it holds anything else
 
 
 def _write_rank(
@@ -248,25 +283,25 @@ def _write_rank(
 ) -> _Files:
     """Write the data files of one rank.
 
-    File n has the n-th chunk of each tensor.
+    Args:
+        request: what the user asked for, for errors.
+        target: the save, as rank 0 has begun it.
+        rank: this rank.
+        tensors: the tensors of this rank by name, full or sharded.
+        per_rank: plain values of this rank alone, for a file of their own. None for no such file.
 
     Returns:
         The written files by name.
     """
-    different = target.stored_names.keys() ^ tensors.keys()
-    if different:
-        names = join_names(sorted(different))
+    names_on_one_side = target.stored_names.keys() ^ tensors.keys()
+    if names_on_one_side:
+        names = join_names(sorted(names_on_one_side))
         problem = f"not both rank 0 and rank {rank} have these tensors: {names}"
         raise CheckpointError(
             request, problem, expected="a state of the same structure on every rank"
         )
-    chunks_of_files: defaultdict[int, dict[str, Chunk]] = defaultdict(dict)
-    # Names of several tensors with the same memory occur once.
-    for name in dict.fromkeys(target.stored_names.values()):
-        for number, chunk in enumerate(_chunks_to_write(tensors[name], rank)):
-            chunks_of_files[number][name] = chunk
     files: _Files = {}
-    for number, chunks in chunks_of_files.items():
+    for number, chunks in enumerate(_chunks_of_files(target, rank, tensors)):
         suffix = ""
         if number > 0:
             suffix = f"-{number}"
@@ -275,15 +310,33 @@ def _write_rank(
             files[name] = write_safetensors(file, chunks)
     if per_rank:
         name = f"rank-{rank:05}-{target.id}.json"
+        text = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
         with _data_file(target.folder, name) as file:
-            text = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
             file.write(text)
-            files[name] = DataFile(zlib.crc32(text), {})
+        files[name] = DataFile(checksum=zlib.crc32(text), chunks={})
     return files
 
 
+def _chunks_of_files(
+    target: _Target, rank: int, tensors: Mapping[str, Tensor]
+) -> list[dict[str, Chunk]]:
+    """Return the chunks that this rank writes, by tensor name for each of its files.
+
+    A safetensors file holds one chunk of each tensor: the n-th file has the n-th chunk of each.
+    """
+    chunks_of_files: list[dict[str, Chunk]] = []
+    # Tensors with the same memory have the same stored name, which is written once.
+    unique_names = dict.fromkeys(target.stored_names.values())
+    for name in unique_names:
+        for number, chunk in enumerate(_chunks_to_write(tensors[name], rank)):
+            if number == len(chunks_of_files):
+                chunks_of_files.append({})
+            chunks_of_files[number][name] = chunk
+    return chunks_of_files
+
+
 def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
-    """Return the chunks of a tensor that this rank writes."""
+    """Return the chunks of a tensor that this rank writes. Empty if other ranks write all of it."""
     if not _is_writer(tensor, rank):
         return []
     chunks = local_chunks(tensor)
@@ -293,27 +346,33 @@ def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
 
 
 def _is_writer(tensor: Any, rank: int) -> bool:
-    """Return whether this rank writes its share of a tensor.
+    """Return whether this rank writes its share of a tensor, so that each value is written once.
 
-    Rank 0 writes full tensors, and one replica of a DTensor is written. A DTensor on a submesh has
-    a replica on each parallel submesh.
+    Rank 0 writes full tensors. Of the replicas of a DTensor, the ranks with coordinate 0 in each
+    replicated dimension of the mesh write. A DTensor on a submesh has replicas on the parallel
+    submeshes, too. Of these the submesh that contains rank 0 writes.
     """
-    if not hasattr(tensor, "device_mesh"):
+    is_dtensor = hasattr(tensor, "device_mesh")
+    if not is_dtensor:
         return rank == 0
     coordinate = None
     if 0 in tensor.device_mesh.mesh:
         coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return False
-    for number, placement in zip(coordinate, tensor.placements, strict=True):
-        if placement.is_replicate() and number != 0:
+        return False  # this rank or rank 0 is not in the mesh
+    for index, placement in zip(coordinate, tensor.placements, strict=True):
+        if placement.is_replicate() and index != 0:
             return False
     return True
 
 
 @contextmanager
 def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
-    """Yield a data file to write, which is on the disk after the block."""
+    """Yield a data file to write, which is on the disk after the block.
+
+    A local file gets the suffix ``.tmp``, which :func:`clean` removes after the commit. An object
+    store cannot rename a file, so that a remote file gets its final name at once.
+    """
     if isinstance(folder, RemotePath):
         with (folder / name).replace() as file:
             yield file
@@ -322,6 +381,7 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+    # Flushes the name of the file, too.
     sync_folder(folder)
 
 
@@ -333,34 +393,55 @@ def _commit(
     files_of_ranks: list[_Files],
     metadata: State,
 ) -> None:
-    """Write the index on rank 0, and put it in place."""
-    if save is not None:
-        files: _Files = {}
-        for files_of_rank in files_of_ranks:
-            files.update(files_of_rank)
-        tensors = {name: flat.tensors[name] for name in flat.stored_names.values()}
-        _check_complete(request, tensors, files)
-        descriptions = {}
-        for name, tensor in tensors.items():
-            descriptions[name] = [str(tensor.dtype), [*tensor.shape]]
-        index = {
-            "files": files,
-            "tensors": descriptions,
-            "metadata": to_json(metadata),
-            "state": flat.entries,
-        }
-        _write_index(save, index)
-    # Commits: leaves the context of _replace_folder().
+    """Write the index and commit the save, on rank 0. Other ranks do nothing.
+
+    Args:
+        stack: the stack that :func:`_begin` entered the save's context on.
+        request: what the user asked for, for errors.
+        save: the save, or None on other ranks.
+        flat: the content of the checkpoint, as rank 0 has it.
+        files_of_ranks: the files that each rank has written. Empty on other ranks.
+        metadata: fabric's metadata.
+
+    Raises:
+        CheckpointError: the files do not hold all tensors. Nothing is committed.
+    """
+    if save is None:
+        return
+    files: _Files = {}
+    for files_of_rank in files_of_ranks:
+        files.update(files_of_rank)
+    tensors = {name: flat.tensors[name] for name in flat.stored_names.values()}
+    _check_complete(request, tensors, files)
+    descriptions = {}
+    for name, tensor in tensors.items():
+        descriptions[name] = [str(tensor.dtype), [*tensor.shape]]
+    index = {
+        "files": files,
+        "tensors": descriptions,
+        "metadata": to_json(metadata),
+        "state": flat.entries,
+    }
+    _write_index(save, index)
+    # This leaves the context of _replace_folder(), which replaces the old index.
     stack.close()
 
 
 def _check_complete(request: str, tensors: Mapping[str, Tensor], files: _Files) -> None:
-    """Raise a CheckpointError if the chunks in ``files`` do not make up the tensors."""
-    missing = {name: tensor.numel() for name, tensor in tensors.items()}
+    """Raise a CheckpointError if the chunks in ``files`` do not make up the tensors.
+
+    This finds a rank whose tensor has another shape or sharding, before the save is committed.
+
+    Args:
+        request: what the user asked for, for the error.
+        tensors: the tensors of rank 0 by name, with their full shapes.
+        files: the files of all ranks.
+    """
+    missing_elements = {name: tensor.numel() for name, tensor in tensors.items()}
     for file in files.values():
         for name, chunk in file.chunks.items():
-            missing[name] -= prod(chunk.sizes)
-    incomplete = [name for name, number in missing.items() if number != 0]
+            missing_elements[name] -= prod(chunk.sizes)
+    incomplete = [name for name, number in missing_elements.items() if number != 0]
     if incomplete:
         names = join_names(incomplete)
         problem = f"the chunks that ranks hold do not make up the whole tensor for: {names}"
@@ -368,10 +449,13 @@ def _check_complete(request: str, tensors: Mapping[str, Tensor], files: _Files) 
 
 
 def _write_index(save: _FolderSave, content: Mapping[str, Any]) -> None:
-    """Write the index as JSON with a checksum.
+    """Write the index as one JSON object of two lines.
 
-    The first line has the format, the version, the save's ID and the checksum.
+    The first line has the format, the version, the ID of the save, and a checksum of the ID and the
+    second line. So :func:`read_index` can verify the rest before it parses it. The second line has
+    ``content``.
     """
+    # Without the opening brace, which begins the first line.
     body = json.dumps(content, allow_nan=False)[1:].encode()
     header = {
         "format": FORMAT,
@@ -379,7 +463,9 @@ def _write_index(save: _FolderSave, content: Mapping[str, Any]) -> None:
         "save": save.id,
         "crc32": zlib.crc32(save.id.encode() + body),
     }
-    save.index.write(json.dumps(header)[:-1].encode() + b",\n" + body)
+    # Without the closing brace, which ends the second line.
+    first_line = json.dumps(header)[:-1].encode()
+    save.index.write(first_line + b",\n" + body)
 
 
 def remove_folder(folder: Location) -> None:
@@ -387,36 +473,42 @@ def remove_folder(folder: Location) -> None:
     with suppress(FileNotFoundError):
         # The index is removed first, so that an interrupted removal leaves no checkpoint.
         (folder / INDEX).unlink()
+    # Without an index no save is valid: clean() removes the files of all saves.
     clean(folder)
     with suppress(OSError):
-        folder.rmdir()
+        folder.rmdir()  # fails, and leaves the folder, if it holds anything else
 
 
 def clean(folder: Location) -> None:
-    """Finish the last commit, and remove the files of other saves.
+    """Remove the data files of all saves but the committed one, and rename those of this one.
 
-    Files that a process is writing stay.
+    This is the last step of a save, see ``[Note: commit of a folder]``. It is also called before a
+    save, in case the last one was interrupted. The index names the committed save. Files that a
+    process is still writing stay.
     """
-    ended: list[tuple[Location, str]] = []
-    for entry in folder.iterdir():
-        match = DATA_NAME.fullmatch(entry.name)
+    finished_files: list[_FinishedFile] = []
+    for path in folder.iterdir():
+        match = DATA_NAME.fullmatch(path.name)
         if match is None:
             continue
         save_id = match["save"]
-        # An object store has no temporaries.
-        if isinstance(entry, Path):
-            unfinished_index = folder / f".{INDEX}.{save_id}.tmp"
-            if not entry.is_file() or unfinished_index.exists():
+        # A local save has a temporary index until it is committed or has failed. An object store
+        # has no temporary files: a save that another process is writing cannot be recognized.
+        if isinstance(path, Path):
+            is_being_written = (folder / f".{INDEX}.{save_id}.tmp").exists()
+            if is_being_written or not path.is_file():
                 continue
-        ended.append((entry, save_id))
-    # Read last: another process may have committed a save in the meantime.
-    current_id = ""
+        finished_files.append(_FinishedFile(path, save_id))
+    # The index is read after the listing. Otherwise a save that another process commits in between
+    # would lose its files.
+    committed_id = ""
     if (folder / INDEX).is_file():
-        current_id = read_index("save a sharded checkpoint", folder).save_id
-    for entry, save_id in ended:
-        # Raised if another process has done it.
+        index = read_index("save a sharded checkpoint", folder)
+        committed_id = index.save_id
+    for path, save_id in finished_files:
+        # Another process may have removed or renamed the file.
         with suppress(FileNotFoundError):
-            if save_id != current_id:
-                entry.unlink()
-            elif isinstance(entry, Path) and entry.suffix == ".tmp":
-                os.replace(entry, entry.with_suffix(""))
+            if save_id != committed_id:
+                path.unlink()
+            elif isinstance(path, Path) and path.suffix == ".tmp":
+                os.replace(path, path.with_suffix(""))
