@@ -1,10 +1,10 @@
 """Conversion of a sharded checkpoint to one file, or to files of weights.
 
 [Note: bounded memory]
-To convert a folder, tensors are assembled in unnamed scratch files that are mapped into memory: the
-system can page them out to the disk, and they vanish however the process ends. Only one chunk of
-one tensor has to be in memory at a time. The cost is disk space for a second copy of the
-checkpoint.
+To convert a folder, tensors are assembled in unnamed scratch files that are mapped into memory. The
+system can write the pages of a mapped file to the disk when memory is short, and an unnamed file
+vanishes however the process ends. Only one chunk of one tensor has to be in memory at a time. The
+cost is disk space for a second copy of the checkpoint.
 """
 
 import json
@@ -70,29 +70,25 @@ def consolidate(
         problem = f"{str(output)!r} exists, and weights that stay there would be read too"
         raise CheckpointError(request, problem)
     reader = ShardedCheckpoint().open(source)
-    has_weights_only = max_shard_gb is not None or output.suffix == ".safetensors"
-    if has_weights_only:
-        key = _model_entry(request, reader.content, key)
-    elif key is not None:
+    writes_weights = max_shard_gb is not None or output.suffix == ".safetensors"
+    if not writes_weights and key is not None:
         problem = "--key chooses the model for weights alone; other files hold all entries"
         raise ConfigurationError(request, problem)
+    if writes_weights:
+        # Before anything is written: this may raise.
+        key = _model_entry(request, reader.content, key)
     output.parent.mkdir(parents=True, exist_ok=True)
+    # The scratch files are beside the output, where there has to be room for it anyway.
     allocate = partial(_scratch_tensor, request, output.parent)
     if key is None:
         FullCheckpoint().save(reader.load(reader.content, allocate), output)
         return output
-    tensors: dict[str, Tensor] = {}
-    for name, value in reader.load([key], allocate)[key].items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-    if "__metadata__" in tensors:
-        raise ConfigurationError(
-            request, problem="safetensors keeps the name '__metadata__' for itself"
-        )
+    entries = reader.load([key], allocate)
+    tensors = _tensors_of_model(request, entries[key])
     if max_shard_gb is None:
         _write_weights(request, output, tensors)
     else:
-        _write_weights_folder(request, output, tensors, max_shard_gb * 1e9)
+        _write_weights_folder(request, output, tensors, max_bytes=max_shard_gb * 1e9)
     return output
 
 
@@ -106,9 +102,16 @@ def _default_output(source: Location, is_folder: bool) -> Path:
 
 
 def _model_entry(request: str, content: State, key: str | None) -> str:
-    """Return the name of the only entry that is a model's state, or ``key`` if that is one.
+    """Return the name of the entry that is the state of a model.
 
-    The state of a model is a mapping of names to tensors and plain extra values.
+    Args:
+        request: what the user asked for, for the error.
+        content: the entries of the checkpoint.
+        key: the name that the user has given. None for the only entry that can be a model.
+
+    Raises:
+        ConfigurationError: the entry ``key`` cannot be a model, or ``key`` is None and not exactly
+            one entry can be a model.
     """
     models = []
     for name, entry in content.items():
@@ -125,36 +128,64 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
 
 
 def _is_model_state(entry: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has tensors, and no mappings or sequences.
+
+    So has the state dict of a module, beside which there may be plain extra values. The state dict
+    of an optimizer has mappings.
+    """
     types = {type(value) for value in entry.values()}
     if Tensor not in types:
         return False
     return not any(issubclass(kind, Mapping | list | tuple) for kind in types)
 
 
-def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
-    """Allocate a tensor like a meta tensor in a memory-mapped file without a name.
+def _tensors_of_model(request: str, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors in the state of a model, without its extra values.
 
-    See ``[Note: bounded memory]``.
+    Raises:
+        ConfigurationError: a tensor has the one name that safetensors does not allow.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, value in entry.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+    if "__metadata__" in tensors:
+        raise ConfigurationError(
+            request, problem="safetensors keeps the name '__metadata__' for itself"
+        )
+    return tensors
+
+
+def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
+    """Allocate a tensor in a memory-mapped file without a name. See ``[Note: bounded memory]``.
+
+    Args:
+        request: what the user asked for, for errors.
+        folder: the folder of the file.
+        meta: a meta tensor with the shape and dtype of the result. A small result is in memory.
     """
     if meta.nbytes < _MAPPED_BYTES:
         return torch.empty_like(meta, device="cpu")
     with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
+        # macOS has no posix_fallocate().
         if hasattr(os, "posix_fallocate"):
-            # On a full disk, writing to the mapping would kill this process (SIGBUS).
+            # Without this, on a full disk a write to the mapping would kill this process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, meta.nbytes)
-        name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
+        # from_file() needs a name. The mapping remains valid after the file is closed.
+        name = f"/dev/fd/{file.fileno()}"
         tensor = torch.from_file(name, shared=True, size=meta.numel(), dtype=meta.dtype)
         return tensor.view(meta.shape)
 
 
 def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file of weights.
+    """Write one safetensors file of full tensors, by name.
 
     The format has no shared memory: tied tensors are written twice.
     """
     chunks = {}
     for name, tensor in tensors.items():
-        chunks[name] = Chunk([0] * tensor.dim(), tensor)
+        # A single chunk, which begins at the first element of the tensor.
+        chunks[name] = Chunk(offsets=[0] * tensor.dim(), tensor=tensor)
     with atomic_write(path) as file, write_errors(request):
         write_safetensors(file, chunks)
 
@@ -162,13 +193,21 @@ def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> N
 def _write_weights_folder(
     request: str, folder: Path, tensors: Mapping[str, Tensor], max_bytes: float
 ) -> None:
-    """Write files of weights and their index, named as Hugging Face's libraries expect."""
+    """Write files of weights and their index, named as Hugging Face's libraries expect.
+
+    Args:
+        request: what the user asked for, for errors.
+        folder: the folder, which does not exist.
+        tensors: the full tensors by name.
+        max_bytes: the largest size of a file, unless the file has only one tensor.
+    """
     groups = _group_by_size(tensors, max_bytes)
     file_names: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file_name = f"model-{number:05}-of-{len(groups):05}.safetensors"
         _write_weights(request, folder / file_name, group)
         file_names.update(dict.fromkeys(group, file_name))
+    # The index comes last: without it, the libraries do not read an incomplete folder.
     index = {"metadata": {}, "weight_map": file_names}
     with atomic_write(folder / "model.safetensors.index.json") as file:
         file.write(json.dumps(index, indent=2).encode())

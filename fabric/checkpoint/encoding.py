@@ -9,8 +9,9 @@ pairs.
 
 [Note: key path]
 A *key path* is the tuple of keys and indices that leads from a state to one of its values, such as
-``("model", "layer.weight")``. An ellipsis in it means that the value is in a set, a key of a dict
-or an attribute of a dict. A load cannot fill in a separately stored tensor at such a path.
+``("model", "layer.weight")``. An ellipsis in the tuple means that the value is in a set, is in a
+key of a dict, or is an attribute of a dict. A load could not fill in a separately stored tensor at
+such a path, so the values of the tensor are stored in the JSON.
 """
 
 import ctypes
@@ -48,12 +49,15 @@ PlainValue = Any
 """A value of plain state, or one that is refused because it is not plain."""
 
 KeyPath = tuple[Any, ...]
+"""The keys and indices that lead to a value. See ``[Note: key path]``."""
+
 _Convert = Callable[[KeyPath, PlainValue], Json]
 
 PLAIN_COLLECTIONS = (list, tuple, set, dict, OrderedDict, Counter)
+# The collections by tag, see [Note: JSON with type tags].
 _COLLECTIONS = {f"${kind.__name__}": kind for kind in PLAIN_COLLECTIONS}
-# The methods that return the tensors of which a sparse tensor consists, by layout.
-_SPARSE = {
+# By layout, the names of the methods that return the dense components of a sparse tensor.
+_SPARSE_COMPONENTS = {
     torch.sparse_coo: ("indices", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -73,10 +77,11 @@ class FlatState(NamedTuple):
     """A state, split into JSON and tensors.
 
     Attributes:
-        entries: the entries as JSON pairs of name and value, with the names of stored tensors.
-        stored_names: for the name of each tensor, the name of the first tensor with the same
-            memory. The tensor is stored under that name.
-        tensors: all tensors by name.
+        entries: a pair of name and value for each entry, as JSON. A tensor is replaced by the name
+            under which it is stored.
+        stored_names: for the name of each tensor, the name under which it is stored: that of the
+            first tensor with the same memory.
+        tensors: all tensors by name, those with the same memory included.
     """
 
     entries: list[list[Any]]
@@ -92,18 +97,23 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
     Raises:
         ArgumentTypeError: a value cannot be stored in a sharded checkpoint.
     """
-    flat = FlatState([], {}, {})
+    flat = FlatState(entries=[], stored_names={}, tensors={})
+    # The name of the first tensor by its memory.
     first_names: dict[Any, str] = {}
 
     def convert(path: KeyPath, item: PlainValue) -> Json:
+        """Replace a tensor by its name, if it can be stored separately. Refuse other values."""
         is_tensor = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
         if not is_tensor or ... in path or not _is_dense(item):
             return _tensor_to_json(path, item)
         name = ".".join(map(str, path))
-        # {"a.b": x} and {"a": {"b": y}} would get the same name, and safetensors reserves one.
+        # {"a.b": x} and {"a": {"b": y}} would get the same name. safetensors uses "__metadata__"
+        # itself.
         while name in flat.tensors or name == "__metadata__":
             name = f"{name}#{len(flat.tensors)}"
-        stored_name = first_names.setdefault(memory_key(item) or name, name)
+        # A tensor that is empty on this rank has no memory that identifies it.
+        key = memory_key(item) or name
+        stored_name = first_names.setdefault(key, name)
         flat.tensors[name] = item
         flat.stored_names[name] = stored_name
         return {"$tensor": stored_name}
@@ -114,16 +124,23 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
 
 
 def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
-    """Return a tensor as JSON, with its values. Refuse anything else."""
+    """Return a tensor as JSON that contains its values.
+
+    ``path`` says in the error where the value is.
+
+    Raises:
+        ArgumentTypeError: the value is not a tensor with values, or is sharded or a subclass.
+    """
     if type(value) not in (Tensor, nn.Parameter):
         raise unsupported(path, value)
     if _is_dense(value):
         return {"$values": to_json([value.dtype, value.shape, bytes(tensor_bytes(value))])}
+    # torch's indices() and values() refuse an uncoalesced tensor.
     is_uncoalesced = value.layout is torch.sparse_coo and not value.is_coalesced()
-    if value.layout not in _SPARSE or is_uncoalesced:
+    if value.layout not in _SPARSE_COMPONENTS or is_uncoalesced:
         raise unsupported(path, value)
     detached = value.detach()
-    components = [getattr(detached, method)() for method in _SPARSE[value.layout]]
+    components = [getattr(detached, method)() for method in _SPARSE_COMPONENTS[value.layout]]
     return {"$sparse": to_json([value.layout, value.shape, components])}
 
 
@@ -137,19 +154,22 @@ def to_json(
 
     Args:
         value: any value.
-        convert: ``convert(path, item)`` returns the JSON of tensors, of values that are not plain,
-            and of collections that contain themselves. By default the JSON has the values of
-            tensors, and the others are refused.
+        convert: ``convert(path, item)`` returns the JSON of an item that is a tensor, is not plain,
+            or is a collection that contains itself. By default the JSON of a tensor has its values,
+            and other items are refused.
         path: where the value is. See ``[Note: key path]``.
-        enclosing: the ids of the enclosing collections.
+        enclosing: the ids of the collections that contain the value, to find one that contains
+            itself.
     """
     kind = type(value)
     tag = f"${kind.__name__}"
-    if _is_json(value):
+    if _is_exact_in_json(value):
         return value
     if kind in _SCALARS:
         return {tag: _SCALARS[kind].write(value)}
-    if _COLLECTIONS.get(tag) is not kind or id(value) in enclosing:
+    # A subclass of the user's may have the name of a collection, and so the same tag.
+    is_plain_collection = _COLLECTIONS.get(tag) is kind
+    if not is_plain_collection or id(value) in enclosing:
         return convert(path, value)
     enclosing = (*enclosing, id(value))
     if isinstance(value, dict):
@@ -164,13 +184,13 @@ def to_json(
     return {tag: items}
 
 
-def _is_json(value: PlainValue) -> bool:
-    """Return whether JSON restores the exact type and bits of a value."""
+def _is_exact_in_json(value: PlainValue) -> bool:
+    """Return whether JSON itself restores the exact type and bits of a value, without a tag."""
     kind = type(value)
     if kind is str:
         return value.isascii()  # JSON would decode a pair of surrogates as one character
     if kind is float:
-        return math.isfinite(value)  # JSON has no other numbers
+        return math.isfinite(value)  # JSON has no infinity and no NaN
     return kind in (bool, int, type(None))
 
 
@@ -181,11 +201,18 @@ def _dict_to_json(
     path: KeyPath,
     enclosing: tuple[int, ...],
 ) -> dict[str, Json]:
+    """Return a dict as JSON under ``tag``: a list of pairs, and the attributes of the dict.
+
+    torch sets attributes on the state dict of a module: the versions of its layers. See
+    :func:`to_json` for the other arguments; ``enclosing`` includes the dict itself.
+    """
     pairs = []
     for key, item in value.items():
+        # The ellipsis says that the value is in a key, see [Note: key path].
         json_key = to_json(key, convert, (*path, ..., key), enclosing)
         pairs.append([json_key, to_json(item, convert, (*path, key), enclosing)])
     result: dict[str, Json] = {tag: pairs}
+    # An exact dict has no attributes. An OrderedDict or a Counter may have some.
     attributes = getattr(value, "__dict__", None)
     if attributes:
         result["attributes"] = to_json(attributes, convert, (*path, ..., "__dict__"), enclosing)
@@ -195,23 +222,25 @@ def _dict_to_json(
 def from_json(
     value: Json,
     read_tensor: Callable[[str, Any], Tensor] | None = None,
-    present: PlainValue = None,
+    existing: PlainValue = None,
 ) -> PlainValue:
     """Return the value that :func:`to_json` or :func:`flatten_state` wrote. Runs no code from it.
 
     Args:
         value: JSON.
-        read_tensor: ``read_tensor(name, present)`` returns the tensor stored under ``name``.
-            ``present`` is the value at the same path of the argument ``present``.
-        present: a value of the same structure, or None. Tensors that its dicts lack are left out.
+        read_tensor: ``read_tensor(name, existing)`` returns the tensor stored under ``name``. Here
+            ``existing`` is the value at the same path of the argument ``existing``, or None.
+        existing: a value of the same structure to read into, or None. Tensors that its dicts lack
+            are left out of the result.
     """
     if isinstance(value, list):
         return [from_json(item, read_tensor) for item in value]
     if not isinstance(value, dict):
         return value
+    # The tag is the first key. Only a dict with attributes has a second key.
     tag, content = next(iter(value.items()))
     if tag == "$tensor" and read_tensor is not None:
-        return read_tensor(content, present)
+        return read_tensor(content, existing)
     if tag in _READERS:
         return _READERS[tag](content)
     if tag in ("$tuple", "$set"):
@@ -219,59 +248,67 @@ def from_json(
     mapping: Any = _COLLECTIONS[tag]()
     for json_key, item in content:
         key = from_json(json_key)
-        if not isinstance(present, Mapping):
+        is_tensor = isinstance(item, dict) and "$tensor" in item
+        if not isinstance(existing, Mapping):
             mapping[key] = from_json(item, read_tensor)
-        elif key in present or not (isinstance(item, dict) and "$tensor" in item):
-            mapping[key] = from_json(item, read_tensor, present.get(key))
+        elif key in existing or not is_tensor:
+            mapping[key] = from_json(item, read_tensor, existing.get(key))
     if "attributes" in value:
         vars(mapping).update(from_json(value["attributes"]))
     return mapping
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, which keep it alive.
+    """Return a view of the bytes of a tensor. The view keeps the tensor alive.
 
     A tensor that is not contiguous or not on the CPU is copied.
     """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.nbytes == 0:
-        return memoryview(b"")  # zlib.crc32 restarts at a null pointer
-    # torch exposes a buffer only through numpy, which is optional.
+        # A view of a null pointer would make zlib.crc32 forget the checksum so far.
+        return memoryview(b"")
+    # torch gives access to the bytes only through numpy, which is optional.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    # The array does not own the memory: this attribute keeps the tensor alive.
     array.owner = tensor
     return memoryview(array).cast("B")
 
 
 def local_chunks(tensor: Any) -> list[Chunk]:
-    """Return the chunks of a tensor that this rank holds.
+    """Return the chunks of a tensor that this rank holds, which share memory with the tensor.
 
-    DTensors, and sharded tensors of other libraries, have the methods that
-    torch.distributed.checkpoint uses for this. Any other tensor is one chunk.
+    DTensors, and sharded tensors of other libraries, have the methods by which
+    torch.distributed.checkpoint gets chunks. Any other tensor is one chunk.
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         return [Chunk([0] * tensor.dim(), tensor.detach())]
-    # Takes a second to import, but whoever has a sharded tensor has imported it.
+    # The import takes a second, but a program that has a sharded tensor has imported it already.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     chunks = []
     for metadata in tensor.__create_chunk_list__():
+        # The first argument, the name of the tensor, is not needed to find a shard.
         shard = tensor.__get_tensor_shard__(MetadataIndex("", metadata.offsets))
         chunks.append(Chunk([*metadata.offsets], shard.detach()))
     return chunks
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor are plain bytes in memory."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def memory_key(tensor: Any) -> Any:
     """Return a key that is equal for tensors that are the same view of memory.
 
+    Tied weights have equal keys, so that they can be stored once.
+
     Returns:
-        The key, or None for a tensor that is empty on this rank.
+        The key, or None for a tensor that is empty on this rank or of a class of another library.
     """
     local = tensor
-    if hasattr(tensor, "full_tensor"):
+    is_dtensor = hasattr(tensor, "full_tensor")
+    if is_dtensor:
         local = tensor.to_local()
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
         return None
@@ -281,28 +318,33 @@ def memory_key(tensor: Any) -> Any:
         local.dtype,
         local.shape,
         local.stride(),
+        # Two DTensors with equal shards may have different full shapes.
         tensor.shape,
-        # Views of the same memory may have other values.
+        # With these flags the same memory stands for other values.
         (local.is_conj(), local.is_neg()),
     )
 
 
 def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
-    """Return the error for a value that is not plain."""
+    """Return the error for a value that is not plain, or for a collection that contains itself.
+
+    ``path`` says where in the state the value is, see ``[Note: key path]``.
+    """
     kind = type(value)
-    written = "state"
+    expression = "state"
     for key in path:
         if key is not ...:
-            written += f"[{key!r}]"
+            expression += f"[{key!r}]"
     problem = "this object needs pickle, which fabric does not load"
     if kind in PLAIN_COLLECTIONS:
+        # A plain collection is refused only because it contains itself.
         problem = "this collection contains itself"
     return ArgumentTypeError(
-        f"save {written}, a {kind.__module__}.{kind.__qualname__}",
+        f"save {expression}, a {kind.__module__}.{kind.__qualname__}",
         problem,
         expected="tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and "
         "sets of these, by exact type",
-        suggestion=f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), "
+        suggestion=f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "
         "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(), or its own entry "
         "for what has load_state_dict(). Classes that torch.serialization.add_safe_globals allows "
         "fit into one file: checkpoint_io=FullCheckpoint()",
@@ -310,7 +352,7 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
 
 
 class _ScalarFormat(NamedTuple):
-    """How a value of one type is written under its tag, and read back."""
+    """The functions that write a value of one type as JSON without its tag, and read it back."""
 
     write: Callable[[Any], Json]
     read: Callable[[Json], Any]
@@ -343,13 +385,19 @@ def _read_str(text: str) -> str:
 
 
 def _read_values(content: Json) -> Tensor:
+    """Return the dense tensor that :func:`_tensor_to_json` wrote."""
     dtype, shape, values = from_json(content)
     if not values:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)  # frombuffer() refuses an empty buffer
+    # A bytearray, because a tensor needs memory that can be written to.
     return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
 
 
 def _read_sparse(content: Json) -> Tensor:
+    """Return the sparse tensor that :func:`_tensor_to_json` wrote.
+
+    Its invariants are checked: indices from a damaged file could make torch access other memory.
+    """
     layout, shape, components = from_json(content)
     with torch.sparse.check_sparse_tensor_invariants():
         if layout is torch.sparse_coo:
@@ -357,6 +405,7 @@ def _read_sparse(content: Json) -> Tensor:
         return torch.sparse_compressed_tensor(*components, size=shape, layout=layout)
 
 
+# The dtypes and layouts by their names, such as "torch.float32".
 _TORCH_CONSTANTS: dict[str, torch.dtype | torch.layout] = {}
 for _constant in vars(torch).values():
     if isinstance(_constant, torch.dtype | torch.layout):
@@ -373,6 +422,7 @@ _SCALARS: dict[type, _ScalarFormat] = {
     torch.device: _ScalarFormat(str, torch.device),
     torch.Size: _ScalarFormat(list, torch.Size),
 }
+# The functions that read a value that is not a collection, by tag.
 _READERS = {f"${kind.__name__}": scalar.read for kind, scalar in _SCALARS.items()}
 _READERS["$values"] = _read_values
 _READERS["$sparse"] = _read_sparse

@@ -2,12 +2,17 @@
 
 [Note: files of a run]
 Each checkpoint has a unique name: ``00000017-step-3000`` is the 17th save. So no save overwrites
-another, the names sort in the order of the saves even if a run goes back to an earlier step, and a
-checkpoint is valid once :meth:`Fabric.save <fabric.Fabric.save>` has committed it. Its metrics are
-written before, to a file of the same name with ``.json``. After the commit the text files
-``latest`` and ``best`` get the names of these two checkpoints, and only then are older checkpoints
-removed, each one before its metrics. Whenever a job dies, these two files name checkpoints that
-exist, and the next job knows from the names alone what to remove.
+another, and the names sort in the order of the saves even if a run goes back to an earlier step. A
+checkpoint is valid once :meth:`Fabric.save <fabric.Fabric.save>` has committed it. A save takes
+these steps:
+
+1. The metrics are written to a file with the name of the checkpoint and ``.json``.
+2. The checkpoint is written and committed.
+3. The text files ``latest`` and ``best`` get the names of these two checkpoints.
+4. Older checkpoints are removed, each one before its metrics.
+
+Whenever a job dies, the two text files name checkpoints that exist, and the next job knows from the
+names alone what to remove.
 """
 
 import fcntl
@@ -47,12 +52,12 @@ from fabric.loggers import metrics_as_floats
 
 __all__ = ["Checkpoints"]
 
-_Best = tuple[str, Literal["min", "max"]] | None
+_Best = tuple[str, Literal["min", "max"]] | None  # see Checkpoints
 _Metrics = dict[str, float]
 
 _LOCK = ".lock"
 _NAME = r"(?P<checkpoint>\d{8}-step-\d+)"
-# A checkpoint, its metrics, or a temporary of one of these.
+# A checkpoint, its metrics, or a temporary file of one of these.
 _FILE = re.compile(rf"\.?{_NAME}(?:\.json)?(?:\.[0-9a-f]{{12}}\.tmp)?")
 
 
@@ -60,21 +65,17 @@ class _Session(Protocol):
     """The part of a job's session that saves and loads checkpoints."""
 
     def checkpoints(self, phase: str) -> AbstractContextManager[CheckpointCoordinator]:
-        """Yield what saves and loads the checkpoints of the job."""
+        """Return a context with the coordinator that saves and loads the checkpoints of the job.
+
+        ``phase`` is what is being done, for hang reports.
+        """
         ...
 
 
 class _Step(NamedTuple):
-    """The step and the metrics of one save.
-
-    Attributes:
-        number: the number of the step.
-        best_metric: the metric that decides which checkpoint is the best one. None without one.
-        metrics: all metrics.
-    """
+    """The number of a step and its metrics, as given to one save."""
 
     number: int
-    best_metric: float | None
     metrics: _Metrics
 
 
@@ -95,7 +96,8 @@ class Checkpoints:
     these checkpoints.
 
     Args:
-        session: returns the session of the job, for a call of that name.
+        running_session: returns the session of the job, which is started if necessary. The argument
+            is the name of the user's call, for errors.
         folder: a folder for this run alone, which is created. May be a URL such as ``s3://...``.
         keep: how many checkpoints to keep, besides the best one.
         best: the name of a metric, and whether the best value is the least (``"min"``) or the
@@ -108,18 +110,18 @@ class Checkpoints:
 
     def __init__(
         self,
-        session: Callable[[str], _Session],
+        running_session: Callable[[str], _Session],
         folder: str | os.PathLike[str],
         keep: int,
         best: _Best,
     ) -> None:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
-        self._session = session
+        self._running_session = running_session
         self._keep = keep
-        self._best = best
         self._pending: PendingSave | None = None
-        self._stale: list[str] = []  # checkpoints to remove
-        with session("checkpoints").checkpoints("setup") as coordinator:
+        # Names of checkpoints that the next _publish() removes.
+        self._stale: list[str] = []
+        with running_session("checkpoints").checkpoints("setup") as coordinator:
             # A pending save may write to this folder.
             coordinator.join_pending()
             communicator = coordinator.communicator
@@ -132,17 +134,35 @@ class Checkpoints:
             return locate(folder)
 
         self._path = run_on_all_ranks(communicator, self._request, validate)
-        open_folder = partial(self._open_folder, job_files)
-        opened = run_on_all_ranks(communicator, self._request, open_folder)
-        self._folder, metrics = opened
-        # By checkpoint, the oldest first; the same on all ranks.
+        # The name of the metric of the best checkpoint, and a comparison of two of its values.
+        self._best_metric: str | None = None
+        self._is_as_good: Callable[[float, float], bool] = operator.ge
+        if best is not None:
+            self._best_metric, mode = best
+            if mode == "min":
+                self._is_as_good = operator.le
+        # The folder is None on all ranks but rank 0, which alone writes into it.
+        self._folder, metrics = run_on_all_ranks(
+            communicator, self._request, self._open_folder, job_files
+        )
+        # The metrics of each checkpoint by name, the oldest first. The same on all ranks.
         self._metrics: dict[str, _Metrics] = communicator.broadcast_object(metrics, 0)
-        last_number, _, _ = max(self._metrics, default="0").partition("-")
-        self._number = int(last_number)
+        # The number of the last save, which its name begins with.
+        newest_name = max(self._metrics, default="0")
+        self._number = int(newest_name.partition("-")[0])
+        # A killed job may have left text files that name older checkpoints.
         self._publish(communicator)
 
     def _open_folder(self, job_files: ExitStack) -> "tuple[_RunFolder | None, dict[str, _Metrics]]":
-        """Return the folder and the metrics of its checkpoints on rank 0."""
+        """Lock the folder on rank 0, and remove what killed jobs left.
+
+        Args:
+            job_files: is closed at the end of the job. The lock file is added to it.
+
+        Returns:
+            The folder, and the metrics of its checkpoints, the oldest first. On other ranks None
+            and an empty dict.
+        """
         if self._communicator.rank != 0:
             return None, {}
         with write_errors(self._request):
@@ -166,9 +186,13 @@ class Checkpoints:
         return self._path_of("best")
 
     def _path_of(self, title: str) -> Location | None:
+        """Return the path of the checkpoint ``latest`` or ``best``, or None if there is none.
+
+        The names are known only after the end of a background save, which may have failed.
+        """
         if self._pending is not None and not self._pending.is_raised:
             self._pending.wait()
-        name = self._titles().get(title)
+        name = self._latest_and_best().get(title)
         if name is None:
             return None
         return self._path / name
@@ -198,48 +222,63 @@ class Checkpoints:
                 untouched.
         """
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
-        with self._session("save").checkpoints("save") as coordinator:
-            validate = partial(self._validate, request, step, metrics)
-            own_step = run_on_all_ranks(self._communicator, request, validate)
-            first_step: _Step = self._communicator.broadcast_object(own_step, 0)
+        with self._running_session("save").checkpoints("save") as coordinator:
+            step_here = run_on_all_ranks(
+                self._communicator, request, self._validate, request, step, metrics
+            )
+            # Rank 0 decides on the name and the metrics.
+            step_on_first: _Step = self._communicator.broadcast_object(step_here, 0)
             self._number += 1
-            name = f"{self._number:08}-step-{first_step.number}"
+            name = f"{self._number:08}-step-{step_on_first.number}"
 
             def check() -> None:
                 coordinator.check()
-                self._check_same(request, own_step, first_step)
+                self._check_same(request, step_here, step_on_first)
 
-            commit = partial(self._commit, name, first_step.metrics)
+            # The coordinator calls check() before it reads the state, and enters the context
+            # commit() around the writing.
+            commit = partial(self._commit, name, step_on_first.metrics)
             saving_coordinator = replace(coordinator, check=check, commit=commit)
             self._pending = saving_coordinator.save(self._path / name, state, async_=async_)
         return self._pending
 
     def _validate(self, request: str, step: int, metrics: Mapping[str, Any] | None) -> _Step:
-        """Return a step and its metrics as numbers."""
-        values = metrics_as_floats(metrics or {})
-        best_name = None
-        best_metric = None
-        if metrics is not None and self._best is not None:
-            best_name, _ = self._best
-            best_metric = values.get(best_name, math.nan)
-        number = operator.index(step)
-        if number < 0 or (best_metric is not None and math.isnan(best_metric)):
-            problem = f"the step is {step}, the metrics are {values}"
-            expected = f"a step of at least 0, and a number for {best_name!r}; or no metrics"
-            raise ConfigurationError(request, problem, expected)
-        return _Step(number, best_metric, values)
+        """Return a step as an int and its metrics as floats.
 
-    def _check_same(self, request: str, own_step: _Step, first_step: _Step) -> None:
-        """Raise a ConfigurationError if this rank saves another step or metric than rank 0."""
-        values_here = (own_step.number, own_step.best_metric)
-        values_on_first = (first_step.number, first_step.best_metric)
+        ``request`` is the user's call, for the error.
+
+        Raises:
+            ConfigurationError: the step is negative, or ``metrics`` is not None and lacks the
+                metric of the best checkpoint.
+        """
+        values = metrics_as_floats({} if metrics is None else metrics)
+        # index() refuses a float, and accepts an integer of numpy.
+        number = operator.index(step)
+        lacks_best_metric = (
+            metrics is not None
+            and self._best_metric is not None
+            and self._best_value(values) is None
+        )
+        if number < 0 or lacks_best_metric:
+            problem = f"the step is {step}, the metrics are {values}"
+            expected = (
+                f"a step of at least 0, and a number for {self._best_metric!r}; or no metrics"
+            )
+            raise ConfigurationError(request, problem, expected)
+        return _Step(number, values)
+
+    def _check_same(self, request: str, step_here: _Step, step_on_first: _Step) -> None:
+        """Raise a ConfigurationError if this rank saves another step or best metric than rank 0.
+
+        Otherwise ranks would disagree on which checkpoints to keep. Other metrics may differ.
+        """
+        values_here = (step_here.number, self._best_value(step_here.metrics))
+        values_on_first = (step_on_first.number, self._best_value(step_on_first.metrics))
         if values_here == values_on_first:
             return
-        best_name = None
-        if self._best is not None:
-            best_name, _ = self._best
         problem = (
-            f"the step and {best_name!r} are {values_here} here, and {values_on_first} on rank 0"
+            f"the step and {self._best_metric!r} are {values_here} here, and {values_on_first} on "
+            "rank 0"
         )
         suggestion = "metrics=fabric.all_reduce(metrics)"
         raise ConfigurationError(
@@ -248,14 +287,25 @@ class Checkpoints:
 
     @contextmanager
     def _commit(self, name: str, metrics: _Metrics, communicator: Communicator) -> Iterator[None]:
-        """Remove older checkpoints before and after a save, maybe in the background. Collective."""
+        """Write the metrics before the block, which saves a checkpoint, and rotate after it.
+
+        Collective over ``communicator``. In a background save, all of it runs on the thread that
+        writes. See ``[Note: files of a run]``.
+
+        Args:
+            name: the name of the checkpoint.
+            metrics: the metrics of rank 0. Empty if there are none.
+            communicator: the ranks, in a group that no other thread uses.
+        """
         metrics_files: dict[str, str] = {}
         if metrics:
             metrics_files[f"{name}.json"] = json.dumps(metrics)
         # Before the save too: a killed job may have left one checkpoint too many.
         self._rotate(communicator, metrics_files)
-        self._stale.append(name)  # the next save removes it if this one fails
+        # If the block raises, the name stays here, and the next save removes what was written.
+        self._stale.append(name)
         yield
+        # A format of the user's may write in the background, too.
         run_on_all_ranks(communicator, self._request, self._io.wait)
         self._stale.remove(name)
         self._metrics[name] = metrics
@@ -266,10 +316,14 @@ class Checkpoints:
     def _rotate(
         self, communicator: Communicator, metrics_files: Mapping[str, str] | None = None
     ) -> None:
-        """Keep the newest checkpoints of different steps and the best one. Collective."""
+        """Remove all checkpoints but the newest of different steps and the best one. Collective.
+
+        ``metrics_files`` are written too, see :meth:`_publish`.
+        """
+        # A later item replaces an earlier one: of several checkpoints of a step the newest counts.
         newest_of_steps = {_step_number(name): name for name in self._metrics}.values()
         newest = [name for name in self._metrics if name in newest_of_steps]
-        retained = {*newest[-self._keep :], self._best_name()}
+        retained = {*newest[-self._keep :], self._best_checkpoint()}
         for name in list(self._metrics):
             if name not in retained:
                 del self._metrics[name]
@@ -279,42 +333,59 @@ class Checkpoints:
     def _publish(
         self, communicator: Communicator, metrics_files: Mapping[str, str] | None = None
     ) -> None:
-        """Write the text files, and then remove stale checkpoints. Collective."""
+        """Write ``latest`` and ``best``, and then remove the stale checkpoints. Collective.
+
+        Rank 0 writes and removes. ``metrics_files`` has the content of other text files by name.
+        """
 
         def publish_on_first_rank() -> None:
             if self._folder is not None:
-                texts = self._titles() | dict(metrics_files or {})
+                texts = self._latest_and_best()
+                if metrics_files is not None:
+                    texts.update(metrics_files)
                 self._folder.publish(texts, self._stale)
 
         run_on_all_ranks(communicator, self._request, publish_on_first_rank)
         self._stale.clear()
 
-    def _titles(self) -> dict[str, str]:
+    def _latest_and_best(self) -> dict[str, str]:
         """Return the names of the checkpoints ``latest`` and ``best``, if there are any."""
-        titles: dict[str, str] = {}
+        names: dict[str, str] = {}
         if self._metrics:
-            titles["latest"] = next(reversed(self._metrics))
-        best_name = self._best_name()
-        if best_name is not None:
-            titles["best"] = best_name
-        return titles
+            names["latest"] = next(reversed(self._metrics))
+        best_checkpoint = self._best_checkpoint()
+        if best_checkpoint is not None:
+            names["best"] = best_checkpoint
+        return names
 
-    def _best_name(self) -> str | None:
-        """Return the checkpoint with the best metric. Of equal ones the newest."""
-        if self._best is None:
-            return None
-        metric, mode = self._best
-        is_as_good = operator.le if mode == "min" else operator.ge
+    def _best_checkpoint(self) -> str | None:
+        """Return the name of the checkpoint with the best metric. Of equal ones the newest.
+
+        None if no best checkpoint is kept, or no checkpoint has the metric.
+        """
         best_name = None
         best_value = math.nan
         for name, metrics in self._metrics.items():
-            value = metrics.get(metric, math.nan)
-            if math.isnan(value):
+            value = self._best_value(metrics)
+            if value is None:
                 continue
-            if best_name is None or is_as_good(value, best_value):
+            # The first value is the best so far. A later one replaces it even if they are equal.
+            if best_name is None or self._is_as_good(value, best_value):
                 best_name = name
                 best_value = value
         return best_name
+
+    def _best_value(self, metrics: _Metrics) -> float | None:
+        """Return the metric that decides which checkpoint is the best one.
+
+        None if no best checkpoint is kept, or the metric is missing or NaN.
+        """
+        if self._best_metric is None:
+            return None
+        value = metrics.get(self._best_metric, math.nan)
+        if math.isnan(value):
+            return None
+        return value
 
     # -- restore --------------------------------------------------------------------------------
 
@@ -332,13 +403,14 @@ class Checkpoints:
                 ``state``. Nothing has been changed.
         """
         skipped: list[str] = []
-        with self._session("load").checkpoints("load") as coordinator:
+        with self._running_session("load").checkpoints("load") as coordinator:
             coordinator.join_pending()
             name = self._load_newest(coordinator, state, skipped)
         if name is None:
             return None
         if skipped and self._communicator.rank == 0:
             warnings.warn(f"{name} is restored; {join_names(skipped)}", stacklevel=2)
+        # Moved to the end of the dict: the restored checkpoint counts as the newest.
         self._metrics[name] = self._metrics.pop(name)
         self._publish(self._communicator)
         return _step_number(name)
@@ -349,16 +421,27 @@ class Checkpoints:
         state: MutableMapping[str, Any],
         skipped: list[str],
     ) -> str | None:
-        """Load the newest intact checkpoint, and return its name. None if there is no checkpoint.
+        """Load the newest intact checkpoint, and return its name. Collective.
 
-        ``skipped`` gets a sentence about each newer checkpoint.
+        Args:
+            coordinator: loads a checkpoint on all ranks. A damaged one raises the same class of
+                error on all ranks, so that all ranks skip the same checkpoints.
+            state: names and objects to restore.
+            skipped: gets a sentence about each newer checkpoint that is not intact.
+
+        Returns:
+            The name, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: no checkpoint is intact, or the newest intact one does not fit.
         """
         for name in reversed(list(self._metrics)):
             try:
                 coordinator.load(self._path / name, state)
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 skipped.append(f"{self._path / name} is passed over: {error.problem}")
-                self._metrics[name] = {}  # never the best one
+                # Without metrics it is never the best checkpoint.
+                self._metrics[name] = {}
             else:
                 return name
         if skipped:
@@ -370,8 +453,12 @@ class Checkpoints:
 
 
 def _check_arguments(request: str, keep: int, best: _Best) -> None:
-    """Raise a ConfigurationError if an argument of :class:`Checkpoints` is not valid."""
+    """Raise a ConfigurationError if an argument of :class:`Checkpoints` is not valid.
+
+    ``request`` is the user's call, for the error.
+    """
     problem = None
+    # The exact type, because True is an int, too.
     if type(keep) is not int or keep < 1:
         problem = f"{keep=} is not valid"
     if best is not None:
@@ -394,7 +481,7 @@ class _RunFolder:
     """The files of a run, on rank 0. See ``[Note: files of a run]``.
 
     Args:
-        request: what is being done, for errors.
+        request: what the user asked for, for errors.
         path: the folder. It is created and locked.
         io: the format of its checkpoints.
         job_files: closed at the end of the job, which releases the lock.
@@ -406,15 +493,19 @@ class _RunFolder:
         self._request = request
         self._path = path
         self._io = io
+        # A checkpoint of one of fabric's own formats may be in the other one: a run may go on with
+        # another strategy. A format of the user's has its own method to remove a checkpoint.
         self._is_builtin = isinstance(io, FullCheckpoint | ShardedCheckpoint)
-        self._owner = _claim(request, path, job_files)
-        self._written: dict[str, str] = {}  # the content of text files by name
+        # What the lock file contains while this job owns the folder.
+        self._owner = _lock_folder(request, path, job_files)
+        # The content of each text file that this object has written, by name.
+        self._written: dict[str, str] = {}
 
     def recover(self) -> dict[str, _Metrics]:
-        """Remove what killed jobs left.
+        """Remove what killed jobs left: temporary files, and saves that were not committed.
 
         Returns:
-            The metrics of the committed checkpoints, the oldest first.
+            The metrics of the committed checkpoints by name, the oldest first.
         """
         clear_temporaries(self._path, rf"(?:latest|best|{_NAME}(?:\.json)?)")
         names: set[str] = set()
@@ -423,6 +514,7 @@ class _RunFolder:
             if match is not None:
                 names.add(match["checkpoint"])
         metrics: dict[str, _Metrics] = {}
+        # Sorted by name is by age.
         for name in sorted(names):
             if self._is_committed(name):
                 metrics[name] = self._read_metrics(name)
@@ -431,10 +523,16 @@ class _RunFolder:
         return metrics
 
     def _is_committed(self, name: str) -> bool:
-        """Return whether a checkpoint was committed. Finish the cleanup of an interrupted save."""
+        """Return whether a checkpoint was committed. Finish the cleanup of an interrupted save.
+
+        A file is committed by its rename, so that it is enough that the file exists. A folder of
+        the sharded format is committed if it has an index.
+        """
         path = self._path / name
         if not self._is_builtin or not path.is_dir():
             return path.exists()
+        # First the temporary index of a killed save: clean() leaves the files of a save alone while
+        # its temporary index exists.
         clear_temporaries(path, re.escape(INDEX))
         # A load reports an index that is damaged.
         with suppress(DamagedCheckpointError):
@@ -442,6 +540,7 @@ class _RunFolder:
         return (path / INDEX).is_file()
 
     def _read_metrics(self, name: str) -> _Metrics:
+        """Return the saved metrics of a checkpoint. Empty if it was saved without metrics."""
         path = self._path / f"{name}.json"
         if not path.exists():
             return {}
@@ -459,7 +558,7 @@ class _RunFolder:
         Raises:
             CheckpointError: another job has taken the folder.
         """
-        # An object store cannot lock a file. There, the file only names the job that owns the
+        # An object store cannot lock a file. There, the lock file only names the job that owns the
         # folder, and another job may have replaced the file.
         if isinstance(self._path, RemotePath):
             owner = (self._path / _LOCK).read_bytes()
@@ -477,7 +576,11 @@ class _RunFolder:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint, complete or not, and then its metrics."""
+        """Delete a checkpoint, complete or not, and then its metrics.
+
+        A checkpoint or metrics that are missing are not an error: a killed job may have removed
+        them, or not written them yet.
+        """
         path: Any = self._path / name
         with suppress(FileNotFoundError):
             if not self._is_builtin:
@@ -490,27 +593,41 @@ class _RunFolder:
             (self._path / f"{name}.json").unlink()
 
 
-def _claim(request: str, folder: Location, job_files: ExitStack) -> bytes:
-    """Lock a folder for this process, and return the new content of its lock file."""
+def _lock_folder(request: str, folder: Location, job_files: ExitStack) -> bytes:
+    """Create a folder, and lock it for this process until the end of the job.
+
+    Args:
+        request: what the user asked for, for errors.
+        folder: the folder.
+        job_files: closed at the end of the job. It gets the lock file.
+
+    Returns:
+        The new content of the lock file, which names this process.
+
+    Raises:
+        CheckpointError: another process has locked the folder. An object store has no locks: the
+            caller has to compare the content of the lock file later.
+    """
     owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
     if isinstance(folder, RemotePath):
-        # An object store cannot lock a file: the last job owns the folder. Earlier jobs notice that
-        # the content has changed.
+        # The last job owns the folder. Earlier jobs notice that the content has changed.
         with atomic_write(folder / _LOCK) as file:
             file.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)
-    # The file stays open, and so locked, until the job ends.
+    # The file stays open, and so locked, until the job ends. It is not buffered, so that other
+    # processes see the owner at once.
     lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
     job_files.enter_context(lock)
     try:
-        # flock() would not do: forked processes, such as the workers of a loader, keep its locks.
+        # Not flock(): forked processes, such as the workers of a loader, would keep its lock.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)
         problem = f"{lock.read().decode()} saves into it"
         raise CheckpointError(request, problem, expected="a folder for each job") from error
     except OSError as error:
+        # The file system has no locks.
         text = f"{request}: no lock tells whether another job saves into it: {error}"
         warnings.warn(text, stacklevel=2)
     lock.truncate(0)
@@ -519,10 +636,15 @@ def _claim(request: str, folder: Location, job_files: ExitStack) -> bytes:
 
 
 def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) -> None:
-    """Report a checkpoint and its metrics to Ray Train, if this is one of its workers. Collective.
+    """Report a checkpoint and its metrics to Ray Train, if this process is one of its workers.
 
-    The checkpoint stays where it is: Ray's ``Result`` has a folder with a ``checkpoint.json`` that
-    contains its path.
+    Collective: Ray waits for the report of every worker. The checkpoint stays where it is. Ray gets
+    a folder with a ``checkpoint.json`` that contains its path.
+
+    Args:
+        path: the checkpoint.
+        metrics: the metrics, which Ray requires from every worker.
+        is_first: whether this is rank 0, which alone reports the folder.
     """
     if RayEnvironment().detect(os.environ) is None:
         return
@@ -530,6 +652,7 @@ def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) ->
     suggestion = 'pip install "torch-fabric[ray]", or unset RAY_JOB_ID'
     with MissingDependencyError.unless_installed(request, suggestion):
         from ray import train  # pyright: ignore[reportMissingImports]
+    # report() copies the folder, which can then be removed.
     with TemporaryDirectory() as folder:
         Path(folder, "checkpoint.json").write_text(json.dumps({"path": str(path)}))
         checkpoint = None

@@ -2,9 +2,9 @@
 
 [Note: plain state]
 State is *plain* when ``torch.load(weights_only=True)`` can read it back: tensors, numbers, strings,
-bytes, ``None``, dtypes, devices, and dicts, lists, tuples and sets of these; by exact type, since a
-subclass is rebuilt by running its code. Anything else is refused when it is saved rather than when
-it is loaded, after the run.
+bytes, ``None``, dtypes, devices, and dicts, lists, tuples and sets of these. The types have to be
+exact, since a subclass is rebuilt by running its code. Any other value is refused when it is saved,
+and not only after the run, when it is loaded.
 """
 
 import copy
@@ -58,8 +58,8 @@ FORMAT_VERSION = 1
 State = Mapping[str, Any]  # values, or objects that have a state, by name
 MutableState = MutableMapping[str, Any]
 PlainState = dict[str, Any]  # plain values by name, see [Note: plain state]
-Filter = Mapping[str, Callable[[str, Any], bool]]
-ModuleState = Callable[[nn.Module], State]
+Filter = Mapping[str, Callable[[str, Any], bool]]  # see select_content()
+ModuleState = Callable[[nn.Module], State]  # see StateDicts.of_module()
 
 _MAX_NAMES = 12  # names that an error gives in full before it only counts the others
 
@@ -105,20 +105,17 @@ class StateDicts:
         return uncompiled_state(self.strategy.get_module_state_dict(prepared, sharded=True))
 
     def load_module(self, module: nn.Module, content: State, strict: bool) -> None:
-        """Load a state like that of :meth:`of_module`, or a full one, into a module."""
+        """Load a state as :meth:`of_module` returns it, or a full one, into a module."""
         prepared = self.prepared_module(module)
         expected = self.strategy.get_module_state_dict(prepared, sharded=True)
+        # The names of the prepared module, which may contain wrapper modules of torch.compile.
         renamed = uncompiled_state(content, expected)
         self.strategy.load_module_state_dict(prepared, renamed, strict)
-
-    def load_optimizer(self, optimizer: Optimizer, content: State) -> None:
-        """Load a state dict, sharded or full, into an optimizer."""
-        self.strategy.load_optimizer_state_dict(optimizer, content)
 
     def full(self, content: PlainState) -> PlainState:
         """Return content with full tensors in place of shards. Collective.
 
-        It runs no code of the user's, so that it does not fail on one rank alone.
+        It runs no code of the user, so that it does not fail on one rank alone.
         """
         return self.strategy.full_state(content)
 
@@ -139,7 +136,7 @@ class StateDicts:
                 content[name] = self.of_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
-        # Called for its error: full() would not end in a collection that contains itself.
+        # Called for its error: full() would never return from a collection that contains itself.
         to_json(content, _refuse_loop)
         return content
 
@@ -152,14 +149,15 @@ class StateDicts:
         """
         result: Any = {}
         if is_first:
+            # A shallow copy keeps the versions of layers that torch attaches to a state dict.
             result = copy.copy(module_state)
         copies: dict[Any, Any] = {}
         for name, value in module_state.items():
-            # One full tensor at a time, to bound the memory.
+            # One full tensor at a time, to bound the memory. Every rank takes part.
             full = self.full({name: value})[name]
             if not is_first:
                 continue
-            # Tied weights stay tied.
+            # Values with the same memory, such as tied weights, get the same copy.
             key = memory_key(value) or name
             if key not in copies:
                 copies[key] = map_tensors(_copy_to_cpu, full)
@@ -167,12 +165,19 @@ class StateDicts:
         return result
 
     def back_up(self, state: MutableState, names: Iterable[str], undo: ExitStack) -> None:
-        """Have ``undo`` restore entries to their present state.
+        """Have ``undo`` restore entries to their present state, and the random states.
 
-        Modules are copied only if code that is not torch's may refuse a state.
+        Called before a load changes the entries, so that an error leaves them as they were. Modules
+        are copied only if code that is not torch's may refuse a state: torch's own code does not
+        refuse a state that :func:`check_fits` has accepted.
+
+        Args:
+            state: names and objects.
+            names: the names of the entries that a load is going to change.
+            undo: gets a callback for each of the entries.
         """
-        streams = rng_state()
-        undo.callback(set_rng_state, streams)
+        random_states = rng_state()
+        undo.callback(set_rng_state, random_states)
         modules = [value for value in state.values() if isinstance(value, nn.Module)]
         should_copy_modules = any(map(has_custom_state_loading, modules))
         for name in names:
@@ -182,14 +187,15 @@ class StateDicts:
                     copied = map_tensors(_clone_unless_lazy, self.of_module(value))
                     undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
-                # No copy: loading gives an optimizer new tensors, and does not write into the old.
+                # Not a copy: a load gives an optimizer new tensors, and leaves the old ones alone.
                 undo.callback(value.load_state_dict, value.state_dict())
             elif is_stateful(value):
                 undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
             elif name in state:
+                # A plain value is replaced in the user's dict.
                 undo.callback(operator.setitem, state, name, value)
         # The user's state_dict() may have drawn random numbers.
-        set_rng_state(streams)
+        set_rng_state(random_states)
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
@@ -209,34 +215,36 @@ def select_content(
 
     Args:
         state: names and objects. They are not changed.
-        content: their states, from :meth:`StateDicts.read`.
-        filter: for some entries, ``keep(name, value)``: whether to save an item of that entry's
-            dict.
-        trainable_only: leave out the parameters of modules that do not require a gradient.
+        content: their states, from :meth:`StateDicts.read`. It is not changed.
+        filter: for some entries, ``keep(name, value)``, which returns whether to save an item of
+            the entry's dict.
+        trainable_only: whether to leave out the parameters of modules that do not require a
+            gradient.
 
     Raises:
         ConfigurationError: ``filter`` names an entry that is missing or not a dict.
     """
-    filters = filter or {}
+    filters = {} if filter is None else filter
     for name in filters:
         if not isinstance(content.get(name), dict):
-            problem = "state has no such entry, or none that is saved as a dict"
+            problem = "state has no such entry, or the entry is not saved as a dict"
             names = join_names(map(repr, state))
             raise ConfigurationError(f"filter={{{name!r}: ...}}", problem, expected=names)
     selected = dict(content)
     for name, value in state.items():
-        dropped: set[str] = set()
+        dropped_keys: set[str] = set()
         if trainable_only and isinstance(value, nn.Module):
-            dropped |= _frozen_names(value)
+            dropped_keys |= _frozen_names(value)
         if name in filters:
             for key, item in content[name].items():
                 if not filters[name](key, item):
-                    dropped.add(key)
-        if dropped:
-            # A shallow copy keeps the type, and the versions of its layers that torch attaches to
-            # a module's state.
+                    dropped_keys.add(key)
+        if dropped_keys:
+            # A shallow copy keeps the type, and the versions of layers that torch attaches to a
+            # state dict.
             selected[name] = copy.copy(content[name])
-            for key in dropped & selected[name].keys():
+            # A frozen parameter may be missing: a module can leave it out of its state.
+            for key in dropped_keys & selected[name].keys():
                 del selected[name][key]
     return selected
 
@@ -244,6 +252,7 @@ def select_content(
 def _frozen_names(module: nn.Module) -> set[str]:
     """Return the plain names of the parameters that do not require a gradient."""
     names = set()
+    # A tied parameter has several names in a state dict.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             names.add(_plain_name(name))
@@ -251,7 +260,13 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
 
 def check_entries(state: State) -> None:
-    """Raise unless ``state`` is a mapping of names to plain values and objects with a state."""
+    """Raise unless ``state`` is a mapping of names to plain values and objects with a state.
+
+    Raises:
+        ArgumentTypeError: ``state`` is not a mapping, or an entry can neither be saved as a plain
+            value nor restored in place.
+        ConfigurationError: an entry has the name of fabric's metadata.
+    """
     if not isinstance(state, Mapping):
         request = f"a checkpoint whose state is of type {type(state).__name__}"
         suggestion = "(path, {'model': model})"
@@ -271,6 +286,7 @@ def is_stateful(value: Any) -> bool:
         ArgumentTypeError: the value is a ``DataLoader`` that is not set up.
     """
     has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    # A class has the methods, too, but no state.
     if has_methods and not isinstance(value, type):
         return True
     if isinstance(value, DataLoader):
@@ -284,12 +300,15 @@ def is_stateful(value: Any) -> bool:
 
 
 def pop_metadata(content: PlainState) -> PlainState:
-    """Remove fabric's own metadata, and return a copy of the metadata. It may be empty.
+    """Remove fabric's own metadata from ``content``, and return a copy of the metadata.
+
+    The result is empty if fabric did not write the checkpoint.
 
     Raises:
         CheckpointError: a newer release wrote the checkpoint.
     """
     metadata = content.pop(METADATA_KEY, {})
+    # Anything but a mapping is in a format that this release does not know: None is refused.
     version = None
     if isinstance(metadata, Mapping):
         version = metadata.get("format_version", 0)
@@ -298,14 +317,17 @@ def pop_metadata(content: PlainState) -> PlainState:
 
 
 def check_version(request: str, version: object) -> None:
-    """Raise a CheckpointError for a format that this release does not know."""
+    """Raise a CheckpointError for a format version that this release does not know.
+
+    ``request`` is what the user asked for.
+    """
     if not isinstance(version, int) or version > FORMAT_VERSION:
         problem = f"its format version is {version!r}: a newer release wrote it"
         raise CheckpointError(request, problem, suggestion="pip install --upgrade torch-fabric")
 
 
 def join_names(names: Iterable[object]) -> str:
-    """Return the first names, separated by commas, and how many more there are."""
+    """Return the first names, separated by commas, and how many more there are. For errors."""
     texts = list(map(str, names))
     if not texts:
         return "nothing"
@@ -316,30 +338,36 @@ def join_names(names: Iterable[object]) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """Return a name in a module without the wrapper modules of ``torch.compile``."""
+    """Return a name in a module without the wrapper modules of ``torch.compile``.
+
+    So a checkpoint loads with and without ``torch.compile``.
+    """
     components = str(name).split(".")
     return ".".join(component for component in components if component != COMPILED_MODULE)
 
 
 def uncompiled_state(state: Any, expected: Iterable[str] = ()) -> Any:
-    """Return a module's state under plain names.
+    """Return a module's state under plain names, or under the names that another module expects.
+
+    A plain name has no wrapper modules of ``torch.compile``.
 
     Args:
-        state: the state dict of a module.
-        expected: names to use instead of the plain names that they have without the wrapper
-            modules of ``torch.compile``.
+        state: the state dict of a module. It is not changed.
+        expected: the names in the state dict of the module to load into. A value gets the expected
+            name with the same plain name. If there is no such name, the value gets its plain name.
     """
-    names = {_plain_name(name): name for name in expected}
+    expected_names = {_plain_name(name): name for name in expected}
     # A shallow copy keeps the versions of layers that torch attaches to a state dict.
     renamed = copy.copy(state)
     renamed.clear()
     for name, value in state.items():
         plain_name = _plain_name(name)
-        renamed[names.get(plain_name, plain_name)] = value
+        renamed[expected_names.get(plain_name, plain_name)] = value
     return renamed
 
 
 def _refuse_loop(path: KeyPath, value: Any) -> None:
+    # to_json() calls it for tensors and unknown objects, too, which are accepted here.
     if type(value) in PLAIN_COLLECTIONS:
         raise unsupported(path, value)
 
@@ -349,19 +377,24 @@ def check_plain(name: str, value: Any) -> None:
 
     Instances of classes in ``torch.serialization.add_safe_globals`` are accepted.
     """
-    allowed: set[Any] = {Tensor, nn.Parameter}
+    allowed_classes: set[Any] = {Tensor, nn.Parameter}
     for entry in get_safe_globals():
-        # A program may allow a class under another name.
-        allowed.add(entry[0] if isinstance(entry, tuple) else entry)
+        # An entry is a class, or a pair of a class and another name for the class.
+        allowed_class = entry
+        if isinstance(entry, tuple):
+            allowed_class = entry[0]
+        allowed_classes.add(allowed_class)
 
     def check(path: KeyPath, item: Any) -> None:
-        if type(item) not in allowed:
+        """Raise an error unless a value that is not a plain collection or scalar is allowed."""
+        if type(item) not in allowed_classes:
             raise unsupported(path, item)
         if isinstance(item, Tensor):
             # torch itself allows DTensors, but a file cannot hold their process group.
             if item.is_meta or hasattr(item, "full_tensor"):
                 raise unsupported(path, item)
+            # torch.save() writes the attributes that were set on a tensor, too.
             to_json(vars(item), check, (*path, "__dict__"))
 
-    # Called for its errors.
+    # Called for its errors: the JSON is not needed.
     to_json(value, check, (name,))

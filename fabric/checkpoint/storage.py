@@ -2,10 +2,10 @@
 
 [Note: objects]
 An object store has no renames and no locks, but an upload is atomic. So a file is written to the
-local temporary folder and uploaded when it is complete: a failure before that leaves nothing in the
-store, whereas a file that fsspec opens for writing may appear when it is closed after an error. To
-read, the object is downloaded to the temporary folder, since checksums are verified, and tensors
-mapped, before anything is used.
+local temporary folder, and uploaded when it is complete. A failure before the upload leaves nothing
+in the store. (A file that fsspec opens for writing may appear in the store when it is closed after
+an error.) To read, an object is downloaded to the local temporary folder, since checksums are
+verified, and tensors are mapped into memory, before anything is used.
 """
 
 import difflib
@@ -30,9 +30,10 @@ from fabric.errors import (
 
 __all__ = ["Location", "RemotePath", "local_copy", "locate", "not_found"]
 
-_MAX_NAME_BYTES = 255  # of a name, on nearly every file system
-_MAX_ENTRIES = 1000  # of a folder, among which to look for similar names
+_MAX_NAME_BYTES = 255  # the longest name of a file or folder, on nearly every file system
+_MAX_ENTRIES = 1000  # how many entries of a folder are searched for similar names
 _MAX_SUGGESTIONS = 5
+# A local path, or a URL such as "s3://bucket/run".
 _PATH = re.compile(
     r"(?:(?P<scheme>[A-Za-z][\w+.:-]+):(?P<slashes>//?))?(?P<path>.*)", flags=re.DOTALL
 )
@@ -40,12 +41,12 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class RemotePath:
-    """The part of the interface of :class:`pathlib.Path` that is needed here, for a URL.
+    """A path in an object store, with the methods of :class:`pathlib.Path` that checkpoints need.
 
     Attributes:
         url: the path, with its scheme.
-        files: the file system of fsspec.
-        path: the path in that file system.
+        files: the file system of fsspec for the scheme.
+        path: the path in the file system, without the scheme.
     """
 
     url: str
@@ -88,6 +89,7 @@ class RemotePath:
     def iterdir(self) -> Iterator["RemotePath"]:
         """Yield the paths directly below this path."""
         for path in self.files.ls(self.path, detail=False):
+            # Some file systems of fsspec end the path of a folder with a slash.
             _, _, name = path.rstrip("/").rpartition("/")
             yield self / name
 
@@ -96,10 +98,7 @@ class RemotePath:
         self.files.rm_file(self.path)
 
     def rmdir(self) -> None:
-        """Do nothing.
-
-        A folder in an object store vanishes with its last object, or is the bucket.
-        """
+        """Do nothing: a folder in an object store vanishes with its last object."""
 
     def read_bytes(self) -> bytes:
         """Return the content of the object."""
@@ -107,7 +106,11 @@ class RemotePath:
 
     @contextmanager
     def replace(self) -> Iterator[Any]:
-        """Yield a binary file that is uploaded when the block ends without an error."""
+        """Yield a binary file that is uploaded when the block ends without an error.
+
+        The upload replaces the object at this path. The name of the local file ends in a unique ID
+        and ``.tmp``, as in :func:`atomic_write`: a sharded save takes its ID from the name.
+        """
         suffix = f".{secrets.token_hex(6)}.tmp"
         with tempfile.NamedTemporaryFile(prefix="fabric-", suffix=suffix) as file:
             yield file
@@ -122,7 +125,8 @@ class RemotePath:
             yield Path(file.name)
 
     def _type(self) -> str | None:
-        # Other processes write here too, and so does replace().
+        """Return ``"file"``, ``"directory"``, or None if there is nothing at this path."""
+        # fsspec caches listings, which change when replace() or another process writes.
         self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             return self.files.info(self.path)["type"]
@@ -146,22 +150,26 @@ def locate(path: str | os.PathLike[str]) -> Any:
     assert match is not None, "the path may be any text"
     _check_path(text, match)
     if match["slashes"] != "//":
-        return Path(text).absolute()
+        return Path(text).absolute()  # a path without a scheme
     if match["scheme"] in ("file", "local"):
         return Path(match["path"]).absolute()
     return _remote_path(text.rstrip("/"))
 
 
 def _check_path(text: str, match: re.Match[str]) -> None:
-    """Raise a ConfigurationError if a path is not a valid file name."""
+    """Raise a ConfigurationError if a path is not a valid file name.
+
+    ``match`` is the match of the pattern ``_PATH`` with ``text``, the user's path.
+    """
     path = match["path"]
-    sizes = [len(name) for name in os.fsencode(path).split(b"/")]
+    component_sizes = [len(name) for name in os.fsencode(path).split(b"/")]
     problem = None
     if "\0" in text or not path.strip("/"):
         problem = "it names no file"
-    elif max(sizes) > _MAX_NAME_BYTES:
+    elif max(component_sizes) > _MAX_NAME_BYTES:
         problem = f"a component of it is longer than {_MAX_NAME_BYTES} bytes"
     elif match["slashes"] == "/" and not os.path.exists(f"{match['scheme']}:"):
+        # Path("s3://bucket/run") is "s3:/bucket/run", unless there is a local folder "s3:".
         problem = "it has one slash behind its scheme, which is all that pathlib leaves of two"
     if problem is not None:
         expected = "'folder/name', or 's3://bucket/name' in a str"
@@ -169,9 +177,15 @@ def _check_path(text: str, match: re.Match[str]) -> None:
 
 
 def _remote_path(url: str) -> RemotePath:
-    """Return the path with the file system of its scheme."""
+    """Return the path for a URL, with the file system for its scheme.
+
+    Raises:
+        MissingDependencyError: fsspec does not know the scheme, or the package for the scheme is
+            not installed.
+    """
     try:
-        import fsspec  # only needed for such paths; torch depends on it
+        # torch depends on fsspec. It is imported here because only a path with a scheme needs it.
+        import fsspec
 
         files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -190,7 +204,13 @@ def local_copy(path: Location) -> AbstractContextManager[Path]:
 
 
 def not_found(request: str, path: Location, kind: str) -> CheckpointError:
-    """Return the error for a missing checkpoint, with similar names in the same folder."""
+    """Return the error for a missing checkpoint, with similar names in the same folder.
+
+    Args:
+        request: what the user asked for.
+        path: where the checkpoint was looked for.
+        kind: ``"file"`` or ``"folder"``.
+    """
     folder = path.parent
     problem = f"there is no such {kind}"
     if not folder.is_dir():
@@ -204,7 +224,11 @@ def not_found(request: str, path: Location, kind: str) -> CheckpointError:
 
 
 def _similar_paths(path: Location) -> list[str]:
-    """Return the paths of local folders and archives with similar names, the best first."""
+    """Return paths beside ``path`` with similar names, the most similar first.
+
+    Only local folders and zip archives are returned, since only these can be checkpoints. Without
+    access to the folder the list is empty: it is a part of an error text.
+    """
     names: list[str] = []
     with suppress(OSError):
         names = [entry.name for entry in islice(path.parent.iterdir(), _MAX_ENTRIES)]
