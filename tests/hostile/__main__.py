@@ -1,8 +1,9 @@
-"""See the package."""
+"""Run hostile cases: ``python -m tests.hostile [WORDS]``."""
 
 import sys
 
-from tests.hostile import checkpoints, collectives, processes, training  # noqa: F401 - they register their cases
+# The modules register their cases.
+from tests.hostile import checkpoints, collectives, processes, training  # noqa: F401
 from tests.hostile.base import main
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What a case is, and the judgment of one."""
+"""The cases, and the judgment of how a case ends."""
 
 import os
 import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
 from fabric.errors import FabricError, RankFailedError
@@ -21,15 +22,21 @@ from fabric.strategies import DDPStrategy, FSDPStrategy
 from fabric.testing import RankPool
 
 LIMIT = 60.0  # seconds for a case
+# Notes that fabric adds to an error of torch: a hang report, or a remedy.
 _EXPLAINED = re.compile(r"where each rank is|  Write: ")
-SOON = timedelta(seconds=4)  # for the collectives of a case in which a rank is missing
-WAITS = {"ddp": lambda: DDPStrategy(timeout=SOON), "fsdp": lambda: FSDPStrategy(timeout=SOON)}
+# For the collectives of a case in which a rank is missing.
+_SHORT = timedelta(seconds=4)
+WAITS = {"ddp": lambda: DDPStrategy(timeout=_SHORT), "fsdp": lambda: FSDPStrategy(timeout=_SHORT)}
 
 
 class Case(NamedTuple):
-    """A function of a fabric and a rank, run on every rank in an empty folder of the case.
+    """A program that every rank runs, in an empty folder.
 
-    ``refused``: it may not end well.
+    Attributes:
+        function: takes the fabric and the rank.
+        ranks: the number of processes.
+        refused: whether a rank has to raise an error of fabric.
+        options: the options of Fabric.
     """
 
     function: Callable[[Fabric, int], object]
@@ -42,7 +49,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(*, ranks: int = 2, refused: bool = False, **options: Any) -> Callable[[Any], Any]:
-    """Register a case; ``options`` are those of Fabric."""
+    """Register a case, under the name of its function. See ``Case`` for the arguments."""
 
     def register(function: Any) -> Any:
         assert function.__name__ not in CASES
@@ -71,108 +78,156 @@ def step(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, x: torch.
     optimizer.zero_grad()
 
 
-def same(fabric: Fabric, tensor: torch.Tensor) -> None:
-    """Fail where the ranks have different values."""
-    rows = fabric.all_gather(getattr(tensor, "full_tensor", lambda: tensor)().detach())
-    assert all(torch.equal(row, rows[0]) for row in rows), "the ranks differ"
+def value_on(rank: int, on_rank_0: Any, on_rank_1: Any) -> Any:
+    """Return the value for a rank, in a case of two ranks."""
+    return (on_rank_0, on_rank_1)[rank]
 
 
-def on_rank(
-    fabric: Fabric, function: Callable[[Fabric, int], object], folder: str, ends: str
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a tensor that may be sharded. Collective if the tensor is sharded."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
+
+
+def assert_equal_on_all_ranks(fabric: Fabric, tensor: torch.Tensor) -> None:
+    rows = fabric.all_gather(full_tensor(tensor).detach())
+    for row in rows:
+        assert torch.equal(row, rows[0]), "the ranks differ"
+
+
+def _run_on_rank(
+    fabric: Fabric, function: Callable[[Fabric, int], object], folder: str, endings: str
 ) -> None:
-    """Run a case on this rank, and note how it ended."""
+    """Run a case on this rank, and write how it ended to a file in the folder ``endings``."""
     os.chdir(folder)
-    kind = "right"
-    text = ""
+    ending = "right"
     try:
         function(fabric, fabric.global_rank)
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
-        # torch's own error, with our report of who is where, or of what to write.
-        kind = "refused" if isinstance(error, FabricError) or _EXPLAINED.search(notes) else "raw"
         text = f"{type(error).__name__}: {error}\n{notes}"
-        text += "".join(traceback.format_exception(error)[-4:]) * (kind == "raw")
+        if isinstance(error, FabricError) or _EXPLAINED.search(notes):
+            ending = f"refused: {text}"
+        else:
+            stack = "".join(traceback.format_exception(error)[-4:])
+            ending = f"raw: {text}{stack}"
         raise
     finally:
-        Path(ends, str(fabric.global_rank)).write_text(f"{kind}: {text}")
+        Path(endings, str(fabric.global_rank)).write_text(ending)
 
 
-def judge(name: str) -> tuple[list[str], list[str]]:
-    """What is wrong with how a case ends, nothing if all is well, and how it ended on each rank.
+class Judgment(NamedTuple):
+    """How a case ended.
 
-    A rank that is refused ends the job, as a launcher does: the others then need not have come to
-    an end.
+    Attributes:
+        problems: what is wrong, or nothing if the case ended as it has to.
+        endings: the texts of the ranks, each of which begins with "right", "refused" or "raw".
+    """
+
+    problems: list[str]
+    endings: list[str]
+
+
+def judge(name: str) -> Judgment:
+    """Run a case, and return how it ended.
+
+    A rank that is refused ends the job, as with a launcher: the other ranks may then be killed
+    before they come to an end.
     """
     case = CASES[name]
-    wrong = list[str]()
-    hung = list[str]()
-    options = {key: value() if callable(value) else value for key, value in case.options.items()}
+    options: dict[str, Any] = {}
+    for option, value in case.options.items():
+        options[option] = value() if callable(value) else value
+    running = {process.pid for process in psutil.Process().children(recursive=True)}
     with ExitStack() as stack:
-        folder, ends, temporary = (
-            stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3)
-        )
-        before = {process.pid for process in psutil.Process().children(recursive=True)}
-        tempfile.tempdir, kept = temporary, tempfile.tempdir
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        endings_folder = stack.enter_context(tempfile.TemporaryDirectory())
+        temporary = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(_temporary_files_in(temporary))
+        hang_problems: list[str] = []
         try:
             with RankPool(case.ranks, timeout=LIMIT, **options) as pool:
-                pool.run(on_rank, case.function, folder, ends)
+                pool.run(_run_on_rank, case.function, folder, endings_folder)
         except RankFailedError as error:
-            hung = [f"it hung, or was killed: {error}"]
-        finally:
-            tempfile.tempdir = kept
-        found = [path.read_text() for path in sorted(Path(ends).iterdir())]
-        refused = any(text.startswith("refused") for text in found)
-        # A rank that has lost one that was refused is no cause, as a launcher sees it.
-        wrong += [
-            text
-            for text in found
-            if text.startswith("raw") and not (refused and " by peer" in text)
-        ]
-        if not refused and (case.refused or len(found) < case.ranks):
-            wrong += ["no rank has refused it", *hung]
-        wrong += [f"left behind: {path}" for path in _left(Path(folder), Path(temporary))]
-        wrong += [f"left behind: {process}" for process in _alive(before)]
-    return wrong, found
+            hang_problems.append(f"it hung, or was killed: {error}")
+        endings = [path.read_text() for path in sorted(Path(endings_folder).iterdir())]
+        problems = _problems_of_endings(case, endings)
+        if "no rank has refused it" in problems:
+            problems += hang_problems
+        problems += [f"left behind: {path}" for path in _files_left(folder, temporary)]
+    problems += [f"left behind: {process}" for process in _processes_left(running)]
+    return Judgment(problems, endings)
 
 
-def _left(folder: Path, temporary: Path) -> list[Path]:
-    odd = [
-        path
-        for path in folder.rglob("*")
-        if path.name.endswith((".tmp", ":")) or ".tmp-" in path.name
-    ]
-    return odd + list(temporary.iterdir())
-
-
-def _alive(before: set[int]) -> list[psutil.Process]:
-    left = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.pid not in before
-        and not any("forkserver" in word or "resource_tracker" in word for word in _line(child))
-    ]
-    return psutil.wait_procs(left, timeout=5)[1]
-
-
-def _line(process: psutil.Process) -> list[str]:
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    previous = tempfile.tempdir
+    tempfile.tempdir = folder
     try:
-        return process.cmdline()
+        yield
+    finally:
+        tempfile.tempdir = previous
+
+
+def _problems_of_endings(case: Case, endings: list[str]) -> list[str]:
+    is_refused = any(text.startswith("refused") for text in endings)
+    problems: list[str] = []
+    for text in endings:
+        # After a refusal, a rank that has lost its connection to the refused rank is no problem:
+        # a launcher would name the refused rank as the cause.
+        is_consequence = is_refused and " by peer" in text
+        if text.startswith("raw") and not is_consequence:
+            problems.append(text)
+    has_ended = len(endings) == case.ranks
+    if not is_refused and (case.refused or not has_ended):
+        problems.append("no rank has refused it")
+    return problems
+
+
+def _files_left(folder: str, temporary: str) -> list[Path]:
+    files = list(Path(temporary).iterdir())
+    for path in Path(folder).rglob("*"):
+        if path.name.endswith((".tmp", ":")) or ".tmp-" in path.name:
+            files.append(path)
+    return files
+
+
+def _processes_left(running: set[int]) -> list[psutil.Process]:
+    """Return the processes that were started since, and do not end within 5 seconds."""
+    started: list[psutil.Process] = []
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in running and not _is_server_of_python(child):
+            started.append(child)
+    _, alive = psutil.wait_procs(started, timeout=5)
+    return alive
+
+
+def _is_server_of_python(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
     except psutil.Error:
-        return []
+        return False
+    return "forkserver" in command or "resource_tracker" in command
 
 
 def main(words: list[str]) -> int:
-    """Run the cases whose names have one of the words in them; the number of those that went wrong."""
-    failed = 0
+    """Run the cases whose names contain one of the words, and return how many went wrong.
+
+    Without words, run all cases.
+    """
+    wrong_cases = 0
     for name in CASES:
         if words and not any(word in name for word in words):
             continue
         start = time.monotonic()
-        wrong, ends = judge(name)
-        failed += bool(wrong)
-        print(
-            f"{'WRONG' if wrong else 'fine '} {name} ({time.monotonic() - start:.1f} s)", flush=True
-        )
-        for text in wrong or ends:
+        judgment = judge(name)
+        seconds = time.monotonic() - start
+        if judgment.problems:
+            wrong_cases += 1
+            print(f"WRONG {name} ({seconds:.1f} s)", flush=True)
+        else:
+            print(f"fine  {name} ({seconds:.1f} s)", flush=True)
+        for text in judgment.problems or judgment.endings:
             print("      ", text.replace("\n", "\n        "), flush=True)
-    return failed
+    return wrong_cases

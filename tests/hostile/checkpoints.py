@@ -9,7 +9,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.errors import CheckpointError
-from tests.hostile.base import WAITS, batch, case, net, step
+from tests.hostile.base import WAITS, batch, case, net, step, value_on
 from tests.hostile.training import parallel_case, set_up_net
 
 
@@ -99,7 +99,7 @@ def a_state_dict_on_one_rank(fabric: Fabric, rank: int) -> None:
 @case()
 def other_names_in_the_state(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
-    name_on_rank = "net" if rank == 0 else "model"
+    name_on_rank = value_on(rank, "net", "model")
     fabric.save("x", {name_on_rank: model, "step": rank})
     # A single file always holds the state of rank 0.
     state = {"net": model, "step": -1}
@@ -109,7 +109,7 @@ def other_names_in_the_state(fabric: Fabric, rank: int) -> None:
 
 @case(strategy="fsdp", refused=True)
 def other_names_of_shards(fabric: Fabric, rank: int) -> None:
-    name_on_rank = "net" if rank == 0 else "model"
+    name_on_rank = value_on(rank, "net", "model")
     fabric.save("x", {name_on_rank: fabric.setup(net())})
 
 
@@ -127,7 +127,7 @@ def other_paths(fabric: Fabric, rank: int) -> None:
 def paths_of_which_one_does_not_exist(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model})
-    path_on_rank = "y" if rank == 0 else "x"
+    path_on_rank = value_on(rank, "y", "x")
     fabric.load(path_on_rank, {"model": model})
 
 
@@ -135,7 +135,7 @@ def paths_of_which_one_does_not_exist(fabric: Fabric, rank: int) -> None:
 def other_names_that_are_loaded(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "step": 1})
-    name_on_rank = "epoch" if rank == 0 else "step"
+    name_on_rank = value_on(rank, "epoch", "step")
     fabric.load("x", {"model": model, name_on_rank: 0})
 
 
@@ -155,7 +155,7 @@ def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
 def what_cannot_be_saved_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "step": 1})
-    extra: Any = 1 if rank == 0 else object()
+    extra: Any = value_on(rank, 1, object())
     try:
         fabric.save("x", {"model": model, "extra": extra})
     finally:

@@ -1,4 +1,4 @@
-"""Processes that end, fork or close what others need."""
+"""Processes that end, fork, or close what other calls need."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from fabric import Fabric
 from fabric.errors import FabricError
 from fabric.loggers import CSVLogger
 from fabric.strategies import SingleDeviceStrategy
-from tests.hostile.base import case, net
+from tests.hostile.base import case, net, sgd
 
 
 @case()
@@ -29,10 +29,10 @@ def a_forked_child(fabric: Fabric, rank: int) -> None:
 
 @case()
 def two_fabrics(fabric: Fabric, rank: int) -> None:
-    other = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    other.launch()
-    assert other.all_reduce(1, reduce_op="sum") == 2
-    other.teardown()
+    second = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    second.launch()
+    assert second.all_reduce(1, reduce_op="sum") == 2
+    second.teardown()
     assert fabric.all_reduce(1, reduce_op="sum") == 2
 
 
@@ -42,7 +42,7 @@ def one_device_inside_of_a_rank(fabric: Fabric, rank: int) -> None:
 
 
 @case(refused=True)
-def what_was_closed_is_used(fabric: Fabric, rank: int) -> None:
+def a_collective_after_teardown(fabric: Fabric, rank: int) -> None:
     fabric.teardown()
     fabric.all_reduce(1.0)
 
@@ -79,7 +79,7 @@ def metrics_of_each_rank(fabric: Fabric, rank: int) -> None:
 
 @case()
 def a_model_with_other_outputs(fabric: Fabric, rank: int) -> None:
-    class Odd(nn.Module):
+    class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 1)
@@ -93,19 +93,20 @@ def a_model_with_other_outputs(fabric: Fabric, rank: int) -> None:
                 "pair": (x, [x]),
             }
 
-    model = fabric.setup(Odd())
-    found = model(torch.ones(2, 4))
-    fabric.backward(found["loss"])
-    assert (found["n"], found["none"], found["text"], type(found["pair"])) == (3, None, "a", tuple)
+    outputs = fabric.setup(Model())(torch.ones(2, 4))
+    fabric.backward(outputs["loss"])
+    assert outputs["n"] == 3
+    assert outputs["none"] is None
+    assert outputs["text"] == "a"
+    assert type(outputs["pair"]) is tuple
 
 
 @case()
 def warnings_are_errors(fabric: Fabric, rank: int) -> None:
+    module = net()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model, optimizer = fabric.setup(
-            module := net(), torch.optim.SGD(module.parameters(), lr=0.1)
-        )
+        model, optimizer = fabric.setup(module, sgd(module))
         fabric.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
         fabric.save("x", {"model": model, "optimizer": optimizer})

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fabric import Fabric
-from tests.hostile.base import WAITS, batch, case, net, same, sgd, step
+from tests.hostile.base import WAITS, assert_equal_on_all_ranks, batch, case, net, sgd, step
 
 
 def parallel_case(
@@ -62,7 +62,7 @@ def a_group_of_an_adapter(fabric: Fabric, rank: int) -> None:
     optimizer.add_param_group({"params": list(adapter.parameters())})
     for _ in range(2):
         step(fabric, lambda x: adapter(model(x)), optimizer, batch(rank))
-    same(fabric, adapter.weight)
+    assert_equal_on_all_ranks(fabric, adapter.weight)
 
 
 @parallel_case()
@@ -72,7 +72,7 @@ def a_layer_is_replaced(fabric: Fabric, rank: int) -> None:
     optimizer.add_param_group({"params": list(module[2].parameters())})
     for _ in range(2):
         step(fabric, model, optimizer, batch(rank))
-    same(fabric, module[2].weight)
+    assert_equal_on_all_ranks(fabric, module[2].weight)
 
 
 @case(strategy="fsdp", refused=True)
@@ -241,7 +241,7 @@ def frozen_on_one_rank(fabric: Fabric, rank: int) -> None:
     model, optimizer = fabric.setup(module, sgd(module))
     for number in range(2):
         step(fabric, model, optimizer, batch(number + rank))
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case(refused=True)
@@ -268,7 +268,7 @@ def a_step_on_one_rank(fabric: Fabric, rank: int) -> None:
         if rank:
             optimizer.step()
         optimizer.zero_grad()
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case(refused=True, waits=True)
@@ -280,7 +280,7 @@ def without_synchronization_on_one_rank(fabric: Fabric, rank: int) -> None:
             fabric.backward(model(batch(number + rank)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case(waits=True, refused=True)
@@ -304,7 +304,7 @@ def a_block_is_skipped_on_one_rank(fabric: Fabric, rank: int) -> None:
         fabric.backward(model(batch(number), skip=skips).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    same(fabric, module.blocks[1][0].weight)
+    assert_equal_on_all_ranks(fabric, module.blocks[1][0].weight)
 
 
 @parallel_case(waits=True, refused=True)
@@ -323,7 +323,7 @@ def clipping_on_one_rank(fabric: Fabric, rank: int) -> None:
             fabric.clip_gradients(model, optimizer, max_norm=0.01)
         optimizer.step()
         optimizer.zero_grad()
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case()
@@ -343,7 +343,7 @@ def an_overflow_on_one_rank(fabric: Fabric, rank: int) -> None:
     step(fabric, model, optimizer, batch() * factor)
     assert torch.equal(module[0].weight, before)
     step(fabric, model, optimizer, batch(rank))
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case(refused=True)
@@ -353,7 +353,7 @@ def other_optimizers(fabric: Fabric, rank: int) -> None:
     model, optimizer = fabric.setup(module, optimizer_class(module.parameters(), lr=0.1))
     for number in range(3):
         step(fabric, model, optimizer, batch(number + rank))
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case()
@@ -361,7 +361,7 @@ def a_module_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
     module, model, optimizer = set_up_net(fabric)
     again = fabric.setup(model)
     step(fabric, again, optimizer, batch(rank))
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
 
 
 @parallel_case()
@@ -370,7 +370,7 @@ def an_optimizer_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
     optimizer = fabric.setup_optimizers(optimizer)
     before = full(module[0].weight).detach().clone()
     step(fabric, model, optimizer, batch(rank))
-    same(fabric, module[0].weight)
+    assert_equal_on_all_ranks(fabric, module[0].weight)
     assert not torch.equal(full(module[0].weight), before)
 
 
@@ -455,7 +455,7 @@ def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=True))
     assert sorted(all_samples(fabric, loader)) == list(range(16))
     step(fabric, model, optimizer, batch(rank))
-    same(fabric, module.weight)
+    assert_equal_on_all_ranks(fabric, module.weight)
 
 
 @case()
