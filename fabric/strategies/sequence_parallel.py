@@ -1,11 +1,14 @@
 """Sequence parallelism: sequences split over ranks, with attention over all tokens.
 
-[Note: Sequence parallelism] Each rank of the mesh dimension ``sequence`` has a contiguous part of
-the tokens of each sequence. If the length is not divisible, the first parts have one token more.
-Operations on single tokens need no change. Attention needs all tokens: if the number of heads is
-divisible by the number of ranks, an all-to-all gives each rank some heads of all tokens, and a
-second returns the outputs (Ulysses). Otherwise each rank gathers keys and values for its own
-queries. The gradients are those of the sum of all ranks' losses, which the strategy averages.
+[Note: Sequence parallelism] Each rank along the mesh dimension ``sequence`` has a contiguous part
+of the tokens of each sequence. If the length is not divisible, the first ranks have one token more.
+Operations on single tokens need no change. Attention needs all tokens, and there are two ways:
+
+- If the number of heads is divisible by the number of ranks, an all-to-all gives each rank some
+  heads of all tokens. A second all-to-all returns the outputs (Ulysses).
+- Otherwise each rank gathers all keys and values for its own queries.
+
+The gradients are those of the sum of all ranks' losses. The strategy averages them over the ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +30,7 @@ from fabric.tree import flatten, leaf_paths, unflatten
 
 __all__ = ["sequence_parallel"]
 
+# The call, for errors.
 _BLOCK = "fabric.sequence_parallel(batch)"
 
 
@@ -35,10 +39,10 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     """Split the sequences of a batch over ranks for the forward and backward pass in the block.
 
     Collective over the ranks that have parts of the same sequences, see ``[Note: Sequence
-    parallelism]``. All of these ranks pass the same batch, as set-up loaders yield it. Within the
-    block, ``scaled_dot_product_attention`` attends to the tokens of all these ranks, and random
-    numbers differ between parts. Without a ``sequence`` dimension in the mesh, the batch is yielded
-    unchanged::
+    parallelism]`` of this file. All of these ranks pass the same batch, as set-up loaders yield it.
+    Within the block, ``scaled_dot_product_attention`` attends to the tokens of all these ranks, and
+    random numbers differ between ranks. Without a ``sequence`` dimension in the mesh, the batch is
+    yielded unchanged::
 
         # A batch is a dict with "tokens", "labels" and "positions", of shape (batch, tokens).
         for batch in loader:
@@ -52,9 +56,10 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     Args:
         runtime: the runtime of this process.
         mesh: the mesh of the processes, or None.
-        batch: any collection. It contains everything that depends on a token's position. Labels are
-            already shifted.
-        dim: the dimension along which tensors are split. Tensors without it are unchanged.
+        batch: any collection. All tensors that depend on the position of a token have to be in the
+            collection. Labels are already shifted.
+        dim: the dimension along which tensors are split. Tensors without this dimension are
+            unchanged.
 
     Yields:
         The same collection with this rank's tokens.
@@ -68,16 +73,19 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
         UsageError: no attention was computed by ``scaled_dot_product_attention``, or attention was
             computed by ``nn.MultiheadAttention``, which is not supported.
     """
+    # The mesh has the dimension only if its size is more than 1.
     if mesh is None or "sequence" not in (mesh.mesh_dim_names or ()):
         yield batch
         return
     communicator = runtime.communicator_over(mesh.get_group("sequence"))
     lengths, local_batch = _split_batch(communicator, batch, dim)
+    # The ranks have the same random state here, and so they draw the same seed.
     seed = int(torch.randint(1 << 62, ()))
     devices: list[torch.device] = []
     if runtime.device.type != "cpu":
         devices.append(runtime.device)
-    # After the block, the ranks have the same random numbers again.
+    # fork_rng restores the random state after the block. The ranks then draw the same numbers
+    # again.
     with (
         torch.random.fork_rng(devices, device_type=runtime.device.type),
         _SequenceParallelAttention(communicator, lengths) as attention,
@@ -93,12 +101,19 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
 
 
 def _split_batch(communicator: Communicator, batch: Any, dim: int) -> tuple[list[int], Any]:
-    """Return the number of tokens of each rank, and the batch with this rank's tokens. Collective.
+    """Split a batch over ranks. Collective, since the batches of the ranks are compared.
 
     Args:
         communicator: the ranks that have parts of the same sequences.
         batch: any collection.
-        dim: the dimension of the tokens. Tensors without it are unchanged.
+        dim: the dimension of the tokens. Tensors without this dimension are unchanged.
+
+    Returns:
+        The number of tokens of each rank, and the batch with this rank's tokens.
+
+    Raises:
+        ConfigurationError: the tensors cannot be split.
+        CollectiveMismatchError: the ranks pass different batches.
     """
     leaves, structure = flatten(batch)
     paths = leaf_paths(structure, "batch")
@@ -106,9 +121,9 @@ def _split_batch(communicator: Communicator, batch: Any, dim: int) -> tuple[list
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
             sequences[path] = leaf
-    length_of_leaf = {path: sequence.shape[dim] for path, sequence in sequences.items()}
-    length = _check_lengths(length_of_leaf, dim, communicator.size)
-    _check_same_batch(communicator, sequences, length_of_leaf)
+    lengths_by_path = {path: sequence.shape[dim] for path, sequence in sequences.items()}
+    length = _common_length(lengths_by_path, dim, communicator.size)
+    _check_same_batch(communicator, sequences, lengths_by_path)
 
     lengths = _split_length(length, communicator.size)
     for index, path in enumerate(paths):
@@ -118,14 +133,24 @@ def _split_batch(communicator: Communicator, batch: Any, dim: int) -> tuple[list
     return lengths, unflatten(structure, leaves)
 
 
-def _check_lengths(length_of_leaf: Mapping[str, int], dim: int, ranks: int) -> int:
-    """Return the one length of all tensors that are split. Raise if there is none, or too few."""
-    lengths = set(length_of_leaf.values())
-    length = max(lengths, default=0)
-    if lengths != {length} or length < ranks:
+def _common_length(lengths_by_path: Mapping[str, int], dim: int, ranks: int) -> int:
+    """Return the length that all tensors to split have in common.
+
+    Args:
+        lengths_by_path: the length of each tensor, by its path in the batch.
+        dim: the dimension along which tensors are split, for the error.
+        ranks: the number of ranks. Each needs at least one token.
+
+    Raises:
+        ConfigurationError: there are no tensors, their lengths differ, or there are too few tokens.
+    """
+    distinct_lengths = set(lengths_by_path.values())
+    length = max(distinct_lengths, default=0)
+    # Without tensors the set is empty, and not {0}.
+    if distinct_lengths != {length} or length < ranks:
         raise ConfigurationError(
             f"{_BLOCK} with {dim=}",
-            problem=f"the lengths are {dict(length_of_leaf)}",
+            problem=f"the lengths are {dict(lengths_by_path)}",
             expected=f"one length of all tensors that have that dimension, of at least {ranks} "
             "tokens",
             suggestion="leave out others",
@@ -136,35 +161,45 @@ def _check_lengths(length_of_leaf: Mapping[str, int], dim: int, ranks: int) -> i
 def _check_same_batch(
     communicator: Communicator,
     sequences: Mapping[str, Tensor],
-    length_of_leaf: Mapping[str, int],
+    lengths_by_path: Mapping[str, int],
 ) -> None:
     """Raise if the ranks pass different batches, whose parts would be combined. Collective.
 
-    Only the bytes of tensors on the CPU are compared, since other tensors would have to be waited
-    for.
+    The bytes of tensors are compared only on the CPU. On another device, reading the bytes would
+    wait for the device.
+
+    Args:
+        communicator: the ranks that have parts of the same sequences.
+        sequences: the tensors to split, by path in the batch.
+        lengths_by_path: the length of each of these tensors.
+
+    Raises:
+        CollectiveMismatchError: the batches differ.
     """
     checksums: list[int] = []
     for sequence in sequences.values():
         if sequence.is_cpu:
             checksum = sequence.contiguous().view(torch.uint8).sum()
             checksums.append(int(checksum))
-    # The names and lengths are in the key, which has to be the same on all ranks.
-    request = f"{_BLOCK} of {dict(length_of_leaf)}"
+    # all_gather compares the keys of all ranks. So ranks with other paths or lengths raise.
+    key = f"{_BLOCK} of {dict(lengths_by_path)}"
+    # Without tensors on the CPU, a zero is sent, for the comparison of the keys.
     message = torch.tensor(checksums or [0], device=communicator.device)
-    by_rank = all_gather(communicator, {request: message})[request]
+    gathered = all_gather(communicator, {key: message})[key]
     if not checksums:
         return
-    rows = by_rank.tolist()
+    # One row per rank.
+    rows = gathered.tolist()
     if rows.count(rows[0]) != len(rows):
         raise CollectiveMismatchError(
-            request,
+            key,
             problem=f"the bytes of these tensors have the sums {rows}, by rank of the group",
             expected="the same batch on all of them, as set-up loaders give it",
         )
 
 
 def _split_length(length: int, ranks: int) -> list[int]:
-    """Return the number of tokens of each rank. The first ranks have one more."""
+    """Return the number of tokens of each rank. If they differ, the first ranks have one more."""
     quotient, remainder = divmod(length, ranks)
     lengths = [quotient] * ranks
     for rank in range(remainder):
@@ -175,26 +210,35 @@ def _split_length(length: int, ranks: int) -> list[int]:
 class _SequenceParallelAttention(TorchFunctionMode):
     """A mode in which ``scaled_dot_product_attention`` covers the tokens of all ranks.
 
+    Tensors are of shape ``(..., heads, tokens of this rank, width)``.
+
     Args:
         communicator: the ranks that have parts of the same sequences.
-        lengths: the number of tokens of each rank. The first is the largest.
+        lengths: the number of tokens of each rank. The first number is the largest.
 
     Attributes:
-        calls: the number of calls of ``scaled_dot_product_attention``.
+        calls: the number of calls of ``scaled_dot_product_attention`` so far.
     """
 
     def __init__(self, communicator: Communicator, lengths: list[int]) -> None:
         super().__init__()
         self._communicator = communicator
         self._lengths = lengths
-        self._length = lengths[communicator.rank]
-        self._total = sum(lengths)
+        self._local_length = lengths[communicator.rank]
+        self._total_length = sum(lengths)
         self.calls = 0
-        # Collectives are not part of a compiled graph.
+        # torch.compile cannot put the collectives into a graph. They run between two graphs.
         self._attend_outside_of_graphs = torch.compiler.disable(self._attend)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, or the replacement of an attention function.
+
+        torch calls this method for every function that is called under the mode.
+
+        Raises:
+            UsageError: the function is the attention of ``nn.MultiheadAttention``.
+        """
         kwargs = kwargs or {}
         if func is multi_head_attention_forward:
             raise UsageError(
@@ -205,8 +249,9 @@ class _SequenceParallelAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             return self._attend_outside_of_graphs(*args, **kwargs)
         if func is Tensor.backward:
-            # Checkpointed modules recompute in the backward pass, which needs this mode. Given an
-            # edge of the graph instead of the loss, torch does not call this method again.
+            # torch switches the mode off in this method. Checkpointed modules compute their
+            # attention again in the backward pass, and so the mode is switched on. For an edge of
+            # the graph in place of the loss, torch does not call this method again.
             gradient = kwargs.pop("gradient")
             with self:
                 return torch.autograd.backward(get_gradient_edge(args[0]), gradient, **kwargs)
@@ -222,7 +267,10 @@ class _SequenceParallelAttention(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Compute attention of this rank's queries to the keys of all ranks. Collective."""
+        """Compute attention of this rank's queries to the keys of all ranks. Collective.
+
+        The parameters and the result are those of ``scaled_dot_product_attention``.
+        """
         self.calls += 1
         self._check_inputs(query, key, value, attn_mask)
         options["dropout_p"] = dropout_p
@@ -238,22 +286,27 @@ class _SequenceParallelAttention(TorchFunctionMode):
     def _check_inputs(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     ) -> None:
-        """Raise unless attention is among the tokens of the batch, with a mask of known shape."""
-        length = self._length
-        total = self._total
-        counts = [query.shape[-2], key.shape[-2], value.shape[-2]]
+        """Raise unless attention is among the tokens of the batch, with a mask of a known shape.
+
+        Raises:
+            ConfigurationError: another number of tokens or another mask. Attention to other keys
+                would not need the tokens of all ranks.
+        """
+        length = self._local_length
+        total = self._total_length
+        token_counts = [query.shape[-2], key.shape[-2], value.shape[-2]]
         is_mask_valid = True
         mask_shape: list[int] = []
         if attn_mask is not None:
             mask_shape = list(attn_mask.shape[-2:])
             is_mask_valid = mask_shape in ([length, total], [1, total], [1, length])
-        if counts == [length] * 3 and is_mask_valid:
+        if token_counts == [length] * 3 and is_mask_valid:
             return
         rank = self._communicator.rank
         raise ConfigurationError(
             f"attention in {_BLOCK} on rank {rank}, which has {length} of {total} tokens",
-            problem=f"queries, keys and values have {counts} tokens, and the shape of the mask "
-            f"ends in {mask_shape}",
+            problem=f"queries, keys and values have {token_counts} tokens, and the shape of the "
+            f"mask ends in {mask_shape}",
             expected=f"{length} of each, and a mask of shape (..., {length}, {total}), (..., 1, "
             f"{total}) or (..., 1, {length})",
             suggestion="other attention outside of the block",
@@ -267,17 +320,33 @@ class _SequenceParallelAttention(TorchFunctionMode):
         is_causal: bool,
         options: Mapping[str, Any],
     ) -> Tensor:
-        """Compute attention for some heads of all tokens. Collective."""
+        """Compute attention for some heads of all tokens, and exchange the outputs. Collective.
+
+        Args:
+            query: this rank's queries. Their number of heads is divisible by the number of ranks.
+            key: this rank's keys, with such a number of heads.
+            value: this rank's values, with such a number of heads.
+            is_causal: whether a query attends only to the tokens up to its own.
+            options: other keyword arguments of ``scaled_dot_product_attention``.
+
+        Returns:
+            All heads of the output for this rank's queries.
+        """
         ranks = self._communicator.size
-        # Of shape (ranks, ..., heads / ranks, tokens of a rank, width): one message to each rank.
+        # Row n of a message goes to rank n, and has the n-th part of the heads of this rank's
+        # tokens. A message has the shape (ranks, ..., heads / ranks, padded tokens, width).
         messages: list[Tensor] = []
         for tensor in (query, key, value):
-            messages.append(self._pad(tensor).unflatten(-3, (ranks, -1)).movedim(-4, 0))
-        query, key, value = map(self._join, all_to_all(self._communicator, messages))
+            heads_by_rank = self._pad(tensor).unflatten(-3, (ranks, -1))
+            messages.append(heads_by_rank.movedim(-4, 0))
+        received = all_to_all(self._communicator, messages)
+        query, key, value = map(self._join, received)
         output = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
-        outputs_by_rank = map(self._pad, output.split(self._lengths, -2))
-        outputs = all_to_all(self._communicator, torch.stack([*outputs_by_rank]))
-        return outputs[..., : self._length, :].movedim(0, -4).flatten(-4, -3)
+        # The way back: row n has the tokens of rank n, for the heads of this rank.
+        outputs_by_rank = [self._pad(tokens) for tokens in output.split(self._lengths, -2)]
+        heads_by_rank = all_to_all(self._communicator, torch.stack(outputs_by_rank))
+        local_heads = heads_by_rank[..., : self._local_length, :]
+        return local_heads.movedim(0, -4).flatten(-4, -3)
 
     def _attend_to_gathered(
         self,
@@ -288,37 +357,65 @@ class _SequenceParallelAttention(TorchFunctionMode):
         is_causal: bool,
         options: Mapping[str, Any],
     ) -> Tensor:
-        """Compute attention of this rank's queries to gathered keys and values. Collective."""
-        if attn_mask is not None and list(attn_mask.shape[-2:]) == [1, self._length]:
-            # Transposed, so that tokens are in the same dimension as those of the keys.
-            key, value, mask = self._gather([key, value, attn_mask.mT])
-            attn_mask = mask.mT
+        """Compute attention of this rank's queries to gathered keys and values. Collective.
+
+        Args:
+            query: this rank's queries.
+            key: this rank's keys.
+            value: this rank's values.
+            attn_mask: a mask for all keys, or for this rank's keys if the size of its dim -2 is 1.
+                None for no mask.
+            is_causal: whether a query attends only to the tokens up to its own.
+            options: other keyword arguments of ``scaled_dot_product_attention``.
+
+        Returns:
+            The output for this rank's queries.
+        """
+        if attn_mask is not None and list(attn_mask.shape[-2:]) == [1, self._local_length]:
+            # A mask of this rank's keys is gathered, too. It is transposed, because _gather joins
+            # along dim -2, where keys and values have their tokens.
+            key, value, transposed_mask = self._gather([key, value, attn_mask.mT])
+            attn_mask = transposed_mask.mT
         else:
             key, value = self._gather([key, value])
         if is_causal and attn_mask is None:
-            # The keys end at this rank's last token. is_causal would align the first tokens.
+            # is_causal of torch aligns the first query with the first key. Here the last query
+            # belongs to the last key that it may attend to, and a mask has to say so.
             end = sum(self._lengths[: self._communicator.rank + 1])
             key = key[..., :end, :]
             value = value[..., :end, :]
-            attn_mask = torch.ones(self._length, end, dtype=torch.bool, device=query.device)
-            attn_mask = attn_mask.tril(end - self._length)
+            attn_mask = torch.ones(self._local_length, end, dtype=torch.bool, device=query.device)
+            attn_mask = attn_mask.tril(end - self._local_length)
             is_causal = False
+        # If the user passes both a mask and is_causal, torch raises its own error.
         return scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, **options
         )
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors with the tokens of all ranks, in one message. Collective."""
+        """Return tensors with the tokens of all ranks in dim -2, sent in one message. Collective.
+
+        Gradients flow back to all ranks.
+        """
         padded = [self._pad(tensor) for tensor in tensors]
         gathered = all_gather(self._communicator, padded, sync_grads=True)
         return [self._join(tensor) for tensor in gathered]
 
     def _pad(self, tensor: Tensor) -> Tensor:
-        """Pad the tokens of a rank to the largest number, since messages are of one size."""
-        return pad(tensor, (0, 0, 0, self._lengths[0] - tensor.shape[-2]))
+        """Append zeros along dim -2 up to the largest number of tokens of a rank.
+
+        The messages of all ranks must have the same size.
+        """
+        missing_tokens = self._lengths[0] - tensor.shape[-2]
+        # From the last dimension on, a pair for each: before and after.
+        return pad(tensor, (0, 0, 0, missing_tokens))
 
     def _join(self, tensors: Tensor) -> Tensor:
-        """Concatenate the padded tokens of all ranks, which are in dimension 0, without padding."""
+        """Concatenate the tokens of all ranks along dim -2, without their padding.
+
+        Args:
+            tensors: one row per rank, of shape ``(ranks, ..., padded tokens, width)``.
+        """
         sequences: list[Tensor] = []
         for tensor, length in zip(tensors, self._lengths, strict=True):
             sequences.append(tensor[..., :length, :])
