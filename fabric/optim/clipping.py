@@ -21,14 +21,14 @@ def clip_gradients(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip gradients in place, each value or their norm.
+    """Clip gradients in place: each value, or their common norm.
 
-    Collective if the gradients are sharded: the norm is that of the unsharded gradients.
+    Collective if the gradients are sharded, since the norm is that of the unsharded gradients.
 
     Args:
         parameters: the parameters whose gradients are clipped.
-        clip_val: the limit of each value. None for a limit of the norm.
-        max_norm: the limit of the norm of all gradients. None for a limit of each value.
+        clip_val: the limit of the absolute value of each element. None if ``max_norm`` is given.
+        max_norm: the limit of the norm of all gradients. None if ``clip_val`` is given.
         norm_type: the norm, such as 2.0 or ``inf``.
         error_if_nonfinite: whether to raise if the norm is infinite or not a number.
 
@@ -36,10 +36,12 @@ def clip_gradients(
         The norm before clipping, a plain tensor of shape ``()`` on the gradients' device.
 
     Raises:
-        ConfigurationError: not exactly one positive limit is given, or a norm type that is no norm.
-        NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite``.
+        ConfigurationError: there are no limits or two, or a number is not positive.
+        NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite`` is
+            true. The gradients have not changed.
     """
     limits = [limit for limit in (clip_val, max_norm) if limit is not None]
+    # Comparisons with NaN are false, and so NaN is refused, too.
     if len(limits) != 1 or not 0 < limits[0] < math.inf or not norm_type > 0:
         raise ConfigurationError(
             f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, "
@@ -48,7 +50,8 @@ def clip_gradients(
             "norm_type > 0 or inf",
         )
     grads: list[Tensor] = []
-    # torch does not combine tensors of several meshes.
+    # torch cannot clip gradients on different meshes in one call. The mesh of a plain tensor is
+    # None.
     parameters_by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
@@ -64,16 +67,22 @@ def clip_gradients(
             "would spoil all of them",
             suggestion="error_if_nonfinite=False to clip all the same",
         )
-    for group in parameters_by_mesh.values():
+    for parameters_on_mesh in parameters_by_mesh.values():
         if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+            nn.utils.clip_grads_with_norm_(parameters_on_mesh, max_norm, norm)
         elif clip_val is not None:
-            nn.utils.clip_grad_value_(group, clip_val)
+            nn.utils.clip_grad_value_(parameters_on_mesh, clip_val)
     return norm
 
 
 def _total_norm(grads: Sequence[Tensor], num_meshes: int, norm_type: float) -> Tensor:
-    """Return the norm of the unsharded gradients. Collective if some are sharded."""
+    """Return the norm of the unsharded gradients. Collective if some gradients are sharded.
+
+    Args:
+        grads: the gradients: plain tensors and DTensors.
+        num_meshes: the number of different meshes of the gradients. Plain tensors count as one.
+        norm_type: the norm, such as 2.0 or ``inf``.
+    """
     if _can_torch_compute_norm(grads, num_meshes, norm_type):
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))
     if math.isinf(norm_type):
@@ -82,11 +91,13 @@ def _total_norm(grads: Sequence[Tensor], num_meshes: int, norm_type: float) -> T
 
 
 def _can_torch_compute_norm(grads: Sequence[Any], num_meshes: int, norm_type: float) -> bool:
-    """Return whether torch's own norm is right.
+    """Return whether ``nn.utils.get_total_norm`` gives the right norm of the unsharded gradients.
 
-    torch has no norm of gradients on several meshes, or of a gradient that is sharded over several
-    dimensions of a mesh. An empty shard has no infinity norm, and a maximum over ranks may lose
-    what is not a number.
+    For plain tensors it does. For DTensors, torch has no norm of gradients
+
+    - on several meshes,
+    - that are sharded over several dimensions of a mesh,
+    - of type ``inf``: an empty shard has none, and a maximum over ranks may lose NaN.
     """
     if not any(map(_is_dtensor, grads)):
         return True
@@ -101,10 +112,10 @@ def _maximum_norm(grads: Sequence[Any]) -> Tensor:
     Collective: all ranks of the job must call it.
 
     Args:
-        grads: the gradients, of which at least one is a DTensor.
+        grads: the gradients. At least one is a DTensor.
 
     Returns:
-        The norm, the same on all ranks. Infinity if a gradient is not a number.
+        The norm, the same on all ranks. It is infinite if a gradient is infinite or NaN.
     """
     device = _communication_device(grads)
     maxima: list[Tensor] = []
@@ -112,30 +123,42 @@ def _maximum_norm(grads: Sequence[Any]) -> Tensor:
         local = local_tensor(grad)
         maximum = local.abs().max() if local.numel() else local.new_zeros(())
         maxima.append(maximum.to(device))
-    # A maximum over ranks may lose NaN, but keeps infinity.
+    # A maximum over ranks may lose NaN, but not infinity.
     largest = torch.stack(maxima).max().nan_to_num(nan=math.inf, posinf=math.inf)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest
 
 
 def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
-    """Return a finite norm of gradients of which some are sharded. Collective.
+    """Return the norm of gradients of which some are sharded, for a finite norm type.
 
-    Ranks sum the powers of their local norms. A shard that several ranks hold would count several
-    times in the sum. So each power is multiplied by the number of different shards, and the sum is
-    divided by the number of ranks.
+    Collective: all ranks of the job must call it. Ranks sum the powers of their local norms. If a
+    gradient has n different shards, ``world_size / n`` ranks hold the same shard, and the sum has
+    its power as many times. So each power is multiplied by n, and the sum is divided by
+    ``world_size``.
+
+    Args:
+        grads: the gradients. At least one is a DTensor.
+        norm_type: the norm, such as 2.0.
+
+    Returns:
+        The norm, the same on all ranks.
     """
     device = _communication_device(grads)
-    grads_by_shards: dict[int, list[Tensor]] = {}
+    grads_by_number_of_shards: dict[int, list[Tensor]] = {}
     for grad in grads:
-        grads_by_shards.setdefault(_number_of_shards(grad), []).append(local_tensor(grad))
+        number_of_shards = math.prod(_sharded_dimensions(grad))  # 1 if it is not sharded
+        grads_by_number_of_shards.setdefault(number_of_shards, []).append(local_tensor(grad))
     powers: list[Tensor] = []
-    for number, local_grads in grads_by_shards.items():
+    for number_of_shards, local_grads in grads_by_number_of_shards.items():
         local_norm = nn.utils.get_total_norm(local_grads, norm_type)
-        powers.append(number * local_norm.to(device).double() ** norm_type)
+        # In float64, since powers may overflow in a smaller dtype.
+        power = local_norm.to(device).double() ** norm_type
+        powers.append(number_of_shards * power)
     total = torch.stack(powers).sum()
     dist.all_reduce(total)
-    return (total / dist.get_world_size()).pow(1 / norm_type).to(grads[0].dtype)
+    norm = (total / dist.get_world_size()).pow(1 / norm_type)
+    return norm.to(grads[0].dtype)
 
 
 def _is_dtensor(grad: Any) -> bool:
@@ -143,20 +166,21 @@ def _is_dtensor(grad: Any) -> bool:
 
 
 def _communication_device(grads: Sequence[Any]) -> str:
-    """Return the type of the meshes' device. Gradients may be kept on the CPU instead."""
+    """Return the device type for collectives, which is that of the meshes.
+
+    The gradients themselves may be on the CPU, under ``cpu_offload``. At least one is a DTensor.
+    """
     return next(grad.device_mesh.device_type for grad in grads if _is_dtensor(grad))
 
 
 def _sharded_dimensions(grad: Any) -> list[int]:
-    """Return the sizes of the dimensions of the mesh over which a gradient is sharded."""
+    """Return the sizes of the mesh dimensions over which a gradient is sharded.
+
+    The product is the number of different shards. The list is empty for a plain tensor.
+    """
     sizes: list[int] = []
     if _is_dtensor(grad):
         for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
             if not placement.is_replicate():
                 sizes.append(size)
     return sizes
-
-
-def _number_of_shards(grad: Any) -> int:
-    """Return the number of different shards of a gradient, which is 1 if it is not sharded."""
-    return math.prod(_sharded_dimensions(grad))

@@ -1,10 +1,10 @@
 """Scaling of the loss, so that float16 gradients do not underflow.
 
 [Note: Loss scale] The scale changes only at the start of a backward pass, and only if no optimizer
-holds scaled gradients that were neither used in a step nor cleared. It never changes during
-accumulation or between two optimizers that share a backward pass. Gradients that were unscaled and
-are kept for another backward pass are first scaled again, which is exact, since scales are powers
-of two.
+holds scaled gradients that were neither used in a step nor cleared. So the scale never changes
+during accumulation, or between the steps of two optimizers that share a backward pass. Gradients
+that were unscaled and are kept for another backward pass are scaled again before this pass. Scaling
+and unscaling are exact, since scales are powers of two.
 """
 
 from collections import defaultdict
@@ -24,18 +24,21 @@ from fabric.precision import LossScale
 
 __all__ = ["LossScaler", "has_closure", "has_nonzero_gradients", "local_gradients"]
 
+# Powers of two, see the note above.
 _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
 
 
 @dataclass
 class _OptimizerState:
-    """What the scaler knows about an optimizer.
+    """The state of the gradients of an optimizer under loss scaling.
 
     Attributes:
-        found_inf: 1 if the gradients overflowed when they were last unscaled, else 0.
-        is_scaled: whether the gradients are scaled, if there are any.
-        removed_gradients: each parameter with its gradient, while a step is skipped.
+        found_inf: 1 if the gradients overflowed when they were last unscaled, else 0. A float32
+            tensor without dimensions.
+        is_scaled: whether the gradients, if there are any, are multiplied by the scale.
+        removed_gradients: each parameter with its gradient, while a step is skipped. The gradient
+            is None for a parameter without one.
         was_skipped: whether the last step was skipped.
     """
 
@@ -55,15 +58,16 @@ class LossScaler:
     unscale the gradients and remove them during a skipped step.
 
     Args:
-        device: the device of the loss.
-        settings: the initial scale, and the growth interval.
+        device: the device of the scale.
+        settings: the initial scale and the growth interval.
         max_over_ranks: a collective that returns the maximum of a float32 tensor over ranks. None
             in a single process.
 
     Attributes:
         gradients_differ: whether ranks step with different gradients. An overflow on one rank then
             skips the step on all ranks.
-        accumulates: whether some backward passes leave gradients that are not yet synchronized.
+        accumulates: whether some backward passes leave gradients that are not yet synchronized, so
+            that ranks hold different gradients between passes.
     """
 
     def __init__(
@@ -74,7 +78,8 @@ class LossScaler:
     ) -> None:
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        # Whether any step since the last change of scale overflowed. None if there was no step.
+        # 1 if any step since the last update of the scale overflowed, else 0. None if there was no
+        # step.
         self._pending_found_inf: Tensor | None = None
         self._growth_interval = settings.growth_interval
         self._max_over_ranks = max_over_ranks
@@ -89,26 +94,28 @@ class LossScaler:
         return float(self._scale)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Have an optimizer's step unscale first, and do nothing after an overflow."""
-        self._states[optimizer] = _OptimizerState(torch.zeros_like(self._scale))
+        """Register hooks that unscale gradients before each step and skip it after an overflow."""
+        self._states[optimizer] = _OptimizerState(found_inf=torch.zeros_like(self._scale))
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
-        """Remove the hooks: the optimizers step as if never registered."""
+        """Remove the hooks, so that optimizers step as if they had never been registered."""
         self._hooks.close()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the scale, at the start of each backward pass.
+        """Return the loss multiplied by the scale. Called at the start of each backward pass.
 
         A float16 loss is returned as float32, so that it does not overflow. Collective if ranks
         hold different gradients.
         """
-        if self._pending_found_inf is not None and not self._any_holds_scaled():
-            self._update_scale(self._pending_found_inf)
+        pending = self._pending_found_inf  # None if there was no step
+        if pending is not None and not self._any_holds_scaled_gradients():
+            self._update_scale(pending)
             self._pending_found_inf = None
         for optimizer, state in self._states.items():
             if not state.is_scaled:
+                # Gradients that were unscaled, and to which this pass will add scaled ones.
                 for grads in local_gradients(optimizer):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
@@ -117,6 +124,11 @@ class LossScaler:
         return loss * self._scale.to(loss.device, loss.dtype)
 
     def _update_scale(self, found_inf: Tensor) -> None:
+        """Halve the scale after an overflow, or double it after enough good steps, in place.
+
+        Args:
+            found_inf: 1 if any step since the last update overflowed, else 0.
+        """
         backoff_or_grow(
             self._scale,
             self._growth_tracker,
@@ -127,12 +139,13 @@ class LossScaler:
         )
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Unscale an optimizer's gradients, once per step; further calls change nothing.
+        """Unscale an optimizer's gradients in place, once per step.
 
+        Called before each step, and before gradients are clipped. Further calls change nothing.
         Collective if ranks hold different gradients.
 
         Returns:
-            Whether any gradient is infinite or NaN, in which case the next step will be skipped.
+            Whether any gradient is infinite or NaN. The next step will then be skipped.
 
         Raises:
             ConfigurationError: the gradients are float16.
@@ -145,8 +158,8 @@ class LossScaler:
             if grads[0].dtype is torch.float16:
                 raise ConfigurationError(
                     'precision="16-mixed" with float16 parameters',
-                    problem="their gradients are float16 too, and lose in unscaling what the scale "
-                    "had kept",
+                    problem="their gradients are float16 too, and unscaling them loses the small "
+                    "values that the scale has kept",
                     suggestion='model.float(), or Fabric(precision="16-true")',
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
@@ -157,8 +170,16 @@ class LossScaler:
         return bool(found_inf)
 
     def _unscale_and_find_inf(self, grads_by_kind: Sequence[list[Tensor]]) -> Tensor:
-        """Unscale gradients in place, and return 1 if any of them is infinite or NaN, else 0."""
-        if self._scale.device.type == "mps":  # has no float64
+        """Unscale gradients in place, and find out whether they overflowed on this rank.
+
+        Args:
+            grads_by_kind: lists of gradients. Each list has one device and one dtype.
+
+        Returns:
+            1 if any gradient is infinite or NaN, else 0, on the device of the scale.
+        """
+        if self._scale.device.type == "mps":
+            # MPS has no float64.
             inverse = 1 / self._scale
         else:
             # The reciprocal of a large float32 scale is not exact in float32 on every device.
@@ -166,10 +187,12 @@ class LossScaler:
         found_inf = torch.zeros_like(self._scale)
         for grads in grads_by_kind:
             device = grads[0].device
-            found_on_device = found_inf.to(device)
-            unscale_and_check(grads, found_on_device, inverse.to(device))
-            if found_on_device is not found_inf:  # a copy: the scale is on another device
-                found_inf = torch.maximum(found_inf, found_on_device.to(found_inf.device))
+            # to() returns the tensor itself, and not a copy, if the scale is on this device.
+            found_inf_on_device = found_inf.to(device)
+            unscale_and_check(grads, found_inf_on_device, inverse.to(device))
+            is_copy = found_inf_on_device is not found_inf
+            if is_copy:
+                found_inf = torch.maximum(found_inf, found_inf_on_device.to(found_inf.device))
         return found_inf
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
@@ -177,7 +200,11 @@ class LossScaler:
         return self._states[optimizer].was_skipped
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """Return the state from which :meth:`load_state_dict` resumes exactly."""
+        """Return the state from which :meth:`load_state_dict` resumes exactly.
+
+        Reading it waits for the device. ``"pending"`` is 1 if a step since the last update of the
+        scale overflowed, 0 if none did, and None if there was no step.
+        """
         pending = self._pending_found_inf
         return {
             "scale": float(self._scale),
@@ -186,11 +213,12 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of another scaler.
+        """Restore the state that :meth:`state_dict` of a scaler returned.
 
         Raises:
             KeyError: an entry is missing. Nothing has changed.
         """
+        # All entries are read before anything changes.
         scale = state["scale"]
         growth_tracker = state["growth_tracker"]
         pending = state["pending"]
@@ -203,6 +231,14 @@ class LossScaler:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Unscale the gradients, and remove them if they overflowed. A step pre-hook.
+
+        :meth:`_after_step` puts the removed gradients back. Without gradients, the optimizer's own
+        step changes nothing. Collective if ranks hold different gradients.
+
+        Raises:
+            UsageError: the step has a closure.
+        """
         if has_closure(args, kwargs):
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) under loss scaling",
@@ -219,37 +255,43 @@ class LossScaler:
         else:
             self._pending_found_inf = torch.maximum(pending, state.found_inf)
         if state.was_skipped:
-            # If there are no gradients, the optimizer's own step changes nothing.
             state.removed_gradients = _remove_gradients(optimizer)
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Put back the gradients that were removed for a skipped step. A step post-hook."""
         state = self._states[optimizer]
         for parameter, grad in state.removed_gradients:
             parameter.grad = grad
         state.removed_gradients = ()
 
-    def _any_holds_scaled(self) -> bool:
+    def _any_holds_scaled_gradients(self) -> bool:
         """Return whether any optimizer holds scaled gradients that are not zero, on any rank.
 
-        ``zero_grad(set_to_none=False)`` also clears gradients. The gradients of an optimizer that
-        has not stepped are read, which waits for the device.
+        Collective if ranks hold different gradients. The values are read, since
+        ``zero_grad(set_to_none=False)`` also clears gradients. Reading them waits for the device.
         """
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds_scaled = any(map(has_nonzero_gradients, scaled))
         if not scaled or self._max_over_ranks is None:
             return holds_scaled
-        if not self.gradients_differ and not self.accumulates:
+        ranks_hold_the_same = not self.gradients_differ and not self.accumulates
+        if ranks_hold_the_same:
             return holds_scaled
         # Gradients that are zero on this rank may not be zero on others.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds_scaled))))
 
 
 def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the local, dense values of an optimizer's gradients, grouped by device and dtype.
+    """Return this rank's gradients of an optimizer as dense tensors.
 
-    The values share the memory of the gradients.
+    The tensors share the memory of the gradients, so that changes in place change the gradients. Of
+    a sharded gradient, the tensor is this rank's shard. Of a sparse gradient, the tensor holds the
+    values, and the gradient is coalesced in place.
+
+    Returns:
+        One list for each device and dtype. No list is empty.
     """
     grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
@@ -258,7 +300,7 @@ def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
             if grad is None:
                 continue
             if grad.is_sparse:
-                # Values of repeated indices may overflow when they are added.
+                # The values of a repeated index are added now, since the sum may overflow.
                 parameter.grad = grad.coalesce()
                 grad = parameter.grad._values()
             grads[grad.device, grad.dtype].append(local_tensor(grad))
@@ -281,7 +323,7 @@ def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of ``Optimizer.step`` passes a closure.
 
     Args:
-        args: the arguments of the call as a hook gets them, with the optimizer first.
+        args: the positional arguments as a step hook gets them, with the optimizer first.
         kwargs: the keyword arguments of the call.
     """
     if len(args) > 1:
@@ -290,7 +332,11 @@ def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _remove_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor | None]]:
-    """Remove the gradients of an optimizer's parameters, and return each parameter with its own."""
+    """Set the gradients of an optimizer to None.
+
+    Returns:
+        Each parameter with its gradient before. The gradient is None for a parameter without one.
+    """
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         parameters.extend(group["params"])

@@ -1,17 +1,20 @@
 """Weighted backward passes: gradients of the sum of all losses over the sum of all loss weights.
 
-[Note: Loss weights] A loss that is a sum has a *loss weight*, its number of terms. The *window* of
-an optimizer is its weighted backward passes since its last step, or since its gradients were found
-cleared. Strategies average gradients over ranks. At the step, or in ``clip_gradients`` before it,
-gradients are multiplied once by the number of ranks over the sum of all ranks' loss weights in the
-window, in one message. Before that, each loss is divided by a power of two near the mean loss
-weight over ranks. This division is exact and gives gradients of about the size of a mean loss's,
-which a loss scale and float16 gradients need. The power is that of the optimizer's last step.
-Before the first step it is that of the first backward pass, which takes another message, once.
+[Note: Loss weights] A loss that is a sum has a *loss weight*, which is its number of terms. The
+*window* of an optimizer is its weighted backward passes since its last step, or since its gradients
+were found cleared. Strategies average gradients over ranks. So the gradients of a window are
+multiplied once by the number of ranks over the sum of all ranks' loss weights in the window. This
+takes one message. It happens at the step, or in ``clip_gradients`` before the step.
 
-Optimizers of the same losses share one window. To detect cleared gradients, one gradient is
-compared after each backward pass and before the next, without waiting for a device. All gradients
-are read only if that gradient has changed.
+Before the backward pass, each loss is divided by the *divisor*, a power of two near the mean loss
+weight over ranks. This division is exact. It gives gradients of about the size that a mean loss
+gives, which a loss scale and float16 gradients need. The divisor of a window is computed at the
+optimizer's step before. The first window computes its divisor in the first backward pass, which
+takes another message, once.
+
+Optimizers of the same losses share one window. To detect cleared gradients, one gradient of each
+optimizer is compared after each backward pass and before the next, without waiting for a device.
+All gradients are read only if this gradient has changed.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,7 +47,7 @@ from fabric.strategies.parallel import as_list
 
 __all__ = ["LossWeights"]
 
-# A number, or a float64 tensor on the device if reading a number would wait for the device.
+# A float64 tensor on the device if reading its value would wait for the device, else a number.
 LossWeight = float | Tensor
 
 
@@ -55,7 +58,8 @@ class _Window:
     Attributes:
         divisor: the power of two by which each loss was divided.
         weight: the sum of the loss weights on this rank.
-        factor: by which the gradients are multiplied. None until the first optimizer steps.
+        factor: the number by which gradients have to be multiplied. None until the first optimizer
+            steps.
         next_divisor: the divisor of the next window. None until the first optimizer steps.
     """
 
@@ -65,20 +69,21 @@ class _Window:
     next_divisor: Tensor | None = None
 
 
-# In place of a window: the gradients have been multiplied, and the optimizer has not stepped yet.
-_DIVIDED = _Window(torch.ones(()), 0)
-# In place of a window: the optimizer holds gradients of losses that are for other optimizers.
-_FOREIGN = _Window(torch.ones(()), 0)
+# Two marks in place of a window, which are compared by identity. Their fields are not used.
+# The gradients have been multiplied by the factor, and the optimizer has not stepped yet.
+_DIVIDED = _Window(divisor=torch.ones(()), weight=0)
+# The optimizer holds gradients of losses that are for other optimizers.
+_FOREIGN = _Window(divisor=torch.ones(()), weight=0)
 
 
 @dataclass
 class _OptimizerState:
-    """What is known about an optimizer that has had gradients of weighted losses.
+    """The state of an optimizer that has had gradients of weighted losses.
 
     Attributes:
-        window: its window, or a mark in place of one. None after a step.
-        fingerprint: of its gradients after the last backward pass.
-        divisor: the divisor of its next window. None before its first step.
+        window: the optimizer's window, ``_DIVIDED`` or ``_FOREIGN``. None after a step.
+        fingerprint: see ``_gradient_fingerprint``, of the gradients after the last backward pass.
+        divisor: the divisor of the optimizer's next window. None before the first step.
     """
 
     window: _Window | None = None
@@ -88,12 +93,13 @@ class _OptimizerState:
 
 @dataclass(frozen=True)
 class _BackwardPass:
-    """A backward pass under way.
+    """The backward pass that is running. Without arguments, no backward pass is running.
 
     Attributes:
-        optimizers: the optimizers of the loss, if it belongs to a window.
-        window: the window that includes this pass. None without loss weights.
-        fingerprints: the fingerprint of each set-up optimizer that the loss is not for.
+        optimizers: the optimizers that the loss is for. Empty if the loss has no weight.
+        window: the window that will include this pass. None if the loss has no weight.
+        fingerprints: the fingerprint before the pass of each set-up optimizer that the loss is not
+            for.
     """
 
     optimizers: Sequence[Optimizer] = ()
@@ -101,9 +107,10 @@ class _BackwardPass:
     fingerprints: dict[Optimizer, object] = field(default_factory=dict)
 
 
+# A problem in errors.
 _CLOSURE = (
-    "gradients are divided before a step, and not those of its closure, nor in a step within a "
-    "backward pass"
+    "gradients are divided after a backward pass and before a step, but a closure makes a backward "
+    "pass within the step, or the step is made within a backward pass"
 )
 # Suggestions in errors.
 _CLEAR = "optimizer.zero_grad() after step()"
@@ -112,19 +119,21 @@ _NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a 
 
 
 class LossWeights:
-    """The loss weights of all set-up optimizers; see ``[Note: Loss weights]``.
+    """Loss weights of all set-up optimizers, and the division of their gradients by the weights.
+
+    See ``[Note: Loss weights]`` of this file.
 
     Args:
         runtime: the runtime of this process. Gradients are averaged over its ranks.
-        scaler: the loss scaler, if there is one.
-        optimizers: the set-up optimizers.
-        contracts: the contracts of the set-up modules.
-        cleanup: removes the hooks around the steps of all optimizers.
+        scaler: the loss scaler. None if the precision has none.
+        optimizers: the set-up optimizers. Later ones are added to this collection.
+        contracts: the contracts of the set-up modules. Later ones are added to this collection.
+        cleanup: the stack whose end removes the hooks around the steps of all optimizers.
 
     Attributes:
         reads_at_once: whether loss weights are read at once, since reading does not wait for a
-            device. Otherwise a sum that is zero or not finite makes the gradients zero, and is an
-            error at the next step or save.
+            device. Otherwise a sum that is zero or not finite makes the gradients zero. The next
+            step or save raises the error.
     """
 
     def __init__(
@@ -135,31 +144,42 @@ class LossWeights:
         contracts: Collection[GradientContract],
         cleanup: ExitStack,
     ) -> None:
+        """Register the hooks around the steps of all optimizers of the process."""
         self._communicator = runtime.communicator
         self._device = runtime.device
         self._scaler = scaler
         self._optimizers = optimizers
         self._contracts = contracts
-        # These run before each optimizer's own hooks, so that users' hooks see divided gradients.
+        # Hooks for all optimizers run before the hooks of one optimizer. So the users' hooks see
+        # divided gradients.
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self.reads_at_once = runtime.device.type != "cuda"
-        # Whether the last sum of loss weights is valid. A tensor can be read after the event.
+        # Whether the last sum of loss weights was valid. On CUDA it is a tensor on the CPU, which
+        # can be read once the event below has been reached.
         self._is_sum_valid: Tensor | bool = True
         self._sum_was_copied = torch.cpu.Event() if self.reads_at_once else torch.cuda.Event()
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
-        self._backward_pass = _BackwardPass()
+        self._running_pass = _BackwardPass()
 
     def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
-        """Divide the loss and apply the loss scale, at the start of each backward pass.
+        """Divide the loss by the divisor and apply the loss scale.
+
+        Called at the start of each backward pass, also of a loss without a weight. Collective at
+        the first weighted loss of an optimizer, and where the loss scale is.
 
         Args:
             loss: the loss.
-            weight: its loss weight. None for a loss that is a mean.
+            weight: the loss weight. None for a loss that is a mean.
             optimizer: the optimizers that the loss is for. None means all that are set up.
 
         Returns:
             The loss to call ``backward`` on. See ``Fabric.backward``.
+
+        Raises:
+            UsageError: an optimizer is not set up, or has gradients to which the gradients of this
+                loss cannot be added.
+            ConfigurationError: the weight is not a number, or is negative or infinite.
         """
         loss_weight = None
         if weight is not None:
@@ -170,12 +190,13 @@ class LossWeights:
         window = self._common_window(optimizers)
         if loss_weight is not None:
             window = self._extended_window(window, optimizers, loss_weight)
+            # In float16, a sum may overflow before it is divided.
             if loss.dtype is torch.float16:
                 loss = loss.float()
             loss = loss / window.divisor.to(loss.device, loss.dtype)
         elif window is not None:
             self._refuse_loss(
-                "it has no weight, and a loss since the last step has one",
+                "this loss has no weight, but an earlier loss since the last step has one",
                 f"weight=...; or {_NAME_OPTIMIZERS}",
             )
         self._begin_backward_pass(optimizers, window)
@@ -184,14 +205,25 @@ class LossWeights:
         return self._scaler.scale_loss(loss)
 
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Record the end of a backward pass."""
-        finished = self._backward_pass
-        self._backward_pass = _BackwardPass()
+        """Record the end of a backward pass. Called after every backward pass of ``Fabric``.
+
+        After an error, the optimizers keep the windows that they had before the pass.
+
+        Args:
+            loss: the loss. It is not used.
+            error: the error that the pass raised. None if there is none.
+
+        Raises:
+            UsageError: the loss has reached parameters of an optimizer that it is not for, and that
+                has a window of its own.
+        """
+        finished = self._running_pass
+        self._running_pass = _BackwardPass()
         if error is not None:
             return
-        for optimizer, before in finished.fingerprints.items():
+        for optimizer, fingerprint_before in finished.fingerprints.items():
             fingerprint = _gradient_fingerprint(optimizer)
-            if fingerprint != before:
+            if fingerprint != fingerprint_before:
                 self._record_foreign_gradients(optimizer, fingerprint, finished.window)
         for optimizer in finished.optimizers:
             state = self._states.setdefault(optimizer, _OptimizerState())
@@ -200,9 +232,13 @@ class LossWeights:
 
     @torch.no_grad()
     def divide_gradients(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the loss weights of its window, once.
+        """Divide an optimizer's gradients by the loss weights of its window, once per step.
 
-        Collective if the optimizer has a window.
+        Called before the step and before gradients are clipped. Collective if the optimizer has a
+        window. Without a window, or the second time, it does nothing.
+
+        Raises:
+            UsageError: the optimizer has gradients of losses that are for other optimizers.
         """
         state = self._states.get(optimizer)
         if state is None or state.window is None or state.window is _DIVIDED:
@@ -212,7 +248,7 @@ class LossWeights:
             self._refuse_step(
                 optimizer, "it has gradients of weighted losses for other optimizers", _CLEAR
             )
-        # Optimizers with the same window exchange one message, at the first step.
+        # Optimizers that share a window exchange one message, at the first step of any of them.
         if window.factor is None:
             self._reduce_window(window)
         assert window.factor is not None
@@ -222,7 +258,11 @@ class LossWeights:
         state.window = _DIVIDED
 
     def check(self) -> None:
-        """Raise a UsageError if the loss weights of the last step have no valid sum."""
+        """Raise a UsageError if the loss weights of the last step had no valid sum.
+
+        Called at the next step and before a save. Waits until the sum of the last step is known.
+        The error is raised once.
+        """
         self._sum_was_copied.synchronize()
         is_sum_valid = self._is_sum_valid
         self._is_sum_valid = True
@@ -237,14 +277,24 @@ class LossWeights:
     # -- before a backward pass -----------------------------------------------------------------
 
     def _parse_weight(self, weight: Any) -> LossWeight:
-        """Return a loss weight as a number, or as a tensor if reading would wait for the device."""
+        """Return a loss weight as a number, or as a tensor if reading would wait for the device.
+
+        Args:
+            weight: the user's weight: a number, or a tensor or array without dimensions.
+
+        Raises:
+            ConfigurationError: the weight is not a number, or is negative or infinite. The value of
+                a tensor on CUDA is not checked here, but makes the sum of the weights invalid.
+        """
         is_scalar = getattr(weight, "shape", None) == ()
         if is_scalar and not self.reads_at_once and self._is_number_on_device(weight):
-            # A negative weight becomes nan, which makes the sum invalid.
-            return torch.where(weight.detach() >= 0, weight.detach().double(), torch.nan)
+            values = weight.detach()
+            # A negative weight becomes NaN, so that the sum of the weights is invalid.
+            return torch.where(values >= 0, values.double(), torch.nan)
         number: Any = weight
         if is_scalar:
             number = weight.item()
+        # A bool would be an int for isinstance. NaN fails the comparison.
         if type(number) not in (int, float) or not 0 <= number < torch.inf:
             raise ConfigurationError(
                 f"fabric.backward(loss, {weight=}) on rank {self._communicator.rank}",
@@ -269,7 +319,11 @@ class LossWeights:
             )
 
     def _drop_cleared_windows(self) -> None:
-        """End the windows of optimizers whose gradients the user has cleared."""
+        """End the windows of optimizers whose gradients the user has cleared.
+
+        Called before each backward pass. Reads all gradients of an optimizer, which waits for the
+        device, only if its fingerprint has changed since the last backward pass.
+        """
         for optimizer, state in self._states.items():
             if state.window is None:
                 continue
@@ -283,8 +337,8 @@ class LossWeights:
         """Return the window of the optimizers of a loss, or None if they have none.
 
         Raises:
-            UsageError: they have different windows, or gradients that a weighted loss cannot be
-                added to.
+            UsageError: they have different windows, or gradients to which those of another loss
+                cannot be added.
         """
         windows: set[_Window | None] = set()
         for optimizer in optimizers:
@@ -298,7 +352,7 @@ class LossWeights:
         window = windows.pop()
         if window is _DIVIDED:
             self._refuse_loss(
-                "clip_gradients has divided the gradients that it would be added to", _CLEAR
+                "clip_gradients has already divided the gradients of the losses before", _CLEAR
             )
         if window is _FOREIGN:
             self._refuse_loss("the gradients are of weighted losses for other optimizers", _CLEAR)
@@ -307,35 +361,51 @@ class LossWeights:
     def _extended_window(
         self, window: _Window | None, optimizers: Sequence[Optimizer], weight: LossWeight
     ) -> _Window:
-        """Return a window with another loss weight. Collective at the first loss of an optimizer.
+        """Return a new window that includes another loss. The given window is not changed.
 
-        A new object: the pass may fail, and then the optimizers keep the old window.
+        If the backward pass fails, the optimizers keep the given window. Collective only if none of
+        the optimizers has made a step after weighted losses.
+
+        Args:
+            window: the window of the optimizers. None if they have none.
+            optimizers: the optimizers that the loss is for.
+            weight: the weight of the loss.
+
+        Raises:
+            UsageError: there is no window, and the optimizers cannot begin one.
         """
         if window is not None:
-            return _Window(window.divisor, window.weight + weight)
+            return _Window(divisor=window.divisor, weight=window.weight + weight)
         self._check_new_window(optimizers)
         for optimizer in optimizers:
             state = self._states.get(optimizer)
             if state is not None and state.divisor is not None:
-                return _Window(state.divisor, weight)
-        return _Window(_power_of_two_above(self._mean_over_ranks(weight)), weight)
+                return _Window(divisor=state.divisor, weight=weight)
+        mean = self._mean_over_ranks(weight)
+        return _Window(divisor=_power_of_two_above(mean), weight=weight)
 
     def _check_new_window(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise a UsageError if the optimizers cannot begin a window."""
-        unreduced: set[int] = set()
+        """Raise a UsageError if the optimizers cannot begin a window.
+
+        The gradients of a window are multiplied by one factor, once. So the optimizers may not hold
+        other gradients, or have a parameter in common. Gradients that will never be averaged over
+        ranks have no common factor at all.
+        """
+        unreduced_ids: set[int] = set()
         for contract in self._contracts:
-            if contract.gradients_differ and not contract.is_sharded:
+            replicas_drift = contract.gradients_differ and not contract.is_sharded
+            if replicas_drift:
                 self._refuse_loss(
                     "with model_averaging_period each rank steps by its own gradients",
                     "DDPStrategy() without it; or fabric.backward(loss / n)",
                 )
-            unreduced.update(map(id, contract.unreduced()))
-        parameters: list[int] = []
+            unreduced_ids.update(map(id, contract.unreduced()))
+        parameter_ids: list[int] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                parameters.extend(map(id, group["params"]))
-        has_shared = len(set(parameters)) < len(parameters)
-        has_unreduced = not unreduced.isdisjoint(parameters)
+                parameter_ids.extend(map(id, group["params"]))
+        has_shared = len(set(parameter_ids)) < len(parameter_ids)
+        has_unreduced = not unreduced_ids.isdisjoint(parameter_ids)
         if has_shared or has_unreduced or any(map(has_nonzero_gradients, optimizers)):
             names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             self._refuse_loss(
@@ -345,28 +415,45 @@ class LossWeights:
             )
 
     def _begin_backward_pass(self, optimizers: Sequence[Optimizer], window: _Window | None) -> None:
+        """Record the start of a backward pass. :meth:`after_backward` records the end.
+
+        Args:
+            optimizers: the optimizers that the loss is for.
+            window: the window that includes the loss. None if the loss has no weight.
+        """
         fingerprints: dict[Optimizer, object] = {}
         for optimizer in self._optimizers:
             if optimizer not in optimizers:
                 fingerprints[optimizer] = _gradient_fingerprint(optimizer)
         if window is None:
+            # No state has to change after the pass.
             optimizers = ()
-        self._backward_pass = _BackwardPass(optimizers, window, fingerprints)
+        self._running_pass = _BackwardPass(
+            optimizers=optimizers, window=window, fingerprints=fingerprints
+        )
 
     def _record_foreign_gradients(
         self, optimizer: Optimizer, fingerprint: object, window: _Window | None
     ) -> None:
-        """Mark an optimizer that got gradients of a loss that is not for it.
+        """Record that an optimizer got gradients of a loss that is for other optimizers.
+
+        Such gradients are allowed if the user clears them before the optimizer's next step.
+
+        Args:
+            optimizer: the optimizer.
+            fingerprint: the fingerprint of its gradients after the backward pass.
+            window: the window that includes the loss. None if the loss has no weight.
 
         Raises:
-            UsageError: the optimizer has a window of its own, which the gradients were added to.
+            UsageError: the optimizer has a window of its own, to whose gradients these were added.
         """
         state = self._states.get(optimizer)
         if state is not None and state.window not in (None, _FOREIGN):
             self._refuse_loss(
-                f"it reached parameters of {type(optimizer).__name__}, which has weights of other "
-                "losses",
-                "x.detach() where the loss enters it, or its step() before; " + _NAME_OPTIMIZERS,
+                f"the loss reached parameters of {type(optimizer).__name__}, whose gradients are "
+                "of other weighted losses",
+                "x.detach() where the loss enters these parameters, or the step() of their "
+                f"optimizer before; {_NAME_OPTIMIZERS}",
             )
         if window is not None:
             state = self._states.setdefault(optimizer, _OptimizerState())
@@ -376,10 +463,16 @@ class LossWeights:
     # -- around a step --------------------------------------------------------------------------
 
     def _reduce_window(self, window: _Window) -> None:
-        """Compute the factor of a window's gradients, and the next divisor. Collective."""
+        """Compute the factor of a window's gradients, and the divisor of the next window, in place.
+
+        Collective. Called at the first step of any optimizer of the window. If the sum of the loss
+        weights is not valid, the factor is zero, and :meth:`check` raises the error.
+        """
+        # The last sum, which is about to be replaced.
         self.check()
         mean = self._mean_over_ranks(window.weight)
         is_valid = (mean > 0) & mean.isfinite()
+        # The copy to the CPU does not wait for the device. The event says when the copy is done.
         self._is_sum_valid = is_valid.to("cpu", non_blocking=True)
         self._sum_was_copied.record()
         if self.reads_at_once:
@@ -397,19 +490,34 @@ class LossWeights:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        is_within_backward = optimizer in self._backward_pass.optimizers
-        if is_within_backward or (optimizer in self._states and has_closure(args, kwargs)):
+        """Divide the gradients. A step pre-hook of all optimizers of the process.
+
+        Collective if the optimizer has a window.
+
+        Raises:
+            UsageError: the step has a closure, or is made within the backward pass. Before its
+                first weighted loss, nothing is known of an optimizer, and :meth:`_after_step`
+                raises.
+        """
+        is_within_backward = optimizer in self._running_pass.optimizers
+        has_weighted_closure = optimizer in self._states and has_closure(args, kwargs)
+        if is_within_backward or has_weighted_closure:
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
         self.divide_gradients(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """End the optimizer's window. A step post-hook of all optimizers of the process.
+
+        Raises:
+            UsageError: the step's closure has called ``backward`` with a weight.
+        """
         state = self._states.get(optimizer)
         if state is None:
             return
         window = state.window
         state.window = None
+        # _before_step divides the gradients of a window. A window here was begun within the step.
         if window is not None and window is not _DIVIDED:
-            # A closure has called backward within the step.
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
 
     # -- errors ---------------------------------------------------------------------------------
@@ -431,17 +539,21 @@ class LossWeights:
 
 
 def _power_of_two_above(mean: Tensor) -> Tensor:
-    """Return the next power of two above a number, or 1 if the number is zero or not finite."""
+    """Return the next power of two above a number, or 1 if the number is zero or not finite.
+
+    The power is at least ``2**-100`` and at most ``2**100``, so that float32 can hold it.
+    """
+    # A number is its mantissa, in [0.5, 1), times a power of two.
     power = mean / mean.frexp().mantissa
     return power.clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
 
 
 def _multiply(grads: list[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place.
+    """Multiply gradients in place, without rounding the factor to a 16-bit dtype.
 
     Args:
         grads: the gradients, at least one. All have the same device and dtype.
-        factor: the factor, a tensor without dimensions.
+        factor: the factor, a float64 tensor without dimensions, on any device.
     """
     factor = factor.to(grads[0].device)
     if grads[0].dtype in (torch.float16, torch.bfloat16):
@@ -457,13 +569,14 @@ def _multiply(grads: list[Tensor], factor: Tensor) -> None:
 def _gradient_fingerprint(optimizer: Optimizer) -> object:
     """Return a value that changes when an optimizer's gradients are cleared or changed.
 
-    The value is made of the identity and the versions of the first gradient.
+    The value is made of the identity and the in-place versions of the first gradient. It is None
+    without gradients. Reading it does not wait for a device.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is not None:
-                # FSDP adds to the local part of a DTensor, and zero_grad(set_to_none=False)
-                # changes the DTensor.
+                # Two versions: FSDP changes the local part of a DTensor in place, and
+                # zero_grad(set_to_none=False) changes the DTensor itself.
                 return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
     return None

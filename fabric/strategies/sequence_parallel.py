@@ -153,7 +153,7 @@ def _common_length(lengths_by_path: Mapping[str, int], dim: int, ranks: int) -> 
             problem=f"the lengths are {dict(lengths_by_path)}",
             expected=f"one length of all tensors that have that dimension, of at least {ranks} "
             "tokens",
-            suggestion="leave out others",
+            suggestion="fabric.sequence_parallel(batch) without the tensors of other lengths",
         )
     return length
 
@@ -309,7 +309,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
             f"mask ends in {mask_shape}",
             expected=f"{length} of each, and a mask of shape (..., {length}, {total}), (..., 1, "
             f"{total}) or (..., 1, {length})",
-            suggestion="other attention outside of the block",
+            suggestion="attention to other tokens outside of the block",
         )
 
     def _attend_by_heads(

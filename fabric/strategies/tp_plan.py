@@ -293,7 +293,7 @@ def _layer_problems(
             yield from _remainder_problems(path, layer, split.attribute, world_size)
         elif _direction(style) in ("colwise", "rowwise"):
             yield (
-                f"{path}: {style!r} splits Linear and Embedding, and it is a {type(layer).__name__}"
+                f"{path}: {style!r} splits Linear and Embedding, and not a {type(layer).__name__}"
             )
 
 
