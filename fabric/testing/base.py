@@ -1,15 +1,17 @@
 """The parts of the test kit that every world uses: arguments by rank, comparison, and errors.
 
-[Note: Worlds] A *world* has a ``size`` and ``run(fn, *args)``, which calls ``fn(fabric, *args)``
-on every rank and returns the results in rank order. :class:`fabric.testing.RankPool` uses
-processes, :class:`fabric.testing.ThreadedWorld` uses threads. Code that is written for one world
-runs in the other.
+[Note: Worlds] A *world* has a ``size`` and a method ``run(fn, *args)``, which calls
+``fn(fabric, *args)`` on every rank and returns the results in rank order. The ranks of a
+:class:`fabric.testing.RankPool` are processes, and the ranks of a
+:class:`fabric.testing.ThreadedWorld` are threads. Code that is written for one world runs in the
+other.
 """
 
 import traceback
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from fabric.launchers.rank import is_secondary
 from fabric.tree import children, map_tensors
 
 __all__ = [
+    "FailureRole",
     "Pair",
     "PerRank",
     "Record",
@@ -53,18 +56,19 @@ class PerRank:
     """An argument of ``run`` that differs between ranks: rank ``r`` is passed ``values[r]``.
 
     Attributes:
-        values: one per rank.
+        values: one value per rank.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
 
     def __repr__(self) -> str:
-        # Hypothesis prints this. Strides often matter, and torch does not show them.
-        return f"PerRank({map_tensors(_Shown, list(self.values))!r})"
+        # Hypothesis prints this text. Strides often matter, and torch does not show them.
+        shown_values = map_tensors(_TensorText, list(self.values))
+        return f"PerRank({shown_values!r})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # Without this method hypothesis prints the calls that made the value.
+        # Without this method hypothesis prints the calls that created the value.
         printer.text(repr(self))
 
 
@@ -80,8 +84,8 @@ class Record:
     right: Any
 
 
-class _Shown:
-    """The text of a tensor, with its strides if the tensor is not contiguous."""
+class _TensorText:
+    """A stand-in for a tensor in the text of a PerRank, which also shows unusual strides."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._text = repr(tensor)
@@ -95,7 +99,10 @@ class _Shown:
 def arguments_of_rank(
     args: Sequence[Any], kwargs: Mapping[str, Any], rank: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that one rank is passed for those of ``run``."""
+    """Return the arguments that one rank is passed, from the arguments of ``World.run``.
+
+    Each :class:`PerRank` is replaced by its value for the rank.
+    """
     args_of_rank = [_value_of_rank(value, rank) for value in args]
     kwargs_of_rank = {name: _value_of_rank(value, rank) for name, value in kwargs.items()}
     return args_of_rank, kwargs_of_rank
@@ -107,27 +114,38 @@ def _value_of_rank(argument: Any, rank: int) -> Any:
     return argument
 
 
+class FailureRole(IntEnum):
+    """The role of a rank in a failed call. A rank of a lower role is blamed first."""
+
+    POSSIBLE_CAUSE = 0
+    """The rank failed by itself."""
+    WAITING = 1
+    """The rank waits for other ranks."""
+    LOST_PEER = 2
+    """The rank raised because another rank had failed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The outcome of a call on one rank.
 
     Attributes:
         rank: the rank.
-        did: what happened, to follow "rank 0" in a sentence.
-        failed: whether the rank raised, exited or timed out.
-        secondary: 0 for a possible root cause, 1 for a rank that waits for other ranks, 2 for a
-            rank that lost its peers.
-        exit_code: the exit code of the rank's process, or 1.
-        text: the rank's traceback, or its stack at the timeout.
-        error: the exception, if it can be pickled.
+        outcome: what happened, to follow "rank 0" in a sentence.
+        has_failed: whether the rank raised, exited or timed out.
+        role: the role of the rank if it has failed.
+        exit_code: the exit code of the rank's process. 1 if the rank raised.
+        stack: the rank's traceback, or its stack at the timeout. Empty if there is none.
+        error: the exception of the rank. None if the rank did not raise, or if the exception cannot
+            be pickled.
     """
 
     rank: int
-    did: str = "returned"
-    failed: bool = False
-    secondary: int = 0
+    outcome: str = "returned"
+    has_failed: bool = False
+    role: FailureRole = FailureRole.POSSIBLE_CAUSE
     exit_code: int = 1
-    text: str = ""
+    stack: str = ""
     error: BaseException | None = None
 
 
@@ -141,98 +159,122 @@ def error_report(rank: int, error: BaseException) -> Report:
         # The first frame is fabric's own, which does not help the reader.
         error = error.with_traceback(error.__traceback__.tb_next)
     headline = traceback.TracebackException.from_exception(error)
-    headline.__notes__ = None  # notes would be the last lines
-    *_, last_lines = headline.format_exception_only()
-    first_line, _, _ = last_lines.partition("\n")
-    secondary = 0
+    headline.__notes__ = None  # otherwise the last lines would be the notes
+    # For a SyntaxError, lines with the code come before the lines with the type and the message.
+    *_, message_lines = headline.format_exception_only()
+    first_line, _, _ = message_lines.partition("\n")
+    role = FailureRole.POSSIBLE_CAUSE
     if is_secondary(error):
-        secondary = 2
+        role = FailureRole.LOST_PEER
     return Report(
         rank=rank,
-        did=f"raised {first_line}",
-        failed=True,
-        secondary=secondary,
-        text="".join(traceback.format_exception(error)),
+        outcome=f"raised {first_line}",
+        has_failed=True,
+        role=role,
+        stack="".join(traceback.format_exception(error)),
         error=error,
     )
 
 
-def rank_failed_error(call: str, reports: Sequence[Report]) -> RankFailedError:
+def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedError:
     """Return the error of a call that failed on at least one rank.
 
+    The error names the most likely cause, and then the outcome of every other rank.
+
     Args:
-        call: the name of the function that was called.
-        reports: one per rank, in rank order.
+        call_text: the name of the function that was called.
+        reports: one report per rank, in rank order.
     """
-    failures = [report for report in reports if report.failed]
-    # In rank order, not in the order of time: one failure gives one text in every run.
+    failures = [report for report in reports if report.has_failed]
     cause = min(failures, key=_distance_from_root_cause)
-    outcomes: list[str] = []
-    tracebacks = [_titled_traceback(cause)]
+    other_outcomes: list[str] = []
+    stacks = [_titled_stack(cause)]
     for report in reports:
         if report is cause:
             continue
-        outcomes.append(f"rank {report.rank} {report.did}")
-        if report.failed and report.secondary < 2:
-            tracebacks.append(_titled_traceback(report))
+        other_outcomes.append(f"rank {report.rank} {report.outcome}")
+        # The traceback of a rank that lost its peer would hide the other tracebacks.
+        if report.has_failed and report.role < FailureRole.LOST_PEER:
+            stacks.append(_titled_stack(report))
+    shown_stacks = [stack for stack in stacks if stack]
     error = RankFailedError(
-        f"{call}: rank {cause.rank} of {len(reports)} {cause.did}",
+        f"{call_text}: rank {cause.rank} of {len(reports)} {cause.outcome}",
         rank=cause.rank,
         exit_code=cause.exit_code,
-        traceback="\n".join(filter(None, tracebacks)),
-        problem="\n  ".join(outcomes),
+        traceback="\n".join(shown_stacks),
+        # The error indents its first line by two spaces.
+        problem="\n  ".join(other_outcomes),
     )
-    # The interpreter prints __cause__. Hypothesis tells failures apart by __context__, to shrink
-    # each of them.
+    # The interpreter prints __cause__. Hypothesis distinguishes failures by __context__, and
+    # shrinks each of them.
     error.__cause__ = cause.error
     error.__context__ = cause.error
     return error
 
 
-def _distance_from_root_cause(report: Report) -> tuple[int, bool, int]:
-    """Return a sort key of failed ranks: likely root causes first, in rank order."""
-    raised = report.exit_code == 1  # a process that died by itself explains more
-    return report.secondary, raised, report.rank
+def _distance_from_root_cause(report: Report) -> tuple[FailureRole, bool, int]:
+    """Return a sort key of failed ranks that puts the most likely root cause first.
+
+    Equally likely ranks are in rank order, not in the order of time: so one failure gives the same
+    text in every run, which hypothesis needs.
+    """
+    # A process that was killed or has exited says more about the cause than one that raised.
+    has_raised = report.exit_code == 1
+    return report.role, has_raised, report.rank
 
 
-def _titled_traceback(report: Report) -> str:
-    """Return a rank's traceback below the name of the rank, or "" if it has none."""
-    if not report.text:
+def _titled_stack(report: Report) -> str:
+    """Return a rank's traceback or stack below the name of the rank, or "" if it has none."""
+    if not report.stack:
         return ""
-    return f"rank {report.rank}: {report.text.rstrip()}"
+    return f"rank {report.rank}: {report.stack.rstrip()}"
 
 
 def check_arguments(fn: Callable[..., Any], arguments: Iterable[object], size: int) -> None:
-    """Raise a ConfigurationError unless every :class:`PerRank` has ``size`` values."""
+    """Raise a ConfigurationError unless every :class:`PerRank` has one value per rank.
+
+    Args:
+        fn: the function to call, for the error text.
+        arguments: the positional and keyword arguments of the function.
+        size: the number of ranks.
+    """
     for argument in arguments:
         if isinstance(argument, PerRank) and len(argument.values) != size:
-            request = f"run({function_name(fn)}, PerRank(...))"
-            problem = f"there are {len(argument.values)} values for {size} ranks"
-            raise ConfigurationError(request, problem=problem)
+            raise ConfigurationError(
+                f"run({function_name(fn)}, PerRank(...))",
+                problem=f"there are {len(argument.values)} values for {size} ranks",
+            )
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a function for error texts."""
-    return getattr(fn, "__qualname__", type(fn).__qualname__).replace(".<locals>", "")
+    """Return the name of a function for error texts. The name of a callable object is its type's.
+
+    The text ``.<locals>`` in the name of a nested function is left out.
+    """
+    qualified_name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return qualified_name.replace(".<locals>", "")
 
 
 def assert_same(actual: object, expected: object, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Raise an AssertionError that names each leaf that differs between two collections.
+    """Check that two collections are the same, leaf by leaf.
 
-    Two collections are the same if containers have equal types and keys or lengths, tensors have
-    equal shapes and dtypes, and values are equal, or with a tolerance
-    ``|actual - expected| <= atol + rtol * |expected|``. NaN equals NaN.
+    - Containers need equal types and equal keys or lengths.
+    - Tensors need equal shapes, dtypes and values. Devices and strides may differ.
+    - Other leaves need equal types and values.
+    - Floating-point and complex values ``a`` and ``e`` also count as equal if
+      ``|a - e| <= atol + rtol * |e|``, or if both are NaN.
 
     Args:
         actual: the result.
         expected: the expected result.
-        rtol: relative tolerance for floating-point and complex values.
-        atol: absolute tolerance for floating-point and complex values.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance.
 
     Raises:
-        AssertionError: the collections differ. The text has the first ten differences.
+        AssertionError: the collections differ. The text has the number of differences, and the
+            first ten of them.
     """
-    __tracebackhide__ = True  # so that pytest shows the line of the test
+    __tracebackhide__ = True  # pytest then shows the line of the test instead of this one
     lines = list(differences(actual, expected, rtol=rtol, atol=atol))
     if lines:
         raise AssertionError("\n".join([f"{len(lines)} difference(s)", *lines[:10]]))
@@ -244,11 +286,11 @@ def differences(
     """Yield one line for each difference between two collections. See :func:`assert_same`.
 
     Args:
-        actual: the result.
-        expected: the expected result.
+        actual: the result, or a part of the result at ``path``.
+        expected: the expected result, or the part of it at ``path``.
         path: the name of the collection in the lines.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance.
     """
     label = path or "the value"
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
@@ -259,9 +301,11 @@ def differences(
     if type(actual) is not type(expected):
         yield f"{label}: {actual!r:.80} is a {type(actual).__name__}, expected {expected!r:.80}"
         return
+    # The children by name, such as ".left" or "[0]". A leaf has none.
     actual_children = children(actual)
     expected_children = children(expected)
-    for name in actual_children | expected_children:
+    all_names = actual_children | expected_children
+    for name in all_names:
         child_path = f"{path}{name}"
         if name not in expected_children:
             yield f"{child_path}: not expected"
@@ -271,15 +315,20 @@ def differences(
             yield from differences(
                 actual_children[name], expected_children[name], child_path, rtol=rtol, atol=atol
             )
-    is_leaf = not actual_children and not expected_children
+    # An empty container is compared as a leaf, too.
+    is_leaf = not all_names
     if is_leaf and not _is_close(actual, expected, rtol, atol):
         yield f"{label}: {actual!r:.80}, expected {expected!r:.80}"
 
 
 def _is_close(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
-    """Return whether two leaves other than tensors are equal, both NaN, or within the tolerance."""
+    """Return whether two leaves of one type are equal, both NaN, or within the tolerance.
+
+    The leaves are not tensors.
+    """
     if actual == expected:
         return True
+    # Only NaN is not equal to itself.
     if actual != actual and expected != expected:
         return True
     if isinstance(actual, float | complex):
@@ -288,7 +337,10 @@ def _is_close(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
 
 
 def _tensor_difference(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> str:
-    """Return the first difference between two tensors as text, or "" if there is none."""
+    """Return the first difference between two tensors as text, or "" if there is none.
+
+    The tolerances apply to floating-point and complex tensors. The tensors are on one device.
+    """
     actual_kind = _dtype_and_shape(actual)
     expected_kind = _dtype_and_shape(expected)
     if actual_kind != expected_kind:
@@ -299,12 +351,14 @@ def _tensor_difference(actual: Tensor, expected: Tensor, rtol: float, atol: floa
     is_wrong = ~torch.isclose(actual, expected, rtol, atol, equal_nan=True)
     if not is_wrong.any():
         return ""
-    index = tuple(is_wrong.nonzero()[0].tolist())
-    values = f"{actual[index].item()}, expected {expected[index].item()}"
+    first_index = tuple(is_wrong.nonzero()[0].tolist())
+    values = f"{actual[first_index].item()}, expected {expected[first_index].item()}"
     if actual.dim() == 0:
         return values
     count = int(is_wrong.sum())
-    return f"{count} of {is_wrong.numel()} elements of {actual_kind}, at {list(index)} {values}"
+    return (
+        f"{count} of {is_wrong.numel()} elements of {actual_kind}, at {list(first_index)} {values}"
+    )
 
 
 def _dtype_and_shape(tensor: Tensor) -> str:

@@ -31,7 +31,7 @@ _DTYPES = (
     torch.complex64,
 )
 _SHAPES = ((), (3,), (2, 2), (0,))
-_TIMEOUT = 120.0  # seconds
+_TIMEOUT = 120.0  # seconds that one call on all ranks may take
 _assert_raises = TestCase().assertRaises
 
 
@@ -39,13 +39,13 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     """Check that communicators behave as :class:`fabric.communicators.Communicator` documents.
 
     Args:
-        run: calls a function on all ranks with the communicator of the rank, and raises if it
-            raises on any rank, such as
+        run: calls a function on all ranks with the communicator of the rank, and raises if the
+            function raises on any rank, such as
             ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The checks
             are module-level functions, so that they can be pickled.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text says which one, and the cause is the failure.
     """
     apply_checks(
         run, _check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups
@@ -58,11 +58,11 @@ def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **opt
     Args:
         strategy: the name of the strategy, or the strategy, which must be picklable.
         world_size: the number of ranks.
-        **options: arguments of :class:`fabric.Fabric`. They win over ``precision="64-true"`` and a
-            timeout of 120 seconds.
+        **options: arguments of :class:`fabric.Fabric`. They replace the defaults
+            ``precision="64-true"`` and ``timeout=120``.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text says which one, and the cause is the failure.
     """
     arguments: dict[str, Any] = {"precision": "64-true", "timeout": _TIMEOUT}
     arguments |= options
@@ -113,6 +113,7 @@ def assert_equivalent(
             f"there is {len(runs)} run, and a comparison needs two; strategies of a single process "
             "run on one rank only",
         )
+    # The result of each rank, by the title of the run.
     results: dict[str, list[Any]] = {}
     for number, (strategy, size) in enumerate(runs):
         name = strategy
@@ -120,22 +121,31 @@ def assert_equivalent(
             name = strategy.name
         with RankPool(size, timeout=timeout, strategy=strategy, **options) as pool:
             results[f"run {number}, {name} on {size} rank(s)"] = pool.run(step_fn, *args)
-    reference = next(iter(results.values()))[0]
-    expected = {name: [reference] * len(by_rank) for name, by_rank in results.items()}
+    # Every rank of every run should return what rank 0 of the first run returned.
+    results_of_first_run = next(iter(results.values()))
+    reference = results_of_first_run[0]
+    expected: dict[str, list[Any]] = {}
+    for title, rank_results in results.items():
+        expected[title] = [reference] * len(rank_results)
     assert_same(results, expected, rtol=rtol, atol=atol)
 
 
 def _connects_processes(strategy: Strategy | StrategyName) -> bool:
-    parsed = parse_strategy(strategy)
-    return parsed is None or parsed.connects_processes  # "auto" connects several processes by DDP
+    """Return whether a strategy can run on several ranks."""
+    parsed_strategy = parse_strategy(strategy)
+    # None stands for "auto", which connects several processes by DDP.
+    return parsed_strategy is None or parsed_strategy.connects_processes
 
 
 def apply_checks(run: Callable[[Callable[..., None]], Any], *checks: Callable[..., None]) -> None:
-    """Run checks one after the other. The first failure raises with the check's docstring.
+    """Run checks one after the other. Stop at the first check that fails.
 
     Args:
         run: calls a check with its arguments.
-        *checks: functions that raise if what their docstring says is not so.
+        *checks: functions that raise if what their docstring says is not true.
+
+    Raises:
+        AssertionError: a check failed. The text is its docstring, and the cause is its error.
     """
     for check in checks:
         try:
@@ -144,33 +154,36 @@ def apply_checks(run: Callable[[Callable[..., None]], Any], *checks: Callable[..
             raise AssertionError(f"failed: {check.__doc__}\n{error}") from error
 
 
-# -- communicators, on each rank ------------------------------------------------------------------
+# -- checks of communicators, which run on each rank ----------------------------------------------
 
 
 def _check_oracles(communicator: Communicator) -> None:
     """Check that reductions, all_gather and all_to_all agree with their oracles.
 
-    all_reduce alone writes into its buffer.
+    Only all_reduce writes into its argument.
     """
     rank = communicator.rank
     for dtype, shape in product(_DTYPES, _SHAPES):
-        values = _values(communicator.size, dtype, shape)
-        rows = _values(communicator.size, dtype, (communicator.size, *shape))
+        # One value per rank, and one value per rank that has a row for each rank.
+        values = _rank_values(communicator.size, dtype, shape)
+        values_with_rows = _rank_values(communicator.size, dtype, (communicator.size, *shape))
         value = values[rank].clone()
-        rank_rows = rows[rank].clone()
+        rows = values_with_rows[rank].clone()
         assert_same(communicator.all_gather(value), torch.stack(values))
-        assert_same(communicator.all_to_all(rank_rows), oracles.all_to_all(rows)[rank])
-        assert_same([value, rank_rows], [values[rank], rows[rank]])
+        assert_same(communicator.all_to_all(rows), oracles.all_to_all(values_with_rows)[rank])
+        # The arguments have not changed.
+        assert_same([value, rows], [values[rank], values_with_rows[rank]])
         for op in _reductions(dtype):
             buffer = value.clone()
             assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
             assert_same(buffer, oracles.all_reduce(values, op.value)[rank])
-            reduced = communicator.reduce_scatter(rank_rows.clone(), op)
-            assert_same(reduced, oracles.reduce_scatter(rows, op.value)[rank])
+            reduced = communicator.reduce_scatter(rows.clone(), op)
+            expected = oracles.reduce_scatter(values_with_rows, op.value)[rank]
+            assert_same(reduced, expected)
 
 
 def _reductions(dtype: torch.dtype) -> list[Reduce]:
-    """Return the reductions that have a meaning for a dtype."""
+    """Return the reductions that communicators support for a dtype."""
     if dtype.is_complex:
         return [Reduce.SUM]
     if dtype.is_floating_point:
@@ -182,16 +195,18 @@ def _check_one_rank(communicator: Communicator) -> None:
     """Check that broadcast and scatter write the source's values, and that one rank gathers."""
     rank = communicator.rank
     for root, shape in product(range(communicator.size), _SHAPES):
-        values = _values(communicator.size, torch.float32, shape)
-        stacked = None
+        values = _rank_values(communicator.size, torch.float32, shape)
+        # What the root gathers, and also what it scatters.
+        rows_of_root = None
         if rank == root:
-            stacked = torch.stack(values)
+            rows_of_root = torch.stack(values)
         buffer = values[rank].clone()
         output = torch.empty(shape)
-        assert_same(communicator.gather(buffer, root), stacked)
+        assert_same(communicator.gather(buffer, root), rows_of_root)
         assert communicator.broadcast(buffer, root) is buffer, "broadcast returns its buffer"
         assert_same(buffer, values[root])
-        assert communicator.scatter(stacked, output, root) is output, "scatter returns its output"
+        is_output = communicator.scatter(rows_of_root, output, root) is output
+        assert is_output, "scatter returns its output"
         assert_same(output, values[rank])
 
 
@@ -214,24 +229,30 @@ def _check_objects(communicator: Communicator) -> None:
     for src in range(size):
         received = communicator.broadcast_object({"from": rank, "at": [1, "x"]}, src)
         assert_same(received, {"from": src, "at": [1, "x"]})
+    # Texts of different lengths, so that the pickled objects differ in size.
     gathered = communicator.gather_objects((rank, "x" * rank))
     assert_same(gathered, [(number, "x" * number) for number in range(size)])
     if size > 1:
         unpicklable = iter(lambda: 0, 1)
         with _assert_raises(ArgumentTypeError):
             communicator.broadcast_object(unpicklable, 0)
+        # Only the last rank has an object that cannot be pickled.
+        value: object = 1
+        if rank == size - 1:
+            value = unpicklable
         with _assert_raises(ArgumentTypeError):
-            communicator.gather_objects(unpicklable if rank == size - 1 else 1)
+            communicator.gather_objects(value)
     communicator.barrier("objects")
 
 
 def _check_groups(communicator: Communicator) -> None:
     """Check that groups number their members in ascending order, and refuse wrong members."""
-    everyone = list(range(communicator.size))
-    selections = [everyone[::-1], everyone[::2]]
-    if len(everyone) > 1:
-        selections.append(everyone[1::2])
-    selections += [[rank] for rank in everyone]
+    all_ranks = list(range(communicator.size))
+    # The members of each group: all ranks in descending order, every second rank, and single ranks.
+    selections = [all_ranks[::-1], all_ranks[::2]]
+    if len(all_ranks) > 1:
+        selections.append(all_ranks[1::2])
+    selections += [[rank] for rank in all_ranks]
     for members in selections:
         group = communicator.new_group(members)
         if communicator.rank not in members:
@@ -242,16 +263,20 @@ def _check_groups(communicator: Communicator) -> None:
         assert_same((group.rank, group.size), (members.index(communicator.rank), len(members)))
         total = group.all_reduce(torch.tensor([communicator.rank]), Reduce.SUM)
         assert_same(total, torch.tensor([sum(members)]))
-        assert_same(group.broadcast_object(communicator.rank, len(members) - 1), members[-1])
+        last_member = group.broadcast_object(communicator.rank, src=len(members) - 1)
+        assert_same(last_member, members[-1])
         group.close()
-        group.close()
-    for members in ([], [0, 0], [communicator.size]):
+        group.close()  # a second call does nothing
+    no_members: list[int] = []
+    equal_members = [0, 0]
+    unknown_member = [communicator.size]
+    for members in (no_members, equal_members, unknown_member):
         with _assert_raises(ConfigurationError):
             communicator.new_group(members)
     communicator.barrier("groups")
 
 
-# -- strategies, on each rank ---------------------------------------------------------------------
+# -- checks of strategies, which run on each rank -------------------------------------------------
 
 
 def _check_strategy_collectives(fabric: Fabric) -> None:
@@ -264,8 +289,11 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
     assert_same(fabric.all_reduce(value, reduce_op="max"), oracles.all_reduce(values, "max")[rank])
     assert_same(fabric.all_gather(value), oracles.all_gather(values)[rank])
     assert_same(fabric.broadcast(value, src=fabric.world_size - 1), values[-1])
-    assert_same(fabric.strategy.reduce_boolean_decision(rank == 0, all=False), True)
-    assert_same(fabric.strategy.reduce_boolean_decision(rank == 0), fabric.world_size == 1)
+    # Only rank 0 decides "yes".
+    is_any_true = fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
+    assert_same(is_any_true, True)
+    are_all_true = fabric.strategy.reduce_boolean_decision(rank == 0)
+    assert_same(are_all_true, fabric.world_size == 1)
     fabric.barrier("strategy_collectives")
 
 
@@ -274,38 +302,50 @@ def _check_training(fabric: Fabric) -> None:
 
     A step has one or two micro-batches.
     """
-    plain, plain_optimizer = _model()
-    module, optimizer = fabric.setup(*_model())
-    generator = torch.Generator().manual_seed(2)
-    for micro_batches in (1, 2, 2):
+    plain_module, plain_optimizer = _seeded_model()
+    module, optimizer = fabric.setup(*_seeded_model())
+    generator = torch.Generator().manual_seed(2)  # all ranks draw the same global batches
+    for num_micro_batches in (1, 2, 2):
         batch = torch.randn(4 * fabric.world_size, 3, generator=generator, dtype=torch.float64)
         plain_optimizer.zero_grad()
-        plain(batch).square().mean().backward()
+        plain_module(batch).square().mean().backward()
         plain_optimizer.step()
         optimizer.zero_grad()
-        chunks = batch.chunk(micro_batches * fabric.world_size)
-        for number, inputs in enumerate(chunks[fabric.global_rank :: fabric.world_size], start=1):
-            with fabric.no_backward_sync(module, enabled=number < micro_batches):
-                fabric.backward(module(inputs).square().mean() / micro_batches)
+        chunks = batch.chunk(num_micro_batches * fabric.world_size)
+        micro_batches = chunks[fabric.global_rank :: fabric.world_size]
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            is_last = number == num_micro_batches
+            with fabric.no_backward_sync(module, enabled=not is_last):
+                loss = module(micro_batch).square().mean()
+                fabric.backward(loss / num_micro_batches)
         optimizer.step()
     prepared = prepared_module(module)
     state = fabric.strategy.get_module_state_dict(prepared)
-    assert_same(dict(state), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
-    fresh_state = _model()[0].state_dict()
-    fabric.strategy.load_module_state_dict(prepared, fresh_state)
-    assert_same(dict(fabric.strategy.get_module_state_dict(prepared)), dict(fresh_state))
+    assert_same(dict(state), dict(plain_module.state_dict()), rtol=1e-10, atol=1e-12)
+    # Loading the initial state undoes the training.
+    initial_module, _ = _seeded_model()
+    initial_state = initial_module.state_dict()
+    fabric.strategy.load_module_state_dict(prepared, initial_state)
+    loaded_state = fabric.strategy.get_module_state_dict(prepared)
+    assert_same(dict(loaded_state), dict(initial_state))
 
 
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _seeded_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a new model and optimizer, with the same parameters at each call and on each rank."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def _values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    """Return small integers for each rank, whose sums and products are exact in every dtype."""
+def _rank_values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+    """Return one tensor per rank. All ranks compute the same list.
+
+    The elements are integers from 0 to 4, whose sums and products over a few ranks are exact in
+    every dtype.
+    """
     indices = torch.arange(torch.Size(shape).numel())
-    values = []
+    values: list[Tensor] = []
     for rank in range(size):
-        values.append(((indices + 3 * rank) % 5).reshape(shape).to(dtype))
+        elements = (indices + 3 * rank) % 5
+        values.append(elements.reshape(shape).to(dtype))
     return values

@@ -1,12 +1,13 @@
 """Hypothesis strategies for the inputs of collectives.
 
-Everything is drawn once, in the process that runs the test, and passed to the ranks: ranks that
-drew for themselves could differ by accident. Needs hypothesis:
+All values are drawn in the process that runs the test, and then passed to the ranks: ranks that
+drew for themselves could differ by accident. This module needs hypothesis:
 ``pip install "torch-fabric[testing]"``.
 
-Values are *exact* by default: every partial sum of up to eight of them, in any order, can be
-represented in the dtype, even a 16-bit float, so a test can compare bit for bit. Floats are
-multiples of 0.25 from -4 to 4. Integers cover an eighth of their range.
+[Note: Exact values] Values are *exact* by default: every partial sum of up to eight values, in any
+order, can be represented in the dtype. So a test can compare results bit for bit, even of 16-bit
+floats. Floats are multiples of 0.25 from -4 to 4. Integers cover an eighth of the range of their
+dtype.
 """
 
 import functools
@@ -54,6 +55,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
 LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
 
+# The dtypes that each reduction is defined for.
 _DTYPES_OF_OP = {
     "sum": (*FLOATS, *_INTEGERS, *_COMPLEX),
     "mean": (*FLOATS, *_COMPLEX),
@@ -62,7 +64,7 @@ _DTYPES_OF_OP = {
     **dict.fromkeys(("band", "bor", "bxor"), (*_INTEGERS, torch.bool)),
 }
 REDUCE_OPS = tuple(_DTYPES_OF_OP)
-_NUMBERS = (torch.float64, torch.int64, torch.bool)  # the dtypes of Python numbers
+_NUMBER_DTYPES = (torch.float64, torch.int64, torch.bool)  # the dtypes of Python numbers
 
 
 def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
@@ -71,7 +73,7 @@ def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
 
 
 def groups(world_size: int, min_size: int = 1) -> st.SearchStrategy[list[int]]:
-    """Draw distinct ranks of a world, in ascending order."""
+    """Draw distinct ranks of a world of ``world_size`` ranks, in ascending order."""
     ranks = st.integers(0, world_size - 1)
     return st.lists(ranks, min_size=min_size, max_size=world_size, unique=True).map(sorted)
 
@@ -80,6 +82,7 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
     """Draw disjoint groups that together have all ranks of a world."""
 
     def ranks_by_label(labels: list[int]) -> list[list[int]]:
+        """Return the groups of ranks with equal labels. Item ``r`` is the label of rank ``r``."""
         ranks_of_label: dict[int, list[int]] = {label: [] for label in sorted(labels)}
         for rank, label in enumerate(labels):
             ranks_of_label[label].append(rank)
@@ -90,14 +93,18 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def dtypes(reduce_op: str | None = None) -> st.SearchStrategy[torch.dtype]:
-    """Draw dtypes that collectives support, or that a reduction is defined for."""
+    """Draw dtypes that a reduction is defined for.
+
+    Args:
+        reduce_op: the name of the reduction. None draws any dtype that collectives support.
+    """
     if reduce_op is None:
         return st.sampled_from(DTYPES)
     return st.sampled_from(_DTYPES_OF_OP[reduce_op])
 
 
 def reduce_ops(dtype: torch.dtype | None = None) -> st.SearchStrategy[str]:
-    """Draw names of reductions, or of those that are defined for a dtype."""
+    """Draw names of reductions that are defined for a dtype. None draws any name."""
     if dtype is None:
         return st.sampled_from(REDUCE_OPS)
     return st.sampled_from([op for op in REDUCE_OPS if dtype in _DTYPES_OF_OP[op]])
@@ -106,10 +113,9 @@ def reduce_ops(dtype: torch.dtype | None = None) -> st.SearchStrategy[str]:
 def shapes(
     max_dims: int = 3, max_side: int = 3, *, min_dims: int = 0, min_side: int = 0
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw shapes of tensors, including ``()`` and shapes without elements."""
-    return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(
-        tuple
-    )
+    """Draw shapes of tensors. By default they include ``()`` and shapes without elements."""
+    sides = st.integers(min_side, max_side)
+    return st.lists(sides, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def tensors(
@@ -122,34 +128,36 @@ def tensors(
         shape: the shape, or a strategy for shapes. None uses :func:`shapes`.
         layout: one of ``LAYOUTS``, or a strategy for layouts. None draws any of them. See
             :func:`lay_out`.
-        exact: whether sums are exact, as the top of the module says. Otherwise floats are any from
-            -1,000 to 1,000.
+        exact: whether sums are exact; see ``[Note: Exact values]`` at the top of the module.
+            Otherwise floats are any numbers from -1,000 to 1,000.
     """
-    return _leaves(dtype, shape, layout, exact).flatmap(lambda values: values)
+    # A strategy of strategies: first a dtype, a shape and a layout are drawn, then the tensor.
+    strategies = _tensor_strategies(dtype, shape, layout, exact)
+    return strategies.flatmap(lambda strategy: strategy)
 
 
 def numbers() -> st.SearchStrategy[complex]:
     """Draw Python numbers: floats, integers and booleans."""
-    return st.sampled_from(_NUMBERS).flatmap(_elements)
+    return st.sampled_from(_NUMBER_DTYPES).flatmap(_element_strategy)
 
 
 def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStrategy[Tree]:
     """Draw nested dicts, lists, tuples, namedtuples and dataclasses of leaves.
 
-    They include empty ones and a single leaf.
+    They include empty collections and a single leaf without a collection.
     """
     keys = st.sampled_from(["a", "b", "c", 0, 1])
 
-    def nested(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-        of_any_length = st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
-        return (
-            of_any_length
-            | st.tuples(inner, inner)
-            | st.builds(Pair, inner, inner)
-            | st.builds(Record, inner, inner)
-        )
+    def collections_of(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+        """Return a strategy for collections with the given children. Hypothesis calls it."""
+        lists = st.lists(children, max_size=3)
+        dicts = st.dictionaries(keys, children, max_size=3)
+        tuples = st.tuples(children, children)
+        namedtuples = st.builds(Pair, children, children)
+        dataclasses = st.builds(Record, children, children)
+        return lists | dicts | tuples | namedtuples | dataclasses
 
-    return st.recursive(leaves, nested, max_leaves=max_leaves)
+    return st.recursive(leaves, collections_of, max_leaves=max_leaves)
 
 
 def per_rank(values: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[PerRank]:
@@ -181,15 +189,15 @@ def per_rank_tensors(
     default_shapes = _ANY_SHAPE
     if ragged:
         default_shapes = _SHAPES_WITH_ROWS
-    common_shape = draw(_strategy(shape, default_shapes))
-    drawn_dtype = draw(_strategy(dtype))
+    common_shape = draw(_as_strategy(shape, default_shapes))
+    drawn_dtype = draw(_as_strategy(dtype))
     rank_shapes = [common_shape] * size
     if ragged:
         rank_shapes = [(draw(_LENGTHS), *common_shape[1:]) for _ in range(size)]
     values: list[Tensor] = []
     for rank_shape in rank_shapes:
         layout = draw(_ANY_LAYOUT)
-        values.append(draw(_tensors(drawn_dtype, rank_shape, layout, exact)))
+        values.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, exact)))
     return PerRank(values)
 
 
@@ -207,22 +215,32 @@ def per_rank_trees(
         with_numbers: whether some leaves are Python numbers.
         max_leaves: the approximate maximum number of leaves.
     """
-    leaves: st.SearchStrategy[Leaf] = _leaves(dtypes(reduce_op), None, None, exact=True)
-    number_dtypes = list(_NUMBERS)
-    if reduce_op is not None:
-        number_dtypes = [dtype for dtype in _NUMBERS if dtype in _DTYPES_OF_OP[reduce_op]]
-    if with_numbers and number_dtypes:
-        leaves |= st.sampled_from(number_dtypes).map(_elements)
-    trees_of_per_rank = trees(leaves.flatmap(lambda values: per_rank(values, size)), max_leaves)
-    return trees_of_per_rank.map(
-        lambda tree: PerRank([_tree_of_rank(tree, rank) for rank in range(size)])
+    # A leaf is drawn in two steps: first a strategy for values of one dtype and shape, which all
+    # ranks have in common, and then a value from this strategy for each rank.
+    strategies: st.SearchStrategy[Leaf] = _tensor_strategies(
+        dtypes(reduce_op), shape=None, layout=None, exact=True
     )
+    number_dtypes = list(_NUMBER_DTYPES)
+    if reduce_op is not None:
+        number_dtypes = [dtype for dtype in _NUMBER_DTYPES if dtype in _DTYPES_OF_OP[reduce_op]]
+    if with_numbers and number_dtypes:
+        strategies |= st.sampled_from(number_dtypes).map(_element_strategy)
+    per_rank_leaves = strategies.flatmap(lambda strategy: per_rank(strategy, size))
+
+    def split_by_rank(tree: Tree) -> PerRank:
+        """Return the tree of each rank, from one tree whose leaves are PerRank."""
+        return PerRank([_tree_of_rank(tree, rank) for rank in range(size)])
+
+    return trees(per_rank_leaves, max_leaves).map(split_by_rank)
 
 
 def tensor_of(
     values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str
 ) -> Tensor:
-    """Return a tensor of these values, one per element of the shape. See :func:`lay_out`."""
+    """Return a tensor of these values, one per element of the shape. See :func:`lay_out`.
+
+    Hypothesis prints the call of this function for a failing example.
+    """
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
 
 
@@ -233,84 +251,119 @@ _LENGTHS = st.integers(0, 3)
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """Return the same values in another memory layout, where possible.
+    """Return the values of a tensor in another memory layout.
 
-    Unused elements of the storage have a fill value.
+    A tensor whose shape does not allow the layout is returned as it is. Elements of the storage
+    that do not belong to the result have a fill value, so that a test sees if they are read.
 
     Args:
         tensor: any tensor.
         layout: ``"contiguous"``, ``"strided"`` (every second element of the storage),
             ``"transposed"`` (first and last dimension swapped in memory), ``"offset"`` (a storage
-            offset of one), or ``"expanded"`` (the first row repeated with a stride of 0).
+            offset of one), or ``"expanded"`` (the first row repeated with a stride of 0, so that
+            the values of the other rows are lost).
     """
     if layout == "strided":
-        return _filled((*tensor.shape, 2), tensor)[..., 0].copy_(tensor)
+        storage = _filled((*tensor.shape, 2), tensor.dtype)
+        return storage[..., 0].copy_(tensor)
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "offset":
-        return _filled((tensor.numel() + 1,), tensor)[1:].view(tensor.shape).copy_(tensor)
+        storage = _filled((tensor.numel() + 1,), tensor.dtype)
+        return storage[1:].view(tensor.shape).copy_(tensor)
     if layout == "expanded" and tensor.dim() > 0 and tensor.shape[0] > 1:
         return tensor[:1].expand(tensor.shape)
     return tensor
 
 
-# Cached: hypothesis spends more time on creating a strategy than on drawing from it.
+# The strategies are cached, because hypothesis spends more time on creating a strategy than on
+# drawing from the strategy.
 @functools.lru_cache(maxsize=4096)
-def _tensors(
+def _tensors_of(
     dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool
 ) -> st.SearchStrategy[Tensor]:
+    """Return a strategy for tensors of one dtype, shape and layout. See :func:`tensors`."""
     count = torch.Size(shape).numel()
-    values = st.lists(_elements(dtype, exact), min_size=count, max_size=count)
+    values = st.lists(_element_strategy(dtype, exact), min_size=count, max_size=count)
     # Built by a public function, since hypothesis prints this call for a failing example.
     return st.builds(
         tensor_of, values, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout)
     )
 
 
-def _leaves(
+def _tensor_strategies(
     dtype: Any, shape: Any, layout: Any, exact: bool
 ) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
-    """Draw a dtype, a shape and a layout, each as a strategy for the tensors that have them."""
+    """Draw a dtype, a shape and a layout. Return a strategy for tensors that have all three.
+
+    Two steps are needed to draw several tensors with one dtype and shape.
+
+    Args:
+        dtype: as for :func:`tensors`.
+        shape: as for :func:`tensors`.
+        layout: as for :func:`tensors`.
+        exact: as for :func:`tensors`.
+    """
     return st.builds(
-        _tensors,
-        _strategy(dtype),
-        _strategy(shape, _ANY_SHAPE),
-        _strategy(layout, _ANY_LAYOUT),
+        _tensors_of,
+        _as_strategy(dtype),
+        _as_strategy(shape, default=_ANY_SHAPE),
+        _as_strategy(layout, default=_ANY_LAYOUT),
         st.just(exact),
     )
 
 
 def _tree_of_rank(tree: Tree, rank: int) -> Tree:
-    """Return the collection of one rank. Each rank begins its dicts with a different key."""
+    """Return the collection of one rank, from a collection whose leaves are PerRank.
+
+    The first key of each dict differs between ranks. So a collective that relied on the insertion
+    order would fail its test.
+    """
 
     def value_of_rank(node: Tree) -> Tree:
+        """Return the value of a leaf, or the dict of this rank."""
         if isinstance(node, PerRank):
             return node.values[rank]
         items = deque(node.items())
         items.rotate(-rank)
         return {key: _tree_of_rank(value, rank) for key, value in items}
 
+    # map_leaves would keep the order of a dict, so dicts count as leaves here.
     return map_leaves(value_of_rank, tree, is_leaf=lambda node: isinstance(node, dict))
 
 
 @functools.cache
-def _elements(dtype: torch.dtype, exact: bool = True) -> st.SearchStrategy[Any]:
+def _element_strategy(dtype: torch.dtype, exact: bool = True) -> st.SearchStrategy[Any]:
+    """Return a strategy for Python numbers that are elements of a tensor of a dtype.
+
+    Args:
+        dtype: the dtype.
+        exact: see ``[Note: Exact values]`` at the top of the module.
+    """
     if dtype is torch.bool:
         return st.booleans()
     if dtype.is_complex:
-        floats = _elements(torch.float32, exact)
+        floats = _element_strategy(torch.float32, exact)
         return st.builds(complex, floats, floats)
     if not dtype.is_floating_point:
+        # An eighth of the range, so that the sum of eight values does not overflow. The least value
+        # is divided as a positive number to round toward zero.
         limits = torch.iinfo(dtype)
         return st.integers(-(-limits.min // 8), limits.max // 8)
     if exact:
         return st.integers(-16, 16).map(lambda quarters: quarters / 4)
+    # Hypothesis draws floats that are exact in this number of bits.
     width = {2: 16, 4: 32}.get(dtype.itemsize, 64)
     return st.floats(-1000.0, 1000.0, width=width)  # type: ignore[arg-type]
 
 
-def _strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:
-    """Return a strategy as it is, and a strategy for a plain value. None is the default."""
+def _as_strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:
+    """Return a strategy as it is, or a strategy that always draws a plain value.
+
+    Args:
+        value: a strategy, or a value. None stands for the default.
+        default: a strategy, or a value.
+    """
     if value is None:
         value = default
     if isinstance(value, st.SearchStrategy):
@@ -318,9 +371,9 @@ def _strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:
     return st.just(value)
 
 
-def _filled(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a tensor of a value that tests do not draw, but of True for booleans."""
-    value = 77
-    if like.dtype is torch.bool:
-        value = 1
-    return torch.full(shape, value, dtype=like.dtype)
+def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of 77, which exact floats never are, or of True for booleans."""
+    fill_value = 77
+    if dtype is torch.bool:
+        fill_value = 1
+    return torch.full(shape, fill_value, dtype=dtype)

@@ -6,8 +6,8 @@ should equal ``oracles.all_reduce(values, "sum")``. The oracles start no process
 of :mod:`fabric.collectives`, so the oracles and the collectives share no bugs.
 
 A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of values.
-Other leaves are returned as the rank passed them. Integers overflow as in their dtype. Tensors may
-require gradients: see :func:`gradients`.
+Each rank gets back its own leaves of other types unchanged. Integers overflow as in their dtype.
+Tensors may require gradients: see :func:`gradients`.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,14 @@ __all__ = [
     "scatter",
 ]
 
-_NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
+# The dtype in which collectives compute with each type of Python numbers.
+_DTYPE_OF_NUMBER = {
+    float: torch.float64,
+    int: torch.int64,
+    bool: torch.bool,
+    complex: torch.complex128,
+}
+# Each takes the values of all ranks as the rows of a tensor.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "mean": lambda rows: rows.sum(0) / rows.shape[0],
@@ -48,7 +55,7 @@ def all_reduce(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
     """Return the reduction of each leaf over ranks, on every rank.
 
     Args:
-        values: one per rank, of equal structure, shapes and dtypes.
+        values: one value per rank, of equal structure, shapes and dtypes.
         reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``,
             ``"bor"``, ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and
             rounded once.
@@ -57,22 +64,26 @@ def all_reduce(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
 
 
 def all_gather(values: Sequence[Tree], *, ragged: bool = False, concat: bool = False) -> list[Tree]:
-    """Gather the values of all ranks: tensors of shape ``s`` as ``(size, *s)``, numbers as a list.
+    """Return, on every rank, the values of all ranks for each leaf.
+
+    Tensors of shape ``s`` become one tensor of shape ``(size, *s)``. Numbers become a list.
 
     Args:
-        values: one per rank.
-        ragged: return tensors as a list by rank. Their lengths along dim 0 may differ.
-        concat: concatenate tensors along dim 0. A 0-dim tensor counts as one of length 1.
+        values: one value per rank.
+        ragged: whether to return tensors as a list by rank. Their lengths along dim 0 may differ.
+        concat: whether to concatenate tensors along dim 0. A 0-dim tensor counts as a tensor of
+            length 1.
     """
 
-    def gathered(rank: int, leaves: Sequence[Leaf]) -> Leaf:
+    def gather_leaf(rank: int, leaves: Sequence[Leaf]) -> Leaf:
+        """Return the result of one leaf on ``rank``, from the leaf on all ranks."""
         if ragged or not isinstance(leaves[rank], Tensor):
             return list(leaves)
         if concat:
             return torch.cat([torch.atleast_1d(leaf) for leaf in leaves])
         return torch.stack(list(leaves))
 
-    return _on_each_rank(values, gathered)
+    return _on_each_rank(values, gather_leaf)
 
 
 def reduce_scatter(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
@@ -113,13 +124,14 @@ def in_groups(
 
     Args:
         oracle: a function of this module.
-        values: one per rank of the world.
-        groups: the ranks of each group.
-        *args: of the oracle.
-        **kwargs: of the oracle.
+        values: one value per rank of the world.
+        groups: the ranks of each group, in any order.
+        *args: further arguments of the oracle.
+        **kwargs: keyword arguments of the oracle.
     """
     results: list[Tree] = [None] * len(values)
     for group in groups:
+        # The ranks of a group are numbered in ascending order.
         ranks = sorted(group)
         group_values = [values[rank] for rank in ranks]
         group_results = oracle(group_values, *args, **kwargs)
@@ -133,15 +145,19 @@ def gradients(
 ) -> list[Tensor]:
     """Return the gradient of the sum of all ranks' losses, for the input of each rank.
 
+    A backward pass through fabric's collectives has this gradient.
+
     Args:
         losses: takes the inputs of all ranks and returns the loss of each rank, of shape ``()``. It
             uses the oracles in place of collectives.
-        inputs: one per rank. They are not changed.
+        inputs: one tensor per rank. They are not changed.
     """
     leaves: list[Tensor] = []
     for value in inputs:
         leaves.append(value.detach().clone().requires_grad_())
-    total = torch.stack([loss.reshape(()) for loss in losses(leaves)]).sum()
+    rank_losses = [loss.reshape(()) for loss in losses(leaves)]
+    total = torch.stack(rank_losses).sum()
+    # An input that no loss depends on has a gradient of zeros.
     grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     return list(grads)
 
@@ -149,14 +165,16 @@ def gradients(
 def _on_each_rank(
     values: Sequence[Tree], function: Callable[[int, Sequence[Leaf]], Leaf]
 ) -> list[Tree]:
-    """Replace each tensor and number by ``function(rank, the leaf on all ranks)``.
+    """Apply a function to each tensor and number of all ranks, and return the result of each rank.
 
     Args:
-        values: one per rank, of equal structure.
-        function: returns the result of a leaf on one rank.
+        values: one value per rank, of equal structure.
+        function: is called with a rank and a leaf on all ranks, in rank order. It returns the
+            result of the leaf on the rank.
 
     Returns:
-        One result per rank. Other leaves are those of the rank.
+        One result per rank, in the structure of the rank's value. Leaves that are neither tensors
+        nor numbers are the rank's own.
     """
     leaves_of_ranks: list[Sequence[Leaf]] = []
     structures: list[Structure] = []
@@ -167,6 +185,7 @@ def _on_each_rank(
     results: list[Tree] = []
     for rank, structure in enumerate(structures):
         result_leaves: list[Leaf] = []
+        # The n-th leaves of all ranks belong together.
         for leaf_of_ranks in zip(*leaves_of_ranks, strict=True):
             result = leaf_of_ranks[rank]
             if isinstance(result, Tensor | float | int | complex):
@@ -177,17 +196,26 @@ def _on_each_rank(
 
 
 def _rows(leaves: Sequence[Leaf], index: int) -> list[Leaf]:
+    """Return row ``index`` of a leaf on each rank."""
     return [leaf[index] for leaf in leaves]
 
 
 def _reduce(leaves: Sequence[Leaf], reduce_op: str) -> Leaf:
-    """Return the reduction of a leaf over ranks, of the leaf's type and dtype."""
-    reduction = _REDUCTIONS[reduce_op.lower().replace("avg", "mean")]
+    """Return the reduction of a leaf over ranks, with the type and the dtype of the leaf.
+
+    Args:
+        leaves: the leaf on each rank: tensors of one shape and dtype, or numbers of one type.
+        reduce_op: see :func:`all_reduce`.
+    """
+    operation = reduce_op.lower().replace("avg", "mean")
+    reduction = _REDUCTIONS[operation]
     if not isinstance(leaves[0], Tensor):
-        number = type(leaves[0])
-        return number(reduction(torch.tensor(leaves, dtype=_NUMBERS[number])).item())
+        number_type = type(leaves[0])
+        numbers = torch.tensor(leaves, dtype=_DTYPE_OF_NUMBER[number_type])
+        return number_type(reduction(numbers).item())
     rows = torch.stack(list(leaves))
     dtype = rows.dtype
+    # 16-bit floats are rounded once, at the end.
     if dtype.is_floating_point and dtype.itemsize < 4:
         rows = rows.float()
     return reduction(rows).to(dtype)

@@ -1,8 +1,12 @@
 """A pool of ranks: real processes with a real process group, reused for thousands of short calls.
 
-[Note: The processes of a pool] After a failed call, messages between the ranks may still be in
-flight, so all processes are ended and the next call starts new ones. Forking one from the warm
-server takes about a tenth of a second, fast enough for every step of hypothesis' shrinking.
+[Note: The processes of a pool] The processes are forked from a fork server, which has torch loaded;
+see function.py. After a failed call, messages between the ranks may still be in flight. So all
+processes are ended, and the next call starts new ones. To fork a process takes about a tenth of a
+second, which is fast enough for every step of hypothesis' shrinking.
+
+The pool sends a message "call" to each rank, and the rank answers with a message "reply"; see
+``[Note: Control pipe]`` in rank.py.
 """
 
 import faulthandler
@@ -27,6 +31,7 @@ from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpi
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
 from fabric.seed import seed_everything
 from fabric.testing.base import (
+    FailureRole,
     Report,
     arguments_of_rank,
     check_arguments,
@@ -37,12 +42,13 @@ from fabric.testing.base import (
 
 __all__ = ["RankPool"]
 
-_START = 120.0  # seconds for the ranks to connect
-_COLLECT = 0.15  # seconds for the other ranks to answer after one has failed
-_EXIT = 1.0  # seconds for the ranks to exit by themselves
-_STACK = 0.5  # seconds for a hanging rank to write its stack
-_PIPE_SIZE = 1 << 16  # bytes that can be sent without a reader
-# Paths in the innermost frame of a rank that waits for others; the last is for checked mode.
+_START_TIMEOUT = 120.0  # seconds for the ranks to connect
+_COLLECT_TIMEOUT = 0.15  # seconds for the other ranks to answer after one has failed
+_EXIT_TIMEOUT = 1.0  # seconds for the ranks to exit by themselves
+_STACK_TIMEOUT = 0.5  # seconds for a hanging rank to write its stack
+_PIPE_SIZE = 1 << 16  # bytes that can be sent before the receiver reads
+# Paths in the innermost frame of a rank that waits for other ranks. The last path is that of the
+# checked mode.
 _WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
 
 
@@ -51,7 +57,7 @@ class _Reply(NamedTuple):
 
     Attributes:
         report: what happened, without the error.
-        payload: the pickled result or error. Empty if an error cannot be pickled.
+        payload: the pickled result or error. Empty if the error cannot be pickled.
     """
 
     report: Report
@@ -69,22 +75,24 @@ class RankPool:
     Args:
         world_size: number of ranks, one process each.
         timeout: seconds that a call may take, unless ``run`` is passed another timeout.
-        **options: of :class:`fabric.Fabric`, for every rank: ``strategy``, by default ``"ddp"``,
-            ``precision``, and ``accelerator``, by default ``"cpu"``.
+        **options: options of :class:`fabric.Fabric`, for every rank. The default of ``strategy`` is
+            ``"ddp"``, and the default of ``accelerator`` is ``"cpu"``.
 
     Raises:
-        ConfigurationError: a value or a combination cannot work. No process has been started.
+        ConfigurationError: an option, or a combination of options, cannot work. No process has been
+            started.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
         self.size = world_size
         self.timeout = timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
+        # Created here, so that invalid options raise here. The fabric is sent to the ranks.
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
-        self._job: Supervisor | None = None
-        self._senders: list[threading.Thread] = []
-        self._closed = False
-        self._lock = threading.Lock()
+        self._supervisor: Supervisor | None = None  # None while there are no processes
+        self._sender_threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards all of the above: one call runs at a time
 
     def __repr__(self) -> str:
         return f"RankPool({self.size})"
@@ -108,32 +116,35 @@ class RankPool:
                 rank did. ``__cause__`` is the exception of the rank. The next call uses new
                 processes.
             ArgumentTypeError: a part of the call cannot be pickled.
-            ConfigurationError: a :class:`PerRank` has another number of values.
+            ConfigurationError: a :class:`PerRank` has another number of values than there are
+                ranks.
             UsageError: the pool has been closed.
         """
         check_arguments(fn, [*args, *kwargs.values()], self.size)
-        # With the current module path, since test runners extend it while they run.
-        message = pickle.dumps((sys.path, _dump(Call(fn, args, kwargs))))
+        pickled_call = _dump_call(Call(fn, args, kwargs))
+        # The ranks get the current sys.path, since test runners extend it while they run.
+        message = pickle.dumps((sys.path, pickled_call))
         if timeout is None:
             timeout = self.timeout
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise UsageError(
                     f"{self!r}.run({function_name(fn)})", problem="the pool has been closed"
                 )
             try:
-                job = self._running_job()
-                self._send_to_all(job, message)
-                return _results(job, function_name(fn), timeout)
+                supervisor = self._running_supervisor()
+                self._send_to_all(supervisor, message)
+                return _collect_results(supervisor, function_name(fn), timeout)
             except BaseException:
-                self._end(0.0)
+                # The ranks may be in the middle of the call, so they cannot be used again.
+                self._end(grace=0.0)
                 raise
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
         with self._lock:
-            self._closed = True
-            self._end(_EXIT)
+            self._is_closed = True
+            self._end(grace=_EXIT_TIMEOUT)
 
     def __enter__(self) -> Self:
         return self
@@ -141,95 +152,127 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _running_job(self) -> Supervisor:
-        """Return the processes of the pool, after starting them if there are none."""
-        # If the server has exited, and its ranks with it, new ones are started: no call has failed.
-        if self._job is not None and _has_lost_server(self._job):
-            self._end(0.0)
-        if self._job is None:
-            job = Supervisor()
-            self._job = job
-            # Ends the processes of a pool that is garbage-collected, or open at the end.
-            self._close = weakref.finalize(self, _close, os.getpid(), job)
+    def _running_supervisor(self) -> Supervisor:
+        """Return the supervisor of the pool's processes. Start processes if there are none."""
+        # The ranks end with their server. No call has failed, so the user gets new ranks.
+        if self._supervisor is not None and _has_lost_server(self._supervisor):
+            self._end(grace=0.0)
+        if self._supervisor is None:
+            supervisor = Supervisor()
+            self._supervisor = supervisor
+            # Also called when the pool is garbage-collected, and when this process exits.
+            self._close_supervisor = weakref.finalize(self, _close, os.getpid(), supervisor)
             payload = payload_of_call(Call(_serve, (self._fabric,), {}))
-            job.start(fork_server().start_rank, node_worlds(self.size), payload)
-            _results(job, "the start of the pool", _START)
-        return self._job
+            supervisor.start(fork_server().start_rank, node_worlds(self.size), payload)
+            # Each rank sends a first reply once it is connected.
+            _collect_results(supervisor, "the start of the pool", _START_TIMEOUT)
+        return self._supervisor
 
-    def _send_to_all(self, job: Supervisor, message: bytes) -> None:
-        """Send a call to all ranks."""
-        self._senders.clear()
-        for rank in job.ranks:
+    def _send_to_all(self, supervisor: Supervisor, message: bytes) -> None:
+        """Send a call to all ranks, without waiting for a rank that does not read.
+
+        Args:
+            supervisor: the supervisor of the ranks, which have all replied to the call before.
+            message: the pickled call.
+        """
+        self._sender_threads.clear()
+        for rank in supervisor.ranks:
+            # The reply to the call before, or to the start.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)
                 continue
-            # In another thread, since this one has a time limit: a stopped rank does not read.
-            sender = threading.Thread(target=rank.send, args=("call", message))
-            self._senders.append(sender)
-            sender.start()
+            # To send a large message blocks until the rank reads, and a stopped rank never does.
+            # This thread must not block, because it watches the time limit.
+            sender_thread = threading.Thread(target=rank.send, args=("call", message))
+            self._sender_threads.append(sender_thread)
+            sender_thread.start()
 
     def _end(self, grace: float) -> None:
-        """End the processes. With a grace period in seconds, the ranks first exit by themselves."""
-        job = self._job
-        self._job = None
-        if job is None:
+        """End the processes, if there are any. Call this method with the lock.
+
+        Args:
+            grace: seconds that the ranks have to exit by themselves, or 0 to kill them at once.
+        """
+        supervisor = self._supervisor
+        self._supervisor = None
+        if supervisor is None:
             return
         if grace:
-            for rank in job.ranks:
+            for rank in supervisor.ranks:
                 rank.send("call", None)
-        job.collect_until(grace)
-        for rank in job.ranks:
+        supervisor.collect_until(grace)
+        for rank in supervisor.ranks:
             rank.kill()
-        for sender in self._senders:
-            sender.join()
-        self._close()
+        # A sender ends once its rank has been killed. The pipes must not be closed before.
+        for sender_thread in self._sender_threads:
+            sender_thread.join()
+        self._close_supervisor()
 
 
-def _has_lost_server(job: Supervisor) -> bool:
-    """Return whether a rank has ended since its server did."""
-    return any(rank.poll() and rank.exit_code == UNKNOWN_EXIT_CODE for rank in job.ranks)
+def _has_lost_server(supervisor: Supervisor) -> bool:
+    """Return whether a rank has ended because the fork server was killed."""
+    for rank in supervisor.ranks:
+        has_ended = rank.poll()
+        if has_ended and rank.exit_code == UNKNOWN_EXIT_CODE:
+            return True
+    return False
 
 
-def _close(owner: int, job: Supervisor) -> None:
-    """End the processes of a job. In a fork of the owner, do nothing."""
+def _close(owner: int, supervisor: Supervisor) -> None:
+    """End the processes of a pool, unless this process is a fork of the pool's owner.
+
+    Args:
+        owner: the id of the process that has started the pool.
+        supervisor: the supervisor of the processes.
+    """
     if os.getpid() == owner:
-        job.close()
+        supervisor.close()
 
 
-def _results(job: Supervisor, call: str, timeout: float) -> list[Any]:
-    """Return the results of the ranks, or raise if a rank fails or does not answer in time."""
+def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> list[Any]:
+    """Wait for the replies of the ranks, and return their results in rank order.
 
-    def all_have_answered() -> bool:
-        return all("reply" in rank.messages or rank.poll() for rank in job.ranks)
+    Args:
+        supervisor: the supervisor of the ranks.
+        call_text: the name of the call, for the error.
+        timeout: how long to wait at most, in seconds.
+
+    Raises:
+        RankFailedError: a rank raised, ended, or did not reply in time.
+    """
+
+    def have_all_answered() -> bool:
+        return all("reply" in rank.messages or rank.poll() for rank in supervisor.ranks)
 
     def is_settled() -> bool:
-        return all_have_answered() or _has_failed(job)
+        return have_all_answered() or _has_failed(supervisor)
 
-    job.collect_until(timeout, is_settled)
-    has_failed = _has_failed(job)
+    supervisor.collect_until(timeout, is_settled)
+    has_failed = _has_failed(supervisor)
+    if not has_failed and have_all_answered():
+        return [load(rank.messages["reply"].payload) for rank in supervisor.ranks]
     if has_failed:
-        job.collect_until(_COLLECT, all_have_answered)
-    elif all_have_answered():
-        return [load(rank.messages["reply"].payload) for rank in job.ranks]
+        # The rank that failed first may not be the cause: give the others time to reply.
+        supervisor.collect_until(_COLLECT_TIMEOUT, have_all_answered)
     reports: list[Report] = []
-    for rank in job.ranks:
+    for rank in supervisor.ranks:
         if "reply" in rank.messages:
             reports.append(_received_report(rank.messages["reply"]))
         elif rank.exit_code is not None:
             reports.append(_exit_report(rank, rank.exit_code))
         elif has_failed:
-            reports.append(Report(rank=rank.global_rank, did="was still in the call"))
+            reports.append(Report(rank=rank.global_rank, outcome="was still in the call"))
         else:
-            reports.append(_timeout_report(job, rank, timeout))
-    raise rank_failed_error(call, reports)
+            reports.append(_timeout_report(supervisor, rank, timeout))
+    raise rank_failed_error(call_text, reports)
 
 
-def _has_failed(job: Supervisor) -> bool:
-    """Return whether a rank has raised, or has ended without an answer."""
-    for rank in job.ranks:
+def _has_failed(supervisor: Supervisor) -> bool:
+    """Return whether any rank has raised, or has ended without a reply."""
+    for rank in supervisor.ranks:
         if "reply" in rank.messages:
-            has_failed = rank.messages["reply"].report.failed
+            has_failed = rank.messages["reply"].report.has_failed
         else:
             has_failed = rank.poll()
         if has_failed:
@@ -238,85 +281,123 @@ def _has_failed(job: Supervisor) -> bool:
 
 
 def _received_report(reply: _Reply) -> Report:
-    """Return the report that a rank has sent, with the rank's error if it can be loaded."""
-    if not reply.report.failed or not reply.payload:
+    """Return the report that a rank has sent, with the rank's error if the error can be loaded."""
+    has_pickled_error = reply.report.has_failed and reply.payload != b""
+    if not has_pickled_error:
         return reply.report
-    with suppress(Exception):  # the text of an error that cannot be loaded is in the report
+    # The report has the text of the error in any case.
+    with suppress(Exception):
         return replace(reply.report, error=load(reply.payload))
     return reply.report
 
 
 def _exit_report(rank: RankProcess, exit_code: int) -> Report:
-    """Return the report of a rank whose process has ended."""
+    """Return the report of a rank whose process has ended without a reply."""
     return Report(
         rank=rank.global_rank,
-        did=describe_exit(exit_code),
-        failed=True,
+        outcome=describe_exit(exit_code),
+        has_failed=True,
         exit_code=exit_code,
-        text=rank.read_stack(),
+        stack=rank.read_stack(),
     )
 
 
-def _timeout_report(job: Supervisor, rank: RankProcess, timeout: float) -> Report:
-    """Return the report of a rank that is still running."""
-    stack = _stack(job, rank)
+def _timeout_report(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
+    """Return the report of a rank that is still running at the timeout.
+
+    Args:
+        supervisor: the supervisor of the rank.
+        rank: the rank.
+        timeout: the seconds that the call was allowed to take, for the text.
+    """
+    stack = _current_stack(supervisor, rank)
+    # The first line of the stack is a title, and the innermost frame is the second line.
     _, _, frames = stack.partition("\n")
-    innermost, _, _ = frames.partition("\n")
-    is_waiting = any(path in innermost for path in _WHERE_RANKS_WAIT)
+    innermost_frame, _, _ = frames.partition("\n")
+    role = FailureRole.POSSIBLE_CAUSE
+    if any(path in innermost_frame for path in _WHERE_RANKS_WAIT):
+        role = FailureRole.WAITING
     return Report(
         rank=rank.global_rank,
-        did=f"did not return within {timeout:g} s",
-        failed=True,
-        secondary=int(is_waiting),
-        exit_code=-signal.SIGKILL,
-        text=stack,
+        outcome=f"did not return within {timeout:g} s",
+        has_failed=True,
+        role=role,
+        exit_code=-signal.SIGKILL,  # the pool kills the rank after this report
+        stack=stack,
     )
 
 
-def _stack(job: Supervisor, rank: RankProcess) -> str:
-    """Return the current stack of a rank, innermost frame first."""
-    if "serving" not in rank.messages:
+def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
+    """Have a running rank write the stack of its main thread, and return the stack.
+
+    The innermost frame comes first. Frames of this file and frames that called them are left out.
+    The result is "" if the rank is still starting.
+    """
+    is_serving = "serving" in rank.messages
+    if not is_serving:
         return ""
     rank.kill(signal.SIGUSR1)
-    # The rank writes line by line, and the frames of this file, which are left out, come last.
-    job.collect_until(_STACK, lambda: __file__ in rank.read_stack())
-    frames, _, _ = rank.read_stack().partition(__file__)
-    complete_lines, _, _ = frames.rpartition("\n")
+    # The rank writes line by line. The frames of this file come last, so they show that the stack
+    # is complete.
+    supervisor.collect_until(_STACK_TIMEOUT, lambda: __file__ in rank.read_stack())
+    user_frames, _, _ = rank.read_stack().partition(__file__)
+    complete_lines, _, _ = user_frames.rpartition("\n")
     return complete_lines
 
 
 def _serve(fabric: Fabric) -> None:
-    """Run a rank of a pool: connect, then make one call after another until the pool is closed."""
-    control = ControlThread.of_this_process()
-    assert control is not None, "a pool starts ranks"
-    world = control.config.world
-    # Only the owner handles Ctrl-C; its run() ends the ranks.
+    """Run a rank of a pool: connect, then make one call after another until the pool is closed.
+
+    This function runs in the main thread of each rank.
+
+    Args:
+        fabric: the rank's copy of the pool's fabric, which is not connected yet.
+    """
+    control_thread = ControlThread.of_this_process()
+    assert control_thread is not None, "a supervisor has started this process"
+    world = control_thread.config.world
+    # On Ctrl-C the owner of the pool raises KeyboardInterrupt in run(), which ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # faulthandler's handler is in C, so it works while the main thread waits in a collective. The
-    # file stays open.
-    stacks = open(control.config.stack_file, "ab", buffering=0)  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-    control.send("serving")
+    # The handler of faulthandler works while the main thread waits in a collective, since it is
+    # written in C. The file stays open for the handler.
+    stack_file = open(control_thread.config.stack_file, "ab", buffering=0)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    control_thread.send("serving")
     fabric._join_job(world)
-    control.send("reply", _Reply(Report(rank=world.rank), dump_result(None)))
+    # The reply to the start of the pool.
+    first_report = Report(rank=world.rank)
+    control_thread.send("reply", _Reply(first_report, dump_result(None)))
     folder = os.open(".", os.O_RDONLY)
     environment = dict(os.environ)
-    message = control.calls.get()
+    message = control_thread.calls.get()
     while message is not None:
         reply = _run_call(fabric, world.rank, message)
-        os.fchdir(folder)  # by file descriptor, since its path may no longer exist
+        # Undo what the call has done to the working directory and to the environment. The directory
+        # is known by its descriptor, since its path may no longer exist.
+        os.fchdir(folder)
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)
-        control.send("reply", reply)
-        message = control.calls.get()
+        control_thread.send("reply", reply)
+        message = control_thread.calls.get()
 
 
 def _run_call(fabric: Fabric, rank: int, message: bytes) -> _Reply:
-    """Run a call on this rank, and return the reply with its result or error."""
+    """Run a call on this rank, and return the reply with the result or the error.
+
+    Args:
+        fabric: the connected fabric of this rank.
+        rank: this rank.
+        message: the message of :meth:`RankPool.run`.
+
+    Raises:
+        SystemExit: the call exits. The rank ends.
+        KeyboardInterrupt: a call has raised it. The rank ends.
+    """
     try:
-        sys.path[:], call = load(message)
-        fn, args, kwargs = load(call)
+        # In two steps: to load the call needs the modules that sys.path finds.
+        sys.path[:], pickled_call = load(message)
+        fn, args, kwargs = load(pickled_call)
         # A call draws the same numbers whatever ran before. Otherwise a failing example could not
         # be repeated.
         seed_everything(0)
@@ -333,22 +414,25 @@ def _run_call(fabric: Fabric, rank: int, message: bytes) -> _Reply:
         return _Reply(replace(report, error=None), payload)
 
 
-def _dump(call: Call) -> bytes:
-    """Pickle a call.
+def _dump_call(call: Call) -> bytes:
+    """Pickle a call for the ranks of a pool.
 
-    Functions of test code are pickled by value, since ranks may be unable to import modules that a
-    test runner has loaded in its own way.
+    Functions of a test module are pickled by value, since ranks may be unable to import modules
+    that a test runner has loaded in its own way.
     """
     test_module = _module_of_test_runner(call.fn)
+    # The __main__ of this process is the test runner, which a rank does not import.
     if test_module is None or not has_cloudpickle():
         return dump_call(call, main_is_importable=False).data
     import cloudpickle  # an optional dependency
 
+    # cloudpickle pickles functions of an importable module by value if the module is registered.
     was_registered = test_module.__name__ in cloudpickle.list_registry_pickle_by_value()
     cloudpickle.register_pickle_by_value(test_module)
     try:
         return dump_call(call, main_is_importable=False, by_name=False).data
     finally:
+        # The user may have registered the module.
         if not was_registered:
             cloudpickle.unregister_pickle_by_value(test_module)
 
@@ -357,7 +441,10 @@ def _module_of_test_runner(fn: Callable[..., Any]) -> ModuleType | None:
     """Return the module of a function if pytest has loaded the module, else None."""
     function = getattr(fn, "func", fn)  # the function of a functools.partial
     module = sys.modules.get(getattr(function, "__module__", ""))
-    loader = getattr(getattr(module, "__spec__", None), "loader", None)
-    if type(loader).__module__.startswith("_pytest."):
+    spec = getattr(module, "__spec__", None)
+    loader = getattr(spec, "loader", None)
+    # pytest rewrites the assertions of test modules, and so has a loader of its own.
+    is_loaded_by_pytest = type(loader).__module__.startswith("_pytest.")
+    if is_loaded_by_pytest:
         return module
     return None

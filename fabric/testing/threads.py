@@ -1,9 +1,9 @@
 """Ranks as threads of this process, for code that needs the semantics but no transport.
 
-[Note: The mailbox] For each collective, a rank puts its value into a queue of the mailbox for every
-member of the group, then takes the values of the members from the queues to itself. There is no
-process group, reductions run in rank order, and ranks that wait for a rank that has returned raise
-at once.
+[Note: The mailbox] The ranks of one call share a mailbox. It has a queue for each group, sender and
+receiver. For each collective, a rank puts its value into the queues to all members of the group,
+and then takes the values of all members from the queues to itself. So there is no process group,
+and reductions run in rank order. A rank that waits for a rank that has returned raises at once.
 """
 
 import copy
@@ -27,6 +27,7 @@ from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageErro
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
 from fabric.testing.base import (
+    FailureRole,
     Report,
     arguments_of_rank,
     check_arguments,
@@ -38,7 +39,7 @@ from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
 
-_EXIT = 0.2  # seconds for the threads to end after the call
+_EXIT_TIMEOUT = 0.2  # seconds for the threads to end after the call
 
 
 class ThreadedWorld:
@@ -46,13 +47,13 @@ class ThreadedWorld:
 
     It runs the same functions as :class:`fabric.testing.RankPool`, except that threads cannot set
     up modules. Arguments are copied for each rank. Objects that the function closes over, and
-    torch's random state, are shared by all ranks. A rank that never returns cannot be ended: its
-    thread stays.
+    torch's random state, are shared by all ranks. The thread of a rank that never returns stays,
+    because a thread cannot be ended.
 
     Args:
         world_size: number of ranks.
         timeout: seconds that a call may take, unless ``run`` is passed another timeout.
-        **options: of :class:`fabric.Fabric`, for every rank.
+        **options: options of :class:`fabric.Fabric`, for every rank.
 
     Raises:
         ConfigurationError: ``world_size`` is less than one.
@@ -60,11 +61,12 @@ class ThreadedWorld:
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
         if world_size < 1:
-            request = f"ThreadedWorld({world_size})"
-            raise ConfigurationError(request, problem="there has to be one rank at least")
+            raise ConfigurationError(
+                f"ThreadedWorld({world_size})", problem="there has to be one rank at least"
+            )
         self.size = world_size
         self.timeout = timeout
-        self._options = options
+        self._fabric_options = options
 
     def __repr__(self) -> str:
         return f"ThreadedWorld({self.size})"
@@ -86,7 +88,8 @@ class ThreadedWorld:
         Raises:
             RankFailedError: a rank raised or did not return in time. The text says what each rank
                 did. ``__cause__`` is the exception of the rank.
-            ConfigurationError: a :class:`PerRank` has another number of values.
+            ConfigurationError: a :class:`PerRank` has another number of values than there are
+                ranks.
         """
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         if timeout is None:
@@ -97,28 +100,39 @@ class ThreadedWorld:
             kwargs=kwargs,
             mailbox=_Mailbox(),
             store=dist.HashStore(),
-            fabric_options=self._options,
+            fabric_options=self._fabric_options,
             results=[None] * self.size,
             reports=[Report(rank=rank) for rank in range(self.size)],
         )
         reports = call.run(timeout)
-        if any(report.failed for report in reports):
+        if any(report.has_failed for report in reports):
             raise rank_failed_error(function_name(fn), reports)
         return call.results
 
     def close(self) -> None:
-        """Do nothing: the threads end with each call."""
+        """Do nothing: the threads end with each call. A RankPool has this method, too."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing, as :meth:`close`."""
+        """Do nothing: the threads end with each call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ThreadedCall:
-    """One call of a function on every rank of a world."""
+    """One call of a function on every rank of a ThreadedWorld.
+
+    Attributes:
+        fn: the function.
+        args: its arguments after the fabric, the same object for all ranks.
+        kwargs: its keyword arguments.
+        mailbox: the queues between the ranks.
+        store: the store of the ranks.
+        fabric_options: options of :class:`fabric.Fabric`.
+        results: the result of each rank, which the rank's thread fills in.
+        reports: one report per rank, which the rank's thread replaces if the function raises.
+    """
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -130,7 +144,11 @@ class _ThreadedCall:
     reports: list[Report]
 
     def run(self, timeout: float) -> list[Report]:
-        """Call the function on all ranks, and return the reports after at most ``timeout``."""
+        """Start a thread for each rank, wait for the threads, and return one report per rank.
+
+        Args:
+            timeout: how long to wait at most, in seconds. A rank that still runs then has failed.
+        """
         threads: list[threading.Thread] = []
         for report in self.reports:
             # A daemon thread, so that a hanging rank does not keep the interpreter alive.
@@ -140,20 +158,20 @@ class _ThreadedCall:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # A new list: a rank that returns too late still writes to the old one.
+        # A copy: a rank that returns too late still writes to the list of this object.
         reports = list(self.reports)
         for rank, thread in enumerate(threads):
             if thread.is_alive():
                 reports[rank] = _timeout_report(rank, thread, timeout)
-        # From here on, ranks that wait for a late rank raise.
+        # Ranks that wait for a late rank raise from here on, so that their threads end.
         for report in reports:
-            self.mailbox.leave(report.rank, report.did)
+            self.mailbox.leave(report.rank, report.outcome)
         for thread in threads:
-            thread.join(_EXIT)
+            thread.join(_EXIT_TIMEOUT)
         return reports
 
     def _run_rank(self, rank: int) -> None:
-        """Call the function on one rank, in the thread of the rank."""
+        """Call the function on one rank, in the thread of the rank, and record the outcome."""
         try:
             # Copied together: an object that is passed twice stays one object.
             args, kwargs = copy.deepcopy(arguments_of_rank(self.args, self.kwargs, rank))
@@ -161,35 +179,47 @@ class _ThreadedCall:
                 self.results[rank] = self.fn(fabric, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 (ThreadedWorld.run raises it in the caller)
             self.reports[rank] = error_report(rank, error)
-        self.mailbox.leave(rank, self.reports[rank].did)
+        # Ranks that wait for this rank raise from here on.
+        self.mailbox.leave(rank, self.reports[rank].outcome)
 
     def _fabric_of_rank(self, rank: int) -> Fabric:
+        """Return a new fabric whose collectives go through the mailbox of this call."""
         size = len(self.reports)
-        communicator = ThreadCommunicator(self.mailbox, rank, range(size))
+        communicator = ThreadCommunicator(self.mailbox, rank, ranks=range(size))
         strategy = ThreadedStrategy(communicator, self.store)
         options = {"accelerator": "cpu", "devices": size, **self.fabric_options}
         fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
-        fabric._join_job(World(rank=rank, local_rank=rank, world_size=size, local_world_size=size))
+        # As if a launcher had started this thread as a rank.
+        world = World(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
+        fabric._join_job(world)
         return fabric
 
 
 def _timeout_report(rank: int, thread: threading.Thread, timeout: float) -> Report:
-    """Return the report of a rank that is still running."""
+    """Return the report of a rank that is still running at the timeout.
+
+    Args:
+        rank: the rank.
+        thread: the thread of the rank.
+        timeout: the seconds that the call was allowed to take, for the text.
+    """
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.StackSummary()
+    # The thread may have ended in the meantime.
     if frame is not None:
         stack = traceback.extract_stack(frame)
-    secondary = 0
+    role = FailureRole.POSSIBLE_CAUSE
     for summary in stack:
-        if summary.filename == __file__ and summary.name == "take":
-            secondary = 1  # the rank waits for a message of another rank
+        is_waiting = summary.filename == __file__ and summary.name == _Mailbox.take.__name__
+        if is_waiting:
+            role = FailureRole.WAITING
     lines = ["it was here, most recent call last\n", *traceback.format_list(stack)]
     return Report(
         rank=rank,
-        did=f"did not return within {timeout:g} s",
-        failed=True,
-        secondary=secondary,
-        text="".join(lines),
+        outcome=f"did not return within {timeout:g} s",
+        has_failed=True,
+        role=role,
+        stack="".join(lines),
     )
 
 
@@ -205,12 +235,14 @@ class ThreadedStrategy(Strategy):
 
     def __init__(self, communicator: Communicator, store: dist.Store) -> None:
         super().__init__()
+        # Strategy has a property named communicator, which needs a runtime.
         self._communicator_of_threads = communicator
         self._store_of_threads = store
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
-        assert runtime is not None, "Fabric makes it"
+        """Start the runtime with the communicator and the store of the threads."""
+        assert runtime is not None, "Fabric passes a runtime"
         runtime.start(self._communicator_of_threads, self._store_of_threads)
         self._runtime = runtime
 
@@ -229,42 +261,70 @@ class ThreadedStrategy(Strategy):
 
 
 class _Mailbox:
-    """The queues between the ranks of one call. See ``[Note: The mailbox]``."""
+    """The queues between the ranks of one call; see ``[Note: The mailbox]`` in threads.py.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(self) -> None:
+        # Guards the fields below. Notified when a value arrives or a rank leaves.
         self._changed = threading.Condition()
+        # The key is (name of the queue, sender, receiver).
         self._queues: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
-        self._outcomes: dict[int, str] = {}  # of the ranks that make no more calls
+        # How each rank has ended that makes no more calls.
+        self._outcomes: dict[int, str] = {}
 
     def put(self, queue: Hashable, sender: int, receivers: Sequence[int], value: object) -> None:
-        """Append a value to the named queue from ``sender`` to each receiver."""
+        """Append a value to the queues from ``sender`` to each receiver, without waiting.
+
+        Args:
+            queue: the name of the queues, which are separate for each name.
+            sender: the rank that calls this method.
+            receivers: ranks of the world.
+            value: the value, which is not copied.
+        """
         with self._changed:
             for receiver in receivers:
                 self._queues[queue, sender, receiver].append(value)
             self._changed.notify_all()
 
-    def take(self, queue: Hashable, sender: int, receiver: int, request: str) -> Any:
-        """Wait for the next value in the named queue from ``sender`` to ``receiver``."""
+    def take(self, queue: Hashable, sender: int, receiver: int, call_text: str) -> Any:
+        """Wait for the next value in the queue from ``sender`` to ``receiver``, and remove it.
+
+        Args:
+            queue: the name of the queue.
+            sender: a rank of the world.
+            receiver: the rank that calls this method.
+            call_text: the call of the receiver, for the error.
+
+        Raises:
+            ConnectionError: the sender makes no more calls, and the queue is empty.
+        """
         with self._changed:
             values = self._queues[queue, sender, receiver]
             self._changed.wait_for(lambda: values or sender in self._outcomes)
             if values:
                 return values.popleft()
-            # A ConnectionError, so that it is not taken for the root cause.
+            # The type matters: a ConnectionError is not taken for the root cause of a failed call.
             raise ConnectionError(
-                f"{request} on rank {receiver}: rank {sender} {self._outcomes[sender]} and did not"
-                " call it; look for a branch on the rank before it"
+                f"{call_text} on rank {receiver}: rank {sender} {self._outcomes[sender]} and did"
+                " not call it; look for a branch on the rank before it"
             )
 
-    def leave(self, rank: int, did: str) -> None:
-        """Record that a rank makes no more calls, so that ranks that wait for it raise."""
+    def leave(self, rank: int, outcome: str) -> None:
+        """Record that a rank makes no more calls, so that ranks that wait for the rank raise.
+
+        Args:
+            rank: the rank.
+            outcome: how the rank has ended, to follow "rank 0" in a sentence.
+        """
         with self._changed:
-            self._outcomes[rank] = did
+            self._outcomes[rank] = outcome
             self._changed.notify_all()
 
 
 class ThreadCommunicator(Communicator):
-    """The collectives of a group of threads.
+    """The collectives of a group of threads, through the queues of a mailbox.
 
     Ranks that call different collectives, or pass different shapes, dtypes, reductions or sources,
     all raise a :class:`fabric.errors.CollectiveMismatchError`.
@@ -272,8 +332,8 @@ class ThreadCommunicator(Communicator):
     Args:
         mailbox: the queues through which the ranks exchange values.
         rank: rank of this thread in the world.
-        ranks: ranks of the members in the world, ascending.
-        name: equal on all members, and different from that of any other group.
+        ranks: the members of the group as ranks of the world, ascending.
+        name: equal on all members, and different from the name of any other group.
     """
 
     def __init__(
@@ -281,39 +341,67 @@ class ThreadCommunicator(Communicator):
     ) -> None:
         self._mailbox = mailbox
         self._world_rank = rank
-        self._ranks = list(ranks)
+        self._world_ranks = list(ranks)  # of the members
         self._name = name
-        self.rank = self._ranks.index(rank)
-        self.size = len(self._ranks)
+        # The rank of this thread within the group.
+        self.rank = self._world_ranks.index(rank)
+        self.size = len(self._world_ranks)
         self.device = torch.device("cpu")
 
     @override
     def run(self, collective: Collective) -> Any:
+        """Run a collective or a point-to-point operation, and return its result on this rank.
+
+        ``Communicator`` implements all its collectives by this method.
+        """
         if collective.operation in (Operation.SEND, Operation.RECV):
             return self._pass_message(collective)
+        # The ranks compare this text, so it has all that must be equal on all ranks.
         if collective.call is not None and collective.call.text:
-            text = collective.call.text
+            call_text = collective.call.text
         else:
-            text = ", ".join(collective.facts.values())
-        values = self._exchange(text, _value_to_send(collective))
+            call_text = ", ".join(collective.facts.values())
+        values = self._exchange(call_text, _value_to_send(collective))
+        if collective.operation is Operation.NEW_GROUP:
+            # All members use the name that the first rank has sent.
+            return self._new_group(collective.buffer, name=values[0])
         return self._result(collective, values)
 
     def _pass_message(self, collective: Collective) -> Any:
-        """Send the buffer to one rank, or receive it from one."""
+        """Send the buffer to one rank, or receive the buffer from one rank.
+
+        Returns:
+            None on the sender, and the buffer on the receiver.
+        """
+        # Both are ranks within the group.
         source, destination = collective.message(self.rank)
-        sender = self._ranks[source]
-        receiver = self._ranks[destination]
-        queue = (self._name, "messages")
+        sender = self._world_ranks[source]
+        receiver = self._world_ranks[destination]
+        queue = (self._name, "messages")  # separate from the queue of the collectives
         if self._world_rank == sender:
-            return self._mailbox.put(queue, sender, [receiver], collective.buffer.clone())
-        request = f"recv(src={collective.peer})"
-        return collective.buffer.copy_(self._mailbox.take(queue, sender, receiver, request))
+            # A copy, since the sender may change its buffer as soon as send() returns.
+            self._mailbox.put(queue, sender, [receiver], collective.buffer.clone())
+            return None
+        call_text = f"recv(src={collective.peer})"
+        message = self._mailbox.take(queue, sender, receiver, call_text)
+        return collective.buffer.copy_(message)
 
     def _result(self, collective: Collective, values: list[Any]) -> Any:
-        """Return this rank's result of a collective, from the values of all ranks."""
+        """Return this rank's result of a collective.
+
+        An all-reduce, a broadcast and a scatter of tensors also write the result into
+        ``collective.buffer``.
+
+        Args:
+            collective: the collective that this rank calls.
+            values: the values of all ranks, in rank order. The values of a reduce-scatter and of an
+                all-to-all have one row per rank.
+        """
         buffer = collective.buffer
         reduction = collective.reduce or Reduce.SUM
-        peer = collective.peer
+        value_of_source: Any = None
+        if collective.peer is not None:
+            value_of_source = values[collective.peer]
         match collective.operation:
             case Operation.ALL_REDUCE:
                 return buffer.copy_(fold(reduction, values))
@@ -321,42 +409,60 @@ class ThreadCommunicator(Communicator):
                 return fold(reduction, [rows[self.rank] for rows in values])
             case Operation.ALL_TO_ALL:
                 return torch.stack([rows[self.rank] for rows in values])
-            case Operation.ALL_GATHER | Operation.GATHER:
-                if peer in (None, self.rank):
-                    return torch.stack(values)
-                return None
-            case Operation.NEW_GROUP:
-                return self._new_group(buffer, name=values[0])
-        if peer is None:
-            return values
-        match collective.operation:
+            case Operation.ALL_GATHER:
+                return torch.stack(values)
+            case Operation.GATHER:
+                is_destination = collective.peer == self.rank
+                return torch.stack(values) if is_destination else None
             case Operation.BROADCAST:
-                return buffer.copy_(values[peer])
+                return buffer.copy_(value_of_source)
             case Operation.SCATTER:
-                return buffer.copy_(values[peer][self.rank])
+                return buffer.copy_(value_of_source[self.rank])
+            case Operation.BROADCAST_OBJECT:
+                return value_of_source
+            case Operation.GATHER_OBJECTS | Operation.BARRIER:
+                return values
             case _:
-                return values[peer]
+                raise AssertionError(f"run() handles {collective.operation}")
 
     def _new_group(self, members: Sequence[int], name: Hashable) -> "ThreadCommunicator | None":
-        """Return the communicator of a group of some ranks, or None if this is not one of them."""
-        ranks = [self._ranks[member] for member in members]
-        if self._world_rank not in ranks:
-            return None
-        return ThreadCommunicator(self._mailbox, self._world_rank, ranks, name)
+        """Return the communicator of a group of members, or None if this rank is not a member.
 
-    def _exchange(self, call: str, value: object) -> list[Any]:
-        """Return the values that all ranks pass to this call, in rank order."""
-        self._mailbox.put(self._name, self._world_rank, self._ranks, (call, value))
-        calls: dict[int, str] = {}
+        Args:
+            members: ranks of this group, ascending.
+            name: the unique name of the new group.
+        """
+        world_ranks = [self._world_ranks[member] for member in members]
+        if self._world_rank not in world_ranks:
+            return None
+        return ThreadCommunicator(self._mailbox, self._world_rank, world_ranks, name)
+
+    def _exchange(self, call_text: str, value: object) -> list[Any]:
+        """Send a value to all members, and return the values of all members, in rank order.
+
+        Collective.
+
+        Args:
+            call_text: the call of this rank, which has to be equal on all members.
+            value: the value of this rank. It is not copied.
+
+        Raises:
+            CollectiveMismatchError: the calls of the members differ. All members raise.
+            ConnectionError: a member has returned without this call.
+        """
+        # Every member receives the call of every other, so that all raise if calls differ.
+        self._mailbox.put(self._name, self._world_rank, self._world_ranks, (call_text, value))
+        call_texts: dict[int, str] = {}
         values: list[Any] = []
-        for rank in self._ranks:
-            received = self._mailbox.take(self._name, rank, self._world_rank, call)
-            calls[rank], received_value = received
+        for sender in self._world_ranks:
+            received = self._mailbox.take(self._name, sender, self._world_rank, call_text)
+            call_texts[sender], received_value = received
             values.append(received_value)
-        if len(set(calls.values())) > 1:
+        if len(set(call_texts.values())) > 1:
+            calls = [f"rank {rank} calls {text}" for rank, text in call_texts.items()]
             raise CollectiveMismatchError(
-                f"{call} on rank {self._world_rank}",
-                problem="; ".join(f"rank {rank} calls {text}" for rank, text in calls.items()),
+                f"{call_text} on rank {self._world_rank}",
+                problem="; ".join(calls),
                 expected="the same call on all ranks, with equal shapes and dtypes; "
                 "look for a branch on the rank before it",
             )
@@ -364,13 +470,17 @@ class ThreadCommunicator(Communicator):
 
 
 def _value_to_send(collective: Collective) -> Any:
-    """Return a copy of what a rank passes to all ranks in a collective."""
+    """Return what a rank sends to all members in a collective.
+
+    Tensors are copied, since the rank may change its buffer before the other ranks read it.
+    """
     if collective.operation is Operation.NEW_GROUP:
-        # The name of a group is the object of its first rank: equal on all members, and unique.
+        # The object of the first rank becomes the name of the new group: it is equal on all
+        # members, and differs from all other names.
         return object()
     value = collective.buffer
     if collective.operation is Operation.SCATTER:
-        value = collective.rows
+        value = collective.rows  # one row per rank on the source, None on the other ranks
     if isinstance(value, Tensor):
         return value.clone()
     return value
