@@ -181,14 +181,14 @@ def start_interpreter(
     is_unbuffered = getattr(sys.__stdout__, "write_through", False)
     if is_unbuffered:
         options.append("-u")
-    # The folder of fabric is searched last, and only for this import: the script must not find the
-    # other packages of the folder by accident.
+    # The folder of fabric is searched last, and only for these imports: the script must not find
+    # the other packages of the folder by accident.
     statements = [
         "import sys",
         f"sys.path.append({_ROOT!r})",
         f"from {fn.__module__} import {fn.__name__}",
     ]
-    # The user can name a module that has to be loaded before the script, such as an import hook.
+    # fabric_compat names the module of its import hook, which has to be loaded before the script.
     preload = os.environ.get("FABRIC_PRELOAD")
     if preload:
         statements.append(f"import {preload}")

@@ -54,7 +54,7 @@ _DURATION = re.compile(
 
 
 class StopRequest:
-    """The decision whether the job saves and stops; see ``[Note: Stopping]``.
+    """The decision of all ranks to save and stop; see ``[Note: Stopping]`` in preemption.py.
 
     Args:
         runtime: the runtime of this process.
@@ -96,7 +96,10 @@ class StopRequest:
             UsageError: not all ranks have answered within the timeout.
         """
         self._call_count += 1
-        return self._call_count >= self._held_call and self._decide()
+        # Nearly every call ends here: this rank is not held.
+        if self._call_count < self._held_call:
+            return False
+        return self._decide()
 
     def _decide(self) -> bool:
         """Return whether to stop now, when this rank is held or calls :meth:`is_due` first.

@@ -148,7 +148,7 @@ class RankConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The error of one rank.
+    """The error of one rank, as the rank sends it to its supervisor.
 
     Attributes:
         text: the traceback, as the interpreter would have printed it.

@@ -16,7 +16,7 @@ __all__ = ["Call", "PickledCall", "dump_call", "dump_result", "has_cloudpickle",
 
 
 class Call(NamedTuple):
-    """A function with its arguments."""
+    """A function with the arguments that each rank passes to it."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -136,7 +136,7 @@ def has_cloudpickle() -> bool:
 
 
 def _try_dump(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
-    """Return the pickled value, or the error if it cannot be pickled."""
+    """Return ``dump(value)``, or the error if the value cannot be pickled."""
     try:
         return dump(value)
     except Exception as error:  # noqa: BLE001 (a __reduce__ may raise anything; it is reported)
@@ -144,13 +144,12 @@ def _try_dump(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
 
 
 class _Unpicklable(NamedTuple):
-    """A value that cannot be pickled.
+    """A part of a call or result that cannot be pickled, for an error text.
 
     Attributes:
-        path: where the value is in its collection, such as ``".args[0]"``. Empty for the whole
-            collection.
-        value: the value.
-        error: the error of pickling it. None if pickling succeeds after all.
+        path: where the part is in the whole, such as ``".args[0]"``. Empty for the whole itself.
+        value: the part.
+        error: the error of pickling the part. None if the whole can be pickled after all.
     """
 
     path: str

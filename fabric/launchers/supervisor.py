@@ -160,7 +160,7 @@ class _PrivateFile:
 
 @dataclass(kw_only=True)
 class RankProcess:
-    """One rank, as its supervisor sees it.
+    """One rank, as its supervisor sees it: the process, the pipe to it, and what it has sent.
 
     Attributes:
         config: the configuration of the rank.
@@ -357,7 +357,11 @@ class ReceivedSignal(NamedTuple):
 
 
 class Supervisor:
-    """The ranks of one job on this machine. Leaving the ``with`` block kills ranks that still run.
+    """The starter and watcher of a job's ranks on this machine, which ends all ranks if one fails.
+
+    Within the ``with`` block, signals to this process are recorded instead of ending it. Leaving
+    the block kills the ranks that still run. A pool of ranks uses no block, and calls
+    :meth:`close`.
 
     Attributes:
         ranks: the ranks that have been started.
@@ -424,7 +428,7 @@ class Supervisor:
         *,
         runs_script: bool = False,
     ) -> None:
-        """Start the ranks. Call this method once, inside the ``with`` block.
+        """Start the ranks. Call this method once.
 
         Args:
             start_process: starts the process of one rank.

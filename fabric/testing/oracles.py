@@ -87,12 +87,18 @@ def all_gather(values: Sequence[Tree], *, ragged: bool = False, concat: bool = F
 
 
 def reduce_scatter(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
-    """Return row ``r`` of the reduction on rank ``r``: ``(size, *s)`` becomes ``s``."""
+    """Return, on rank ``r``, row ``r`` of the reduction of each leaf.
+
+    A leaf has one row per rank: a shape ``(size, *s)`` becomes ``s``. See :func:`all_reduce`.
+    """
     return _on_each_rank(values, lambda rank, leaves: _reduce(_rows(leaves, rank), reduce_op))
 
 
 def all_to_all(values: Sequence[Tree]) -> list[Tree]:
-    """Return row ``r`` of every rank on rank ``r``: ``(size, *s)`` keeps its shape."""
+    """Return, on rank ``r``, a tensor of row ``r`` of each rank, for each leaf.
+
+    A leaf has one row per rank. Its shape ``(size, *s)`` stays.
+    """
     return _on_each_rank(values, lambda rank, leaves: torch.stack(_rows(leaves, rank)))
 
 
@@ -102,7 +108,7 @@ def broadcast(values: Sequence[Tree], src: int = 0) -> list[Tree]:
 
 
 def scatter(values: Sequence[Tree], src: int = 0) -> list[Tree]:
-    """Return item ``r`` of the sequence that rank ``src`` passes, on rank ``r``."""
+    """Return, on rank ``r``, item ``r`` of the sequence that rank ``src`` passes."""
     return [values[src][rank] for rank in range(len(values))]
 
 

@@ -235,15 +235,14 @@ class ThreadedStrategy(Strategy):
 
     def __init__(self, communicator: Communicator, store: dist.Store) -> None:
         super().__init__()
-        # Strategy has a property named communicator, which needs a runtime.
-        self._communicator_of_threads = communicator
-        self._store_of_threads = store
+        self._thread_communicator = communicator
+        self._thread_store = store
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
-        """Start the runtime with the communicator and the store of the threads."""
-        assert runtime is not None, "Fabric passes a runtime"
-        runtime.start(self._communicator_of_threads, self._store_of_threads)
+        """Start the runtime with the communicator and the store of the threads, on each rank."""
+        assert runtime is not None, "Fabric passes a runtime; None is for scripts without Fabric"
+        runtime.start(self._thread_communicator, self._thread_store)
         self._runtime = runtime
 
     @override
