@@ -1,4 +1,9 @@
-"""Conformance suites for a precision, accelerator, environment, launcher or checkpoint format."""
+"""Conformance suites for a precision, accelerator, environment, launcher or checkpoint format.
+
+The public functions ``check_*`` are the suites. All checks of a suite are private functions with
+the same arguments. If a check raises, the suite raises an AssertionError with the docstring of the
+check, so a docstring is a part of an error text.
+"""
 
 import copy
 import os
@@ -59,7 +64,7 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
         rtol: relative tolerance of losses and parameters between numbers of ranks.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text names the check and the difference.
     """
     checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
     apply_checks(lambda check: check(precision, device_type), *checks)
@@ -76,34 +81,37 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
 
 def _check_precision_pickles(precision: Precision, device_type: str) -> None:
     """Check that a precision can be pickled, and that its copy is equal to it."""
-    content = pickle.dumps(precision)
-    assert_same(pickle.loads(content) == precision, True)  # noqa: S301 - pickled just above
+    pickled = pickle.dumps(precision)
+    unpickled = pickle.loads(pickled)  # noqa: S301 - pickled just above
+    assert_same(unpickled == precision, True)
 
 
 def _check_conversion(precision: Precision, device_type: str) -> None:
     """Check that Precision.convert_module keeps the parameter objects. Optimizers hold them."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    before = dict(module.named_parameters())
+    parameters_before = dict(module.named_parameters())
     precision.convert_module(module)
-    after = set(module.parameters())
-    for name, parameter in before.items():
-        assert parameter in after, f"{name} is another object"
+    parameters_after = set(module.parameters())
+    for name, parameter in parameters_before.items():
+        assert parameter in parameters_after, f"{name} is another object"
         assert parameter.requires_grad, f"{name} no longer requires a gradient"
 
 
 def _check_forward_context(precision: Precision, device_type: str) -> None:
     """Check that each Precision.forward_context is new and restores the modes of torch."""
-    before = _modes(device_type)
+    modes_before = _modes(device_type)
+    # Twice, and one context within another, since a precision might return one context again.
     for _ in range(2):
         with precision.forward_context(device_type), precision.forward_context(device_type):
             pass
-        assert_same(_modes(device_type), before)
+        assert_same(_modes(device_type), modes_before)
         with _assert_raises(KeyError), precision.forward_context(device_type):
             raise KeyError
-        assert_same(_modes(device_type), before)
+        assert_same(_modes(device_type), modes_before)
 
 
 def _modes(device_type: str) -> dict[str, Any]:
+    """Return the modes of torch that a forward context may change, by name."""
     return {
         "autocast": torch.is_autocast_enabled(device_type),
         "autocast dtype": torch.get_autocast_dtype(device_type),
@@ -113,19 +121,25 @@ def _modes(device_type: str) -> dict[str, Any]:
 
 
 def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
-    """Return the losses of three training steps on a global batch, as means over the ranks."""
+    """Return the losses of three training steps on a global batch, as means over the ranks.
+
+    Collective: a step function for :func:`assert_equivalent`, which runs it on different numbers of
+    ranks. The global batch is the same for all numbers of ranks, and so are the mean losses.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    inputs = torch.randn(8, 4).chunk(fabric.world_size)[fabric.global_rank]
+    global_batch = torch.randn(8, 4)
+    inputs = global_batch.chunk(fabric.world_size)[fabric.global_rank]
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     losses = []
     for _ in range(3):
+        # Squared in float32: the output may have a low precision.
         loss = model(fabric.to_device(inputs)).float().square().mean()
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").cpu())
-    # No rank ends before all ranks have finished their steps.
+    # Called as a barrier, too: no rank ends before all ranks have finished their steps.
     last_losses = fabric.all_gather(losses[-1])
     assert last_losses.isfinite().all(), f"the loss is {losses[-1]}"
     return {"losses": losses}
@@ -137,13 +151,13 @@ def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
 def check_accelerator(accelerator: Accelerator) -> None:
     """Check that an accelerator behaves as :class:`fabric.accelerators.Accelerator` documents.
 
-    Where the hardware is not available, only what can be asked without it is checked.
+    Where the hardware is not available, only the checks that do not need it are made.
 
     Args:
         accelerator: the accelerator.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text names the check and the difference.
     """
     checks: list[Callable[[Accelerator], None]] = [_check_hardware, _check_wrong_devices]
     if accelerator.is_available():
@@ -153,10 +167,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def _check_hardware(accelerator: Accelerator) -> None:
     """Check that an accelerator is stateless, has a name of torch, and counts its devices."""
-    torch.device(accelerator.name)  # raises for a name that torch does not know
+    # Called for its error: torch raises for a device type that it does not know.
+    torch.device(accelerator.name)
     count = accelerator.device_count()
     assert isinstance(count, int), f"device_count() is {count!r}"
     assert count >= 0, f"device_count() is {count}"
+    # Two objects of a stateless class are equal.
     second = type(accelerator)()
     assert_same((second.name, second.device_count()), (accelerator.name, count))
     assert_same(accelerator.is_available(), second.is_available())
@@ -170,8 +186,8 @@ def _check_wrong_devices(accelerator: Accelerator) -> None:
         with _assert_raises(ConfigurationError):
             accelerator.parse_devices(devices)
     with _assert_raises(ArgumentTypeError):
-        unknown: Any = object()
-        accelerator.parse_devices(unknown)
+        value_of_wrong_type: Any = object()
+        accelerator.parse_devices(value_of_wrong_type)
 
 
 def _check_devices(accelerator: Accelerator) -> None:
@@ -186,10 +202,12 @@ def _check_devices(accelerator: Accelerator) -> None:
 def _check_training_on_device(accelerator: Accelerator) -> None:
     """Check that a step on one device of the accelerator gives the numbers of the CPU."""
     losses = []
-    for hardware in (accelerator, "cpu"):
-        with Fabric(accelerator=hardware, devices=1, strategy="single_device") as fabric:
+    for accelerator_or_name in (accelerator, "cpu"):
+        with Fabric(accelerator=accelerator_or_name, devices=1, strategy="single_device") as fabric:
             losses.append(_train_in_precision(fabric)["losses"])
-    assert_same(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    losses_on_device, losses_on_cpu = losses
+    assert_same(losses_on_device, losses_on_cpu, rtol=1e-4, atol=1e-5)
+    # Called for their errors.
     accelerator.release()
     accelerator.return_freed_memory()
 
@@ -205,7 +223,7 @@ def check_environment(environment: Environment, variables: Sequence[Mapping[str,
         variables: the environment variables of all ranks of one job, by rank.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text names the check and the difference.
     """
     checks = (_check_purity, _check_other_launchers, _check_worlds)
     apply_checks(lambda check: check(environment, variables), *checks)
@@ -216,7 +234,8 @@ def _check_other_launchers(
 ) -> None:
     """Check that Environment.detect returns None if its launcher did not start the process."""
     assert isinstance(environment.name, str), f"name is {environment.name!r}"
-    for env in ({}, {"PATH": "/bin", "HOME": "/root"}):
+    variables_of_no_launcher = ({}, {"PATH": "/bin", "HOME": "/root"})
+    for env in variables_of_no_launcher:
         assert_same(environment.detect(env), None)
 
 
@@ -238,12 +257,14 @@ def _check_worlds(environment: Environment, variables: Sequence[Mapping[str, str
 
 def _check_purity(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
     """Check that Environment.detect reads only its argument, and changes nothing."""
-    before = dict(os.environ)
+    process_variables = dict(os.environ)
     for env in variables:
-        mapping = dict(env)
-        assert_same(environment.detect(mapping) == environment.detect(dict(env)), True)
-        assert_same(mapping, dict(env))
-    assert_same(dict(os.environ) == before, True)
+        passed_variables = dict(env)
+        world = environment.detect(passed_variables)
+        second_world = environment.detect(dict(env))
+        assert_same(world == second_world, True)
+        assert_same(passed_variables, dict(env))
+    assert_same(dict(os.environ) == process_variables, True)
 
 
 # -- launcher -------------------------------------------------------------------------------------
@@ -257,7 +278,7 @@ def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
         num_processes: the number of processes to start.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text names the check and the difference.
         ConfigurationError: the launcher runs scripts, for which there is no suite.
     """
     if not launcher.runs_function:
@@ -272,25 +293,30 @@ def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
 def _check_results(launcher: Launcher, size: int) -> None:
     """Check that Launcher.launch returns the results that LaunchSpec.results selects.
 
-    Tensors are returned by value and without a graph.
+    Tensors are returned by value and without a graph. The argument of the caller does not change.
     """
-    argument = torch.ones(2, requires_grad=True)
+    tensor = torch.ones(2, requires_grad=True)
+    args = (tensor,)
+    kwargs = {"factor": 2}
     doubled = torch.full((2,), 2.0)
     spec = LaunchSpec(num_processes=size, results="all")
-    arguments = {"factor": 2}
-    results = launcher.launch(_double_and_clear, (argument,), arguments, spec)
+    results = launcher.launch(_multiply_and_clear, args, kwargs, spec)
     assert_same(results, [doubled] * size)
     assert not results[0].requires_grad, "a tensor of the results requires a gradient"
     spec = replace(spec, results="first")
-    assert_same(launcher.launch(_double_and_clear, (argument,), arguments, spec), doubled)
+    assert_same(launcher.launch(_multiply_and_clear, args, kwargs, spec), doubled)
     spec = replace(spec, results="none")
-    assert_same(launcher.launch(_double_and_clear, (argument,), arguments, spec), None)
-    assert_same(argument.detach(), torch.ones(2))
+    assert_same(launcher.launch(_multiply_and_clear, args, kwargs, spec), None)
+    assert_same(tensor.detach(), torch.ones(2))
 
 
-def _double_and_clear(tensor: Tensor, factor: int) -> Tensor:
+def _multiply_and_clear(tensor: Tensor, factor: int) -> Tensor:
+    """Return ``tensor * factor``, and set ``tensor`` to 0. Runs in each launched process.
+
+    The caller of the launch sees no change, since each process has its own copy of the tensor.
+    """
     result = tensor * factor
-    tensor.data.zero_()  # the argument of this process alone
+    tensor.data.zero_()
     return result
 
 
@@ -298,18 +324,22 @@ def _check_processes(launcher: Launcher, size: int) -> None:
     """Check that every rank is a process in which World.from_env finds its rank."""
     spec = LaunchSpec(num_processes=size, results="all")
     worlds = launcher.launch(_world_of_process, (), {}, spec)
-    processes = set()
+    process_ids = set()
     for rank, world in enumerate(worlds):
         assert_same((world["rank"], world["world_size"]), (rank, size))
-        processes.add(world["process"])
-    assert len(processes) == size, "two ranks share a process"
+        process_ids.add(world["process_id"])
+    assert len(process_ids) == size, "two ranks share a process"
 
 
 def _world_of_process() -> dict[str, int]:
+    """Return the rank, the world size and the id of this process. Runs in each launched process.
+
+    A rank of -1 means that the environment variables of this process name none.
+    """
     world = World.from_env(os.environ)
     if world is None:
-        return {"rank": -1, "world_size": -1, "process": os.getpid()}
-    return {"rank": world.rank, "world_size": world.world_size, "process": os.getpid()}
+        return {"rank": -1, "world_size": -1, "process_id": os.getpid()}
+    return {"rank": world.rank, "world_size": world.world_size, "process_id": os.getpid()}
 
 
 def _check_failing_rank(launcher: Launcher, size: int) -> None:
@@ -323,10 +353,14 @@ def _check_failing_rank(launcher: Launcher, size: int) -> None:
 
 
 def _raise_in_last_rank() -> None:
+    """Raise a ValueError on the last rank, and wait on the others. Runs in each launched process.
+
+    The wait ends after 30 seconds, in case the launcher does not end the other ranks.
+    """
     world = World.from_env(os.environ) or World()
     if world.rank == world.world_size - 1:
         raise ValueError("the last rank fails")
-    threading.Event().wait(timeout=30)  # a launcher that does not end the other ranks is slow
+    threading.Event().wait(timeout=30)
 
 
 def _check_connected_ranks(launcher: Launcher, size: int) -> None:
@@ -353,7 +387,7 @@ def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
         folder: an empty folder that the checks may write to.
 
     Raises:
-        AssertionError: a check fails. The text says which, and its cause why.
+        AssertionError: a check fails. The text names the check and the difference.
     """
     checks = (
         _check_round_trip,
@@ -367,11 +401,14 @@ def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _plain_state() -> dict[str, Any]:
-    base = torch.arange(12.0).reshape(3, 4)
+    """Return a state with the types, dtypes, values and keys that are easily lost in a file."""
+    weight = torch.arange(12.0).reshape(3, 4)
+    special_values = torch.tensor([1.5, float("nan"), float("inf")])
     return {
-        "model": OrderedDict(weight=base, column=base[:, 1], empty=torch.empty(0, 3)),
+        # The column shares the memory of the weight, and is not contiguous.
+        "model": OrderedDict(weight=weight, column=weight[:, 1], empty=torch.empty(0, 3)),
         "dtypes": [
-            torch.tensor([1.5, float("nan"), float("inf")]).to(dtype)
+            special_values.to(dtype)
             for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
         ],
         "integers": (torch.tensor(3), torch.tensor([2**62]), torch.tensor([True, False])),
@@ -386,14 +423,15 @@ def _check_round_trip(checkpoint_io: CheckpointIO, folder: Path) -> None:
     """Check that CheckpointIO.load returns the types, bits and keys that save was given."""
     path = folder / "round-trip"
     state = _plain_state()
-    untouched = copy.deepcopy(state)
+    expected = copy.deepcopy(state)
     checkpoint_io.save(state, path)
     checkpoint_io.wait()
-    assert_same(state, untouched)
+    assert_same(state, expected)  # save() has not changed its argument
     loaded = checkpoint_io.load(path)
-    assert_same(loaded, untouched)
+    assert_same(loaded, expected)
+    # A change of what was loaded must not change the file, as it could with mapped memory.
     loaded["model"]["weight"].add_(1)
-    assert_same(checkpoint_io.load(path), untouched)
+    assert_same(checkpoint_io.load(path), expected)
 
 
 def _check_replacement(checkpoint_io: CheckpointIO, folder: Path) -> None:
@@ -403,8 +441,9 @@ def _check_replacement(checkpoint_io: CheckpointIO, folder: Path) -> None:
         checkpoint_io.save({"number": number}, path)
         checkpoint_io.wait()
         assert_same(checkpoint_io.load(path), {"number": number})
+    # A lock cannot be saved. A format that saves in the background raises in wait().
     with _assert_raises(Exception):
-        checkpoint_io.save({"number": 2, "thread": threading.Lock()}, path)
+        checkpoint_io.save({"number": 2, "lock": threading.Lock()}, path)
         checkpoint_io.wait()
     assert_same(checkpoint_io.load(path), {"number": 1})
 
@@ -425,12 +464,13 @@ def _check_missing(checkpoint_io: CheckpointIO, folder: Path) -> None:
 def _check_truncated(checkpoint_io: CheckpointIO, folder: Path) -> None:
     """Check that loading a truncated checkpoint raises a CheckpointError."""
     path = folder / "truncated"
-    existing = set(folder.rglob("*"))
+    paths_before = set(folder.rglob("*"))
     checkpoint_io.save({"tensor": torch.arange(1000.0)}, path)
     checkpoint_io.wait()
-    files = filter(Path.is_file, set(folder.rglob("*")) - existing)
-    largest = max(files, key=_size_of_file)
-    os.truncate(largest, _size_of_file(largest) // 2)
+    # A checkpoint may be a file or a folder. The largest of its files has the tensor.
+    new_files = filter(Path.is_file, set(folder.rglob("*")) - paths_before)
+    largest_file = max(new_files, key=_size_of_file)
+    os.truncate(largest_file, _size_of_file(largest_file) // 2)
     with _assert_raises(CheckpointError):
         checkpoint_io.load(path)
 
@@ -440,7 +480,7 @@ def _size_of_file(file: Path) -> int:
 
 
 class _MakesFolder:
-    """An object whose unpickling makes a folder."""
+    """An object whose unpickling makes a folder, to show that loading ran code."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -452,14 +492,15 @@ class _MakesFolder:
 def _check_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
     """Check that CheckpointIO.load runs no code of the file. save may refuse such an object."""
     path = folder / "code"
-    trace = folder / "code-has-run"
+    # Unpickling the object would make this folder.
+    evidence = folder / "code-has-run"
     try:
-        checkpoint_io.save({"object": _MakesFolder(str(trace))}, path)
+        checkpoint_io.save({"object": _MakesFolder(str(evidence))}, path)
         checkpoint_io.wait()
         checkpoint_io.load(path)
-    except Exception:  # noqa: BLE001 - any refusal will do; what counts is that no code has run
+    except Exception:  # noqa: BLE001 - any refusal will do
         pass
-    assert not trace.exists(), "loading the checkpoint has run code"
+    assert not evidence.exists(), "loading the checkpoint has run code"
 
 
 def _check_fabric_saves(checkpoint_io: CheckpointIO, folder: Path) -> None:
@@ -470,16 +511,23 @@ def _check_fabric_saves(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _save_and_load(fabric: Fabric, path: str) -> None:
+    """Save a trained model and its optimizer, and load them into others. Collective.
+
+    Raises:
+        AssertionError: the loaded state is not the saved one.
+    """
     model, optimizer = fabric.setup(*_trained_model(seed=1))
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
     other_model, other_optimizer = fabric.setup(*_trained_model(seed=2))
-    unnamed = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
-    assert_same(unnamed, {"step": 7})
+    # load() returns the entries that it was given no object for.
+    remaining_entries = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
+    assert_same(remaining_entries, {"step": 7})
     assert_same(dict(other_model.state_dict()), dict(model.state_dict()))
     assert_same(other_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def _trained_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model after one step, and its optimizer, whose state is not empty."""
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
