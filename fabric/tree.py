@@ -1,11 +1,13 @@
 """Collections of tensors: traversal, flattening, moving between devices, and checks.
 
 [Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses
-and types that are registered with torch's pytree. Everything else is a *leaf*. A result has the
-same type as the input. The entries of a dict are visited in the order of (name of the key's type,
-key), not in the order of insertion, so that leaves match on ranks that filled a dict in different
-orders. The result keeps the order of insertion. Keys that differ only by identity (functions,
-tensors) are visited in the order of insertion.
+and types that are registered with torch's pytree. Everything else is a *leaf*. Functions that
+change leaves return a collection of the same type.
+
+The entries of a dict are visited in the order of (name of the key's type, key), not in the order of
+insertion, so that leaves match on ranks that filled a dict in different orders. Keys that differ
+only by identity (functions, tensors) are visited in the order of insertion. A result keeps the
+order of insertion of the input.
 """
 
 import copy
@@ -52,7 +54,8 @@ Tree = Any
 """A leaf, or any nesting of collections of leaves."""
 
 PLAIN_TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
-_STRINGS = frozenset({str})
+_STRING_TYPES = frozenset({str})
+# Frequent types of leaves. They are recognized without a Python call.
 _LEAF_TYPES = PLAIN_TENSOR_TYPES | {torch.Size, float, int, bool, str, bytes, type(None), complex}
 
 
@@ -60,14 +63,15 @@ class _Node(NamedTuple):
     """One collection in a structure.
 
     Attributes:
-        form: the format of the path to a child, which takes the child's key.
-        keys: the keys of the children, in visiting order.
-        children: the structure of each child. If all children are leaves, the number of children:
-            collections of a thousand metrics are traversed in few steps.
-        rebuild: returns the collection with other children.
+        path_format: the format of a step in the path to a leaf, such as ``"[{!r}]"``. It takes the
+            key of a child.
+        keys: the keys of the children, in visiting order. The keys of a sequence are its indices.
+        children: the structure of each child. If all children are leaves, only the number of
+            children, so that collections of a thousand metrics are traversed in few steps.
+        rebuild: returns a collection of the same type with other children, in visiting order.
     """
 
-    form: str
+    path_format: str
     keys: Sequence[Any]
     children: "Sequence[_Node | None] | int"
     rebuild: Callable[[list[Any]], Tree]
@@ -77,9 +81,11 @@ Structure = _Node | None
 """The structure of a collection. None stands for a leaf."""
 
 _Opened = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Tree]]
-"""One level of a collection: form, keys, children and rebuild function; see :class:`_Node`.
+"""One level of a collection: path format, keys, children and rebuild function.
 
-A plain tuple: a named tuple would cost a Python call for each collection in a forward pass.
+The fields are those of :class:`_Node`, but the children are collections and leaves, not structures.
+This is a plain tuple, since a named tuple would cost a Python call for each collection in a forward
+pass.
 """
 
 
@@ -99,12 +105,18 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
 
 
 def unflatten(structure: Structure, leaves: Iterable[Leaf]) -> Tree:
-    """Rebuild a collection from as many leaves as :func:`flatten` returned, in the same order."""
+    """Rebuild a collection from as many leaves as :func:`flatten` returned, in the same order.
+
+    Args:
+        structure: the structure of the collection.
+        leaves: the leaves. From an iterator, only the leaves of this structure are taken.
+    """
+    # iter() returns an iterator itself, so nested calls continue where the previous one ended.
     leaves = iter(leaves)
     if structure is None:
         return next(leaves)
     children = structure.children
-    if isinstance(children, int):
+    if isinstance(children, int):  # all children are leaves
         return structure.rebuild(list(islice(leaves, children)))
     return structure.rebuild([unflatten(child, leaves) for child in children])
 
@@ -112,43 +124,51 @@ def unflatten(structure: Structure, leaves: Iterable[Leaf]) -> Tree:
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     """Return the path to each leaf for error texts, as in code: ``['losses'][0]``.
 
-    The path of a single leaf is ``root``, which is empty by default.
+    Args:
+        structure: the structure of a collection.
+        root: the beginning of each path, which is the path of a single leaf.
     """
     if structure is None:
         return [root]
     children = structure.children
     if isinstance(children, int):
-        children = [None] * children
+        children = [None] * children  # None is the structure of a leaf
     paths = []
     for key, child in zip(structure.keys, children, strict=True):
-        paths += leaf_paths(child, root + structure.form.format(key))
+        child_root = root + structure.path_format.format(key)
+        paths += leaf_paths(child, child_root)
     return paths
 
 
 def describe_keys(structure: Structure) -> str:
-    """Return the keys of a structure as text. It is the same on all ranks with this structure."""
+    """Return the keys of a structure as text.
+
+    Ranks compare the texts to find out whether their structures are the same, so the text does not
+    contain anything that differs between processes, such as an address.
+    """
     if structure is None:
         return ""
     keys = structure.keys
-    if _STRINGS.issuperset(map(type, keys)):  # the common case, which is fast
+    if _STRING_TYPES.issuperset(map(type, keys)):  # the common case, which is fast
         text = ", ".join(keys)
-    elif isinstance(keys, range):
+    elif isinstance(keys, range):  # a sequence
         text = str(keys)
     else:
         text = str(list(map(_sort_key, keys)))
-    if isinstance(structure.children, int):
+    if isinstance(structure.children, int):  # all children are leaves, which have no keys
         return text
     inner = "; ".join(map(describe_keys, structure.children))
     return f"{text}: ({inner})"
 
 
 def children(tree: Tree) -> dict[str, Tree]:
-    """Return the values of a collection by path, one level deep. A leaf has none."""
+    """Return the values of a collection by path, one level deep. The result of a leaf is empty."""
     opened = _open(tree)
     if opened is None:
         return {}
-    form, keys, values, _ = opened
-    return dict(zip(map(form.format, keys), values, strict=True))
+    path_format, keys, values, _ = opened
+    paths = map(path_format.format, keys)
+    return dict(zip(paths, values, strict=True))
 
 
 def map_leaves(
@@ -157,13 +177,13 @@ def map_leaves(
     """Apply ``function`` to every leaf of a collection.
 
     If no leaf changes, the collection itself is returned, not a copy. So a forward pass can fill a
-    list or cache of its caller.
+    list or cache that its caller has passed.
 
     Args:
         function: returns the replacement of a leaf.
         tree: any collection, or a single leaf.
-        is_leaf: returns whether to treat a collection as a leaf. None, the default: only the leaves
-            of ``[Note: Collections]``.
+        is_leaf: returns whether to treat a collection as a leaf. With None, the default, only the
+            leaves of ``[Note: Collections]`` are leaves.
     """
     if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)):
         return function(tree)
@@ -208,7 +228,7 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
             place.
         device: the target device.
         non_blocking: whether copies of tensors from pinned host memory may overlap with
-            computation. Default: False.
+            computation.
 
     Returns:
         The moved collection. If nothing moved, ``tree`` itself. Tensors that are already on the
@@ -216,19 +236,22 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
     """
 
     def move(leaf: Leaf) -> Leaf:
+        """Return the leaf on the device, or the leaf itself if it cannot be moved."""
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=non_blocking)
-        if not _has_to(leaf):
+        if not _has_to_method(leaf):
             return leaf
+        # The method of another library may not know non_blocking.
         moved = leaf.to(device)
-        if moved is None:
+        if moved is None:  # the object has moved in place
             return leaf
         return moved
 
-    return map_leaves(move, tree, is_leaf=_has_to)
+    # A collection with a method of its own moves as a whole, as a leaf.
+    return map_leaves(move, tree, is_leaf=_has_to_method)
 
 
-def _has_to(leaf: Leaf) -> bool:
+def _has_to_method(leaf: Leaf) -> bool:
     return callable(getattr(leaf, "to", None))
 
 
@@ -237,30 +260,42 @@ def _are_identical(before: Iterable[Leaf], after: Iterable[Leaf]) -> bool:
 
 
 def _flatten(tree: Tree, leaves: list[Leaf]) -> Structure:
-    """Append the leaves of a collection to ``leaves``, and return its structure."""
-    opened = None if type(tree) in _LEAF_TYPES else _open(tree)
+    """Append the leaves of a collection to ``leaves``, and return the collection's structure."""
+    opened = None
+    if type(tree) not in _LEAF_TYPES:
+        opened = _open(tree)
     if opened is None:
         leaves.append(tree)
         return None
-    form, keys, values, rebuild = opened
+    path_format, keys, values, rebuild = opened
     if _LEAF_TYPES.issuperset(map(type, values)):
         leaves.extend(values)
-        return _Node(form, keys, len(values), rebuild)
-    return _Node(form, keys, [_flatten(value, leaves) for value in values], rebuild)
+        return _Node(path_format, keys, len(values), rebuild)
+    children = [_flatten(value, leaves) for value in values]
+    return _Node(path_format, keys, children, rebuild)
 
 
 def _open(tree: Tree) -> _Opened | None:
-    """Return one level of a collection. Return None for a leaf."""
+    """Return one level of a collection, or None for a leaf.
+
+    The order matters: the frequent types come first, since this runs in every forward pass. A type
+    that is registered with torch's pytree is opened by the registered functions, also if the type
+    is a dataclass or a subclass of a dict, list or tuple.
+
+    Returns:
+        The path format, the keys, the children and the rebuild function; see ``_Node``.
+    """
     kind = type(tree)
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor):  # a subclass may be registered or a dataclass, and is a leaf
         return None
     if kind is dict:
         return _open_mapping(tree, _identity)
     if kind is list or kind is tuple:
         return _open_sequence(tree, kind)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if is_named_tuple:
         return ".{}", tree._fields, tree, kind._make  # type: ignore[attr-defined]
-    # An OrderedDict may be a state dict, whose attribute _metadata torch's registry would lose.
+    # An OrderedDict may be a state dict. torch's registered functions lose its attribute _metadata.
     if kind is not OrderedDict:
         one_level = flatten_one_level(tree)
         if one_level is not None:
@@ -281,51 +316,82 @@ def _identity(items: dict[Any, Any]) -> dict[Any, Any]:
 def _open_registered(
     tree: Tree, values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]
 ) -> _Opened:
-    """Open an object whose type is registered with torch's pytree."""
-    is_mapping = isinstance(tree, Mapping) and len(tree) == len(values)
-    # A registered mapping may declare children other than its entries.
-    if is_mapping and _are_identical(tree.values(), values):
-        return _open_mapping(tree, lambda items: rebuild([items[key] for key in tree]))
-    return _open_sequence(values, rebuild)
+    """Return one level of an object whose type is registered with torch's pytree.
+
+    Args:
+        tree: the object.
+        values: the children that the registered function returns, in its order.
+        rebuild: builds the object from new children in the same order.
+    """
+    # A registered mapping may declare other children than its entries. Such a mapping has no keys
+    # for them, and is opened as a sequence.
+    has_entries_as_children = (
+        isinstance(tree, Mapping)
+        and len(tree) == len(values)
+        and _are_identical(tree.values(), values)
+    )
+    if not has_entries_as_children:
+        return _open_sequence(values, rebuild)
+
+    def build(items: dict[Any, Tree]) -> Tree:
+        return rebuild([items[key] for key in tree])
+
+    return _open_mapping(tree, build)
 
 
 def _open_dataclass(tree: Tree) -> _Opened:
+    """Return one level of an instance of a dataclass. Fields that are not set are left out."""
     fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
     values = [getattr(tree, name) for name in fields]
     # object.__setattr__ also sets the fields of a frozen dataclass.
-    return ".{}", fields, values, partial(_copy_with, tree, object.__setattr__, fields)
+    rebuild = partial(_copy_with, tree, object.__setattr__, fields)
+    return ".{}", fields, values, rebuild
 
 
 def _open_dict_subclass(tree: dict[Any, Any]) -> _Opened:
-    def rebuild(items: dict[Any, Tree]) -> Tree:
+    """Return one level of an object whose class derives from dict, such as an OrderedDict."""
+
+    def build(items: dict[Any, Tree]) -> Tree:
         return _copy_with(tree, operator.setitem, items, items.values())
 
-    return _open_mapping(tree, rebuild)
+    return _open_mapping(tree, build)
 
 
-def _open_sequence(values: Sequence[Tree], build: Callable[[list[Any]], Tree]) -> _Opened:
-    return "[{}]", range(len(values)), values, build
+def _open_sequence(values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]) -> _Opened:
+    return "[{}]", range(len(values)), values, rebuild
 
 
 def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
-    if _STRINGS.issuperset(map(type, tree)):
+    """Return one level of a mapping. The children are in the order of the sorted keys.
+
+    Args:
+        tree: the mapping.
+        build: builds a mapping of the same type from a dict with the same keys, which is in the
+            order of insertion.
+    """
+    if _STRING_TYPES.issuperset(map(type, tree)):  # the common case, which is fast
         keys = sorted(tree)
     else:
         keys = sorted(tree, key=_sort_key)
 
     def rebuild(values: list[Tree]) -> Tree:
+        """Build a mapping from new values in the order of the sorted keys."""
         items = dict(tree)  # keeps the order of insertion
         items.update(zip(keys, values, strict=True))
         return build(items)
 
-    return "[{!r}]", keys, list(map(tree.__getitem__, keys)), rebuild
+    values = list(map(tree.__getitem__, keys))
+    return "[{!r}]", keys, values, rebuild
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:
     """Return the sort key of a dict key, which is the same on every rank.
 
-    Keys that differ only by identity have equal sort keys.
+    Returns:
+        The name of the key's type, and a value that sorts keys of this type. The value is empty for
+        keys that differ only by identity, so sorting leaves them in the order of insertion.
     """
+    # The type comes first, since Python cannot compare keys of different types.
     kind = type(key).__name__
     if isinstance(key, str | bytes | int | float):
         return kind, key
@@ -334,11 +400,11 @@ def _sort_key(key: Any) -> tuple[str, Any]:
     if isinstance(key, frozenset):
         # frozensets compare by inclusion, which does not sort.
         return kind, sorted(map(_sort_key, key))
-    # The text of a tensor contains its values, and the text of a function its address. Neither is
-    # the same on every rank.
+    # The text of a tensor contains its values, which may differ between ranks.
     if isinstance(key, Tensor):
         return kind, ""
     text = repr(key)
+    # The text of a function contains its address, which differs between ranks.
     if " at 0x" in text:
         return kind, ""
     return kind, text
@@ -352,11 +418,12 @@ def _copy_with(
 ) -> Tree:
     """Return a shallow copy of a collection with other values.
 
-    The copy keeps attributes that ``__init__`` does not take.
+    A copy keeps attributes that the ``__init__`` of the collection does not take, which a new
+    object would lose.
 
     Args:
         tree: the collection.
-        assign: sets one value of the copy, as ``assign(copy, key, value)``.
+        assign: sets a value of the copy, as ``assign(copy, key, value)``.
         keys: the keys of a dict, or the names of a dataclass's fields.
         values: the new values, one for each key.
     """
@@ -370,12 +437,12 @@ def _copy_with(
 
 
 def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
-    """Check that a tensor has dense local values.
+    """Check that a collective can send a tensor: that it has dense values, which this rank holds.
 
     Args:
         tensor: a leaf of a collection.
         structure: the structure of the collection, for the error.
-        position: the position of the leaf.
+        position: the position of the leaf in the visiting order, from 0.
 
     Raises:
         ConfigurationError: the tensor cannot be sent. The error names the leaf.
@@ -393,18 +460,21 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
         problem = f"laid out as {tensor.layout}"
         suggestion = "x.to_dense()"
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
+        # The first condition finds the wrappers of torch.func, the second one forward-mode AD.
         problem = (
             "inside of torch.func or of forward-mode AD, "
             "and its tangent would be the tangent of this rank alone"
         )
         suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
     elif type(tensor) not in PLAIN_TENSOR_TYPES and hasattr(tensor, "device_mesh"):
+        # A DTensor, recognized by its attribute: an import of its class takes a second.
         problem = "sharded over ranks already (a DTensor)"
         suggestion = "x.full_tensor(), or x.to_local()"
     else:
         return
+    # The path of a single tensor is empty.
     path = leaf_paths(structure)[position] or "a tensor"
-    # The error does not show the shape: nested tensors have none.
+    # The error does not show the shape, since a nested tensor has no shape.
     raise ConfigurationError(
         f"a collective over {path}",
         problem=f"it is {problem}",
@@ -414,16 +484,19 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
 
 
 def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
-    """Check that a leaf which is neither a tensor nor a number does not look like data.
+    """Check that a leaf which is neither a tensor nor a number does not contain data.
+
+    Collectives return other leaves, such as a text, unchanged. Data of another type would silently
+    stay that of this rank.
 
     Args:
         leaf: a leaf of a collection.
         structure: the structure of the collection, for the error.
-        position: the position of the leaf.
+        position: the position of the leaf in the visiting order, from 0.
 
     Raises:
         ConfigurationError: the leaf is an array or number of another library, an unknown container,
-            or an object that holds tensors. It would come back unchanged.
+            or an object that holds tensors.
     """
     if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
         return
@@ -439,6 +512,7 @@ def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
         suggestion = "its tensors, in a dict or a dataclass"
     else:
         return
+    # The path of a single object is empty.
     path = leaf_paths(structure)[position] or "an object"
     raise ConfigurationError(
         f"a collective over {path} of type {type(leaf).__name__}",
@@ -451,8 +525,12 @@ def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
 
 
 def _holds_tensor(leaf: Leaf) -> bool:
-    """Return whether an attribute of an object is a tensor, or a collection with a tensor in it."""
-    for value in getattr(leaf, "__dict__", {}).values():
+    """Return whether an attribute of an object is a tensor, or a collection with a tensor in it.
+
+    Only the first level of a collection is searched.
+    """
+    attributes = getattr(leaf, "__dict__", {})  # objects with __slots__ have no dict
+    for value in attributes.values():
         candidates = [value, *children(value).values()]
         if any(isinstance(candidate, Tensor) for candidate in candidates):
             return True
