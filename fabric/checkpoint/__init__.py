@@ -14,11 +14,12 @@ __all__ = ["CheckpointIO", "Checkpoints", "FullCheckpoint", "PendingSave", "Shar
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: no program needs it before its first save."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imported when first used: no program needs them before its first save.
-    file = {"ShardedCheckpoint": "sharded", "Checkpoints": "keeper"}.get(name, "file")
-    return getattr(import_module(f"{__name__}.{file}"), name)
+    modules = {"ShardedCheckpoint": "sharded", "Checkpoints": "keeper"}
+    module_name = modules.get(name, "file")
+    return getattr(import_module(f"{__name__}.{module_name}"), name)
 
 
 def __dir__() -> list[str]:

@@ -161,10 +161,10 @@ class StagingBuffers:
         return copied.requires_grad_(tensor.requires_grad)
 
     def _copy_in_buffer(self, local: Tensor) -> Tensor:
-        """Return a dense tensor as a view of the copy of its storage.
+        """Return a copy of a dense tensor, as a view of the copy of its storage.
 
         A storage is copied for the first of its tensors. So tensors that share a storage share the
-        copy.
+        copy. ``local`` is on any device and has the local values of a DTensor.
         """
         storage = local.untyped_storage()
         key = _StorageKey(storage.device, storage.data_ptr(), storage.nbytes())
@@ -202,8 +202,8 @@ class AsyncSaver:
     """The background saves of one job, of which one runs at a time. See ``[Note: Thread]``.
 
     Args:
-        group: returns a communicator of all ranks that only background saves use. The first call is
-            collective, because it creates the group.
+        background_communicator: returns a communicator of all ranks that only background saves use.
+            The first call is collective, because it creates the process group.
 
     Attributes:
         buffers: the memory into which the state of a background save is copied.
@@ -211,8 +211,12 @@ class AsyncSaver:
         files: a stack of open files, such as locks, that is closed after the last save of the job.
     """
 
-    def __init__(self, group: Callable[[], Communicator]) -> None:
-        self.group = group
+    def __init__(self, background_communicator: Callable[[], Communicator]) -> None:
+        """Create the state of background saves. Nothing is allocated before the first save.
+
+        ``background_communicator`` returns the communicator that only background saves use.
+        """
+        self.background_communicator = background_communicator
         self.buffers = StagingBuffers()
         self.pending: PendingSave | None = None
         self.files = ExitStack()

@@ -69,7 +69,10 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
 
 
 def _check_is_file(request: str, target: Path) -> None:
-    """Raise a CheckpointError if ``target`` exists and is not a file."""
+    """Raise a CheckpointError if ``target`` exists and is not a file.
+
+    ``request`` is what the user asked for, for the error.
+    """
     if target.is_file() or not target.exists():
         return
     kind = "device or a pipe"
@@ -190,7 +193,8 @@ def _convert_errors(
 ) -> Iterator[None]:
     """Raise an ``error_class`` in place of an error of the block that fabric does not define.
 
-    The new error's problem is ``problem``, followed by the class and the first line of the error.
+    The new error has the other arguments. Its problem is ``problem``, followed by the class and the
+    first line of the error of the block.
     """
     try:
         yield

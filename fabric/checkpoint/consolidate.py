@@ -93,10 +93,14 @@ def consolidate(
 
 
 def _default_output(source: Location, is_folder: bool) -> Path:
-    """Return the path beside a sharded checkpoint, or in the working folder for a remote one."""
+    """Return the path beside a sharded checkpoint, or in the working folder for a remote one.
+
+    ``source`` is the sharded checkpoint. ``is_folder`` is whether the output is a folder of
+    weights.
+    """
     base = source
     if not isinstance(source, Path):
-        base = source.name
+        base = source.name  # a RemotePath
     suffix = "-weights" if is_folder else ".pt"
     return Path(os.path.abspath(base) + suffix)
 
@@ -178,9 +182,10 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
 
 
 def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file of full tensors, by name.
+    """Write one safetensors file of full tensors, given by name.
 
-    The format has no shared memory: tied tensors are written twice.
+    The format has no shared memory: tied tensors are written twice. ``request`` is what the user
+    asked for, for errors.
     """
     chunks = {}
     for name, tensor in tensors.items():

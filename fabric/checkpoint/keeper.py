@@ -115,6 +115,11 @@ class Checkpoints:
         keep: int,
         best: _Best,
     ) -> None:
+        """Lock the folder and remove what killed jobs left. ``fabric.checkpoints`` calls it.
+
+        Collective. ``running_session(call)`` returns the session of the job. The other arguments
+        are those of ``fabric.checkpoints``.
+        """
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._running_session = running_session
         self._keep = keep
@@ -190,6 +195,7 @@ class Checkpoints:
 
         The names are known only after the end of a background save, which may have failed.
         """
+        # After its error was raised once, a failed save is not mentioned again.
         if self._pending is not None and not self._pending.is_raised:
             self._pending.wait()
         name = self._latest_and_best().get(title)
@@ -339,12 +345,14 @@ class Checkpoints:
         """
 
         def publish_on_first_rank() -> None:
-            if self._folder is not None:
-                texts = self._latest_and_best()
-                if metrics_files is not None:
-                    texts.update(metrics_files)
-                self._folder.publish(texts, self._stale)
+            if self._folder is None:
+                return  # only rank 0 has a folder
+            texts = self._latest_and_best()
+            if metrics_files is not None:
+                texts.update(metrics_files)
+            self._folder.publish(texts, self._stale)
 
+        # Raises on every rank if rank 0 fails. The stale checkpoints are then removed next time.
         run_on_all_ranks(communicator, self._request, publish_on_first_rank)
         self._stale.clear()
 
@@ -352,6 +360,7 @@ class Checkpoints:
         """Return the names of the checkpoints ``latest`` and ``best``, if there are any."""
         names: dict[str, str] = {}
         if self._metrics:
+            # The dict has the newest checkpoint last.
             names["latest"] = next(reversed(self._metrics))
         best_checkpoint = self._best_checkpoint()
         if best_checkpoint is not None:
@@ -490,6 +499,11 @@ class _RunFolder:
     def __init__(
         self, request: str, path: Location, io: CheckpointIO, job_files: ExitStack
     ) -> None:
+        """Create and lock the folder of a run until the end of the job.
+
+        ``request`` is what the user asked for, for errors. ``io`` is the format of the checkpoints.
+        ``job_files`` is closed at the end of the job, which releases the lock.
+        """
         self._request = request
         self._path = path
         self._io = io

@@ -89,18 +89,6 @@ class _Target(NamedTuple):
     stored_names: dict[str, str]
 
 
-class _FinishedFile(NamedTuple):
-    """A data file of a save that no process is writing.
-
-    Attributes:
-        path: the file.
-        save_id: the ID of the save.
-    """
-
-    path: Location
-    save_id: str
-
-
 class ShardedCheckpoint:
     """The sharded format: one folder per checkpoint, in which each rank writes its own shards.
 
@@ -214,8 +202,9 @@ def _write_on_all_ranks(
 ) -> T:
     """Return ``step(*args)`` of this rank, or raise on every rank if the step fails on any rank.
 
-    Collective. Unlike :func:`run_on_all_ranks`, it converts errors of torch and the file system, as
-    :func:`write_errors` does. ``step`` itself must not be collective.
+    Collective over ``communicator``. Unlike :func:`run_on_all_ranks`, it converts errors of torch
+    and the file system, as :func:`write_errors` does. ``step`` itself must not be collective.
+    ``request`` is what the user asked for, for errors.
     """
 
     def convert_errors() -> T:
@@ -240,7 +229,8 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
     """Yield a folder to fill, and the index file to write last. See ``[Note: commit of a folder]``.
 
     If several processes fill the folder, one of them calls this. The end of the block commits the
-    save. When the block raises, the checkpoint is unchanged.
+    save. When the block raises, the checkpoint is unchanged. ``request`` is what the user asked
+    for, for errors.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
@@ -270,8 +260,9 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
             yield _FolderSave(target, save_id, index)
         is_committed = True
     finally:
-        # Files that cannot be removed or renamed now are still found, and the next save tries
-        # again.
+        # After the commit, clean() removes the files of older saves and renames the new files.
+        # After an error, it removes the new files. Files that cannot be removed or renamed now are
+        # still found, and the next save tries again.
         with suppress(OSError):
             clean(target)
             if is_new and not is_committed:
@@ -323,6 +314,7 @@ def _chunks_of_files(
     """Return the chunks that this rank writes, by tensor name for each of its files.
 
     A safetensors file holds one chunk of each tensor: the n-th file has the n-th chunk of each.
+    ``target`` has the names of the tensors to write. ``tensors`` are the tensors of this rank.
     """
     chunks_of_files: list[dict[str, Chunk]] = []
     # Tensors with the same memory have the same stored name, which is written once.
@@ -486,7 +478,8 @@ def clean(folder: Location) -> None:
     save, in case the last one was interrupted. The index names the committed save. Files that a
     process is still writing stay.
     """
-    finished_files: list[_FinishedFile] = []
+    # The ID of the save of each data file that no process is writing.
+    finished_files: dict[Location, str] = {}
     for path in folder.iterdir():
         match = DATA_NAME.fullmatch(path.name)
         if match is None:
@@ -498,14 +491,14 @@ def clean(folder: Location) -> None:
             is_being_written = (folder / f".{INDEX}.{save_id}.tmp").exists()
             if is_being_written or not path.is_file():
                 continue
-        finished_files.append(_FinishedFile(path, save_id))
+        finished_files[path] = save_id
     # The index is read after the listing. Otherwise a save that another process commits in between
     # would lose its files.
     committed_id = ""
     if (folder / INDEX).is_file():
         index = read_index("save a sharded checkpoint", folder)
         committed_id = index.save_id
-    for path, save_id in finished_files:
+    for path, save_id in finished_files.items():
         # Another process may have removed or renamed the file.
         with suppress(FileNotFoundError):
             if save_id != committed_id:

@@ -105,7 +105,10 @@ class StateDicts:
         return uncompiled_state(self.strategy.get_module_state_dict(prepared, sharded=True))
 
     def load_module(self, module: nn.Module, content: State, strict: bool) -> None:
-        """Load a state as :meth:`of_module` returns it, or a full one, into a module."""
+        """Load a state as :meth:`of_module` returns it, or a full one, into a module.
+
+        ``strict`` is whether a name that is missing on either side is an error.
+        """
         prepared = self.prepared_module(module)
         expected = self.strategy.get_module_state_dict(prepared, sharded=True)
         # The names of the prepared module, which may contain wrapper modules of torch.compile.

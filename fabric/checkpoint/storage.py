@@ -15,7 +15,7 @@ import secrets
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -117,13 +117,6 @@ class RemotePath:
             file.flush()
             self.files.put_file(file.name, self.path)
 
-    @contextmanager
-    def local_copy(self) -> Iterator[Path]:
-        """Yield a local copy, removed after the block; memory mappings of the copy remain valid."""
-        with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
-            self.files.get_file(self.path, file.name)
-            yield Path(file.name)
-
     def _type(self) -> str | None:
         """Return ``"file"``, ``"directory"``, or None if there is nothing at this path."""
         # fsspec caches listings, which change when replace() or another process writes.
@@ -193,14 +186,18 @@ def _remote_path(url: str) -> RemotePath:
     return RemotePath(url, files, path)
 
 
-def local_copy(path: Location) -> AbstractContextManager[Path]:
-    """Return a context in which the content of ``path`` is in a local file.
+@contextmanager
+def local_copy(path: Location) -> Iterator[Path]:
+    """Yield a local file with the content of ``path``: the file itself, or a temporary copy.
 
-    Memory mappings of the file outlive the context.
+    A copy is removed after the block. Memory mappings of the file remain valid.
     """
-    if isinstance(path, RemotePath):
-        return path.local_copy()
-    return nullcontext(path)
+    if isinstance(path, Path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
+        path.files.get_file(path.path, file.name)
+        yield Path(file.name)
 
 
 def not_found(request: str, path: Location, kind: str) -> CheckpointError:
