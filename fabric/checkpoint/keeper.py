@@ -126,7 +126,7 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         # Names of checkpoints that the next _publish() removes.
         self._stale: list[str] = []
-        with running_session("checkpoints").checkpoints("setup") as coordinator:
+        with running_session("checkpoints").checkpoints(phase="setup") as coordinator:
             # A pending save may write to this folder.
             coordinator.join_pending()
             communicator = coordinator.communicator
@@ -139,7 +139,8 @@ class Checkpoints:
             return locate(folder)
 
         self._path = run_on_all_ranks(communicator, self._request, validate)
-        # The name of the metric of the best checkpoint, and a comparison of two of its values.
+        # The name of the metric of the best checkpoint, and a function that returns whether a value
+        # of the metric is at least as good as another value.
         self._best_metric: str | None = None
         self._is_as_good: Callable[[float, float], bool] = operator.ge
         if best is not None:
@@ -152,7 +153,7 @@ class Checkpoints:
         )
         # The metrics of each checkpoint by name, the oldest first. The same on all ranks.
         self._metrics: dict[str, _Metrics] = communicator.broadcast_object(metrics, 0)
-        # The number of the last save, which its name begins with.
+        # The number of the last save. The name of each checkpoint begins with its number.
         newest_name = max(self._metrics, default="0")
         self._number = int(newest_name.partition("-")[0])
         # A killed job may have left text files that name older checkpoints.
@@ -195,7 +196,7 @@ class Checkpoints:
 
         The names are known only after the end of a background save, which may have failed.
         """
-        # After its error was raised once, a failed save is not mentioned again.
+        # is_raised says that the save has ended, and that a caller has received its error, if any.
         if self._pending is not None and not self._pending.is_raised:
             self._pending.wait()
         name = self._latest_and_best().get(title)
@@ -228,7 +229,7 @@ class Checkpoints:
                 untouched.
         """
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
-        with self._running_session("save").checkpoints("save") as coordinator:
+        with self._running_session("save").checkpoints(phase="save") as coordinator:
             step_here = run_on_all_ranks(
                 self._communicator, request, self._validate, request, step, metrics
             )
@@ -412,7 +413,7 @@ class Checkpoints:
                 ``state``. Nothing has been changed.
         """
         skipped: list[str] = []
-        with self._running_session("load").checkpoints("load") as coordinator:
+        with self._running_session("load").checkpoints(phase="load") as coordinator:
             coordinator.join_pending()
             name = self._load_newest(coordinator, state, skipped)
         if name is None:

@@ -115,7 +115,7 @@ class StateDicts:
         renamed = uncompiled_state(content, expected)
         self.strategy.load_module_state_dict(prepared, renamed, strict)
 
-    def full(self, content: PlainState) -> PlainState:
+    def gather_shards(self, content: PlainState) -> PlainState:
         """Return content with full tensors in place of shards. Collective.
 
         It runs no code of the user, so that it does not fail on one rank alone.
@@ -139,11 +139,12 @@ class StateDicts:
                 content[name] = self.of_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
-        # Called for its error: full() would never return from a collection that contains itself.
+        # Called for its error: in a collection that contains itself, gather_shards() would never
+        # return.
         to_json(content, _refuse_loop)
         return content
 
-    def full_copy(self, module_state: State, is_first: bool) -> PlainState:
+    def copy_full_tensors(self, module_state: State, is_first: bool) -> PlainState:
         """Return the full tensors of a module's state, copied to the CPU. Collective.
 
         Args:
@@ -157,7 +158,7 @@ class StateDicts:
         copies: dict[Any, Any] = {}
         for name, value in module_state.items():
             # One full tensor at a time, to bound the memory. Every rank takes part.
-            full = self.full({name: value})[name]
+            full = self.gather_shards({name: value})[name]
             if not is_first:
                 continue
             # Values with the same memory, such as tied weights, get the same copy.

@@ -146,6 +146,7 @@ def locate(path: str | os.PathLike[str]) -> Any:
         return Path(text).absolute()  # a path without a scheme
     if match["scheme"] in ("file", "local"):
         return Path(match["path"]).absolute()
+    # Without a slash at the end, the last component is the name.
     return _remote_path(text.rstrip("/"))
 
 
