@@ -103,8 +103,11 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
 
     def convert(path: KeyPath, item: PlainValue) -> Json:
         """Replace a tensor by its name, if it can be stored separately. Refuse other values."""
-        is_tensor = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
-        if not is_tensor or ... in path or not _is_dense(item):
+        is_dtensor = hasattr(item, "full_tensor")
+        is_tensor = type(item) in (Tensor, nn.Parameter) or is_dtensor
+        # A load cannot fill in a tensor whose path has an ellipsis, see [Note: key path].
+        can_be_filled_in = ... not in path
+        if not is_tensor or not can_be_filled_in or not _is_dense(item):
             return _tensor_to_json(path, item)
         name = ".".join(map(str, path))
         # {"a.b": x} and {"a": {"b": y}} would get the same name. safetensors uses "__metadata__"
