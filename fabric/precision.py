@@ -1,11 +1,15 @@
-"""The dtypes of parameters, computation and outputs: one row of a table for each precision.
+"""Precisions: the dtypes of parameters, computation and outputs.
 
-[Note: Precision] A ``*-true`` precision keeps everything in one dtype: parameters are converted in
-``setup`` and floating inputs are cast to the parameters' dtype. ``32-true`` converts nothing: the
-parameters keep the dtype in which the model was built or loaded, usually float32, and inputs are
-cast to that dtype. A ``*-mixed`` precision keeps float32 parameters and runs the forward pass under
-:class:`torch.autocast`. 16-bit outputs are returned as float32. Integers and booleans are never
-cast.
+[Note: Precision] The table ``PRECISIONS`` has a row for each precision.
+
+* A ``*-true`` precision uses one dtype: ``setup`` converts the parameters to this dtype, and
+  floating inputs of a forward pass are cast to it.
+* ``32-true`` converts no parameters. They keep the dtype in which the model was built or loaded,
+  usually float32, and floating inputs are cast to this dtype.
+* A ``*-mixed`` precision keeps float32 parameters, and runs the forward pass under
+  :class:`torch.autocast`. 16-bit outputs are returned as float32.
+
+Integers and booleans are never cast.
 """
 
 import math
@@ -52,7 +56,7 @@ PrecisionName = (
     | EntryPoint
 )
 
-# The method of modules that converts floating tensors to a dtype.
+# The names of the methods of nn.Module that convert floating parameters and buffers to a dtype.
 _CONVERTERS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -82,22 +86,28 @@ class LossScale:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
+        """Raise a ConfigurationError if a setting is invalid."""
         mantissa, exponent = math.frexp(self.init_scale)
-        if mantissa != 0.5 or not -125 <= exponent <= 128:
-            expected = "a power of two in the range of float32, such as 2.0**16"
+        # frexp(2.0**n) is (0.5, n + 1).
+        is_power_of_two = mantissa == 0.5
+        is_in_range = -126 <= exponent - 1 <= 127  # of normal float32 numbers
+        if not is_power_of_two or not is_in_range:
             raise ConfigurationError(
-                f"LossScale(init_scale={self.init_scale!r})", expected=expected
+                f"LossScale(init_scale={self.init_scale!r})",
+                expected="a power of two in the range of float32, such as 2.0**16",
             )
-        if type(self.growth_interval) is not int or not 1 <= self.growth_interval < 2**31:
-            expected = "a number of steps, at least 1, such as 2000"
+        # Not isinstance(), since a bool would be an int. The kernel counts steps in 32 bits.
+        is_integer = type(self.growth_interval) is int
+        if not is_integer or not 1 <= self.growth_interval < 2**31:
             raise ConfigurationError(
-                f"LossScale(growth_interval={self.growth_interval!r})", expected=expected
+                f"LossScale(growth_interval={self.growth_interval!r})",
+                expected="a number of steps, at least 1 and below 2**31, such as 2000",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of one training setup.
+    """The dtypes of parameters, computation and outputs of a job.
 
     A subclass may override :meth:`convert_module` and :meth:`forward_context`. Both are called
     under every strategy, whatever the dtypes of the precision are.
@@ -128,19 +138,22 @@ class Precision:
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        self._check_dtype("param_dtype", tuple(_CONVERTERS))
+        """Raise a ConfigurationError if a dtype cannot be used."""
+        convertible_dtypes = tuple(_CONVERTERS)
+        self._check_dtype("param_dtype", convertible_dtypes)
         self._check_dtype("compute_dtype", _AUTOCAST_DTYPES)
-        self._check_dtype("reduce_dtype", tuple(_CONVERTERS))
-        self._check_dtype("output_dtype", tuple(_CONVERTERS))
+        self._check_dtype("reduce_dtype", convertible_dtypes)
+        self._check_dtype("output_dtype", convertible_dtypes)
 
-    def _check_dtype(self, field: str, expected: tuple[torch.dtype, ...]) -> None:
+    def _check_dtype(self, field: str, supported_dtypes: tuple[torch.dtype, ...]) -> None:
+        """Raise a ConfigurationError unless a field is None or one of the supported dtypes."""
         dtype = getattr(self, field)
-        if dtype is None or dtype in expected:
+        if dtype is None or dtype in supported_dtypes:
             return
         raise ConfigurationError(
             f"Precision(name={self.name!r}, {field}={dtype!r})",
             problem="torch does not train in this dtype",
-            expected=f"{', '.join(map(str, expected))} or None",
+            expected=f"{', '.join(map(str, supported_dtypes))} or None",
             suggestion="None, and a subclass that overrides convert_module and forward_context",
         )
 
@@ -148,13 +161,15 @@ class Precision:
         """Convert the floating parameters and buffers of a module to ``param_dtype``, in place.
 
         ``setup`` calls it for every module, before the module moves to its device and before the
-        strategy prepares it. Complex tensors are not converted.
+        strategy prepares it. Complex tensors are not converted. Does nothing if ``param_dtype`` is
+        None.
 
         Args:
             module: the user's module.
         """
         if self.param_dtype is not None:
-            # Not module.to(dtype), which drops the imaginary part of complex tensors.
+            # For example module.half(). module.to(dtype) would drop the imaginary part of complex
+            # tensors.
             convert = getattr(module, _CONVERTERS[self.param_dtype])
             convert()
 
@@ -174,10 +189,14 @@ class Precision:
 
     @property
     def has_own_context(self) -> bool:
-        """Whether a subclass overrides :meth:`forward_context`."""
+        """Whether a subclass overrides :meth:`forward_context`.
+
+        FSDP must then enter the context.
+        """
         return type(self).forward_context is not Precision.forward_context
 
 
+# The fields that the mixed precisions share.
 _MIXED: Any = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
 _ROWS = (
     Precision(name="32-true"),
@@ -192,13 +211,13 @@ PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16":
 
 
 def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
-    """Return the precision of a name, an alias or an entry point. None is ``32-true``.
+    """Return the precision of a name, an alias or an entry point. None means ``32-true``.
 
     A :class:`Precision` is returned unchanged.
 
     Raises:
-        ConfigurationError: there is no precision of that name. The text lists those that exist.
-        ArgumentTypeError: an entry point is neither a precision nor a class of one.
+        ConfigurationError: there is no precision of that name. The message lists the names.
+        ArgumentTypeError: an entry point neither is nor returns a precision.
     """
     if isinstance(precision, Precision):
         return precision
@@ -206,22 +225,25 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
     name = PRECISION_ALIASES.get(name, name)
     if name in PRECISIONS:
         return PRECISIONS[name]
-    # Only for other names: it takes milliseconds to read what all installed packages declare.
+    # Looked up last: to read the entry points of all installed packages takes milliseconds.
     plugins = {plugin.name: plugin for plugin in entry_points(group="fabric.precisions")}
     if name not in plugins:
-        expected = ", ".join(map(repr, (*PRECISIONS, *PRECISION_ALIASES, *plugins)))
+        names = (*PRECISIONS, *PRECISION_ALIASES, *plugins)
         raise ConfigurationError(
-            f"precision={precision!r}", problem="there is no such precision", expected=expected
+            f"precision={precision!r}",
+            problem="there is no such precision",
+            expected=", ".join(map(repr, names)),
         )
     loaded = plugins[name].load()
+    # An entry point may be a precision, a class of precisions, or a function.
     if callable(loaded):
         loaded = loaded()
     if not isinstance(loaded, Precision):
         raise ArgumentTypeError(
             f"precision={precision!r}",
             problem=f"its entry point {plugins[name].value!r} is of type {type(loaded).__name__}",
-            expected="a fabric.precision.Precision, or a subclass or function that returns one "
-            "without arguments",
+            expected="a fabric.precision.Precision, or a subclass or function that returns a "
+            "precision when it is called without arguments",
         )
     return loaded
 
@@ -229,19 +251,21 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
 def cast_inputs(
     dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the floating tensors among the arguments of a forward pass to ``dtype``.
+    """Return the arguments of a forward pass with all floating tensors cast to ``dtype``.
 
-    Positional tensors that need no cast take one check each, and nothing is allocated for them.
+    Called in every forward pass. If all arguments are positional tensors that need no cast, the
+    arguments are returned unchanged after one check of each tensor, and nothing is allocated.
     """
-    needs_map = bool(kwargs)
+    # Keyword arguments and containers are not searched: casting them allocates in any case.
+    needs_cast = bool(kwargs)
     for value in args:
         if not isinstance(value, Tensor):
-            needs_map = True
+            needs_cast = True
             break
         if value.dtype is not dtype and value.is_floating_point():
-            needs_map = True
+            needs_cast = True
             break
-    if not needs_map:
+    if not needs_cast:
         return args, kwargs
     cast = partial(_cast_floating, dtype)
     return map_tensors(cast, args), map_tensors(cast, kwargs)
@@ -254,11 +278,12 @@ def _cast_floating(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 
 def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
-    """Cast the 16-bit floating tensors in the output of a forward pass to ``dtype``.
+    """Return the output of a forward pass with all 16-bit floating tensors cast to ``dtype``.
 
-    Everything else is returned unchanged.
+    Everything else in the output is returned unchanged.
     """
     if not isinstance(output, Tensor):
+        # Called again for each tensor in the container.
         return map_tensors(partial(cast_outputs, dtype), output)
     if output.dtype not in (torch.float16, torch.bfloat16):
         return output

@@ -1,4 +1,4 @@
-"""The runtime of one process of a job: rank, device, and connection to the other processes."""
+"""The runtime of one process of a job: its device and its connection to the other processes."""
 
 import sys
 import time
@@ -40,10 +40,13 @@ DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 @dataclass(kw_only=True, eq=False)
 class Runtime:
-    """One process of a job while it runs.
+    """The device of one process of a job, and the connection to the other processes.
+
+    ``Strategy.setup_environment`` calls :meth:`start`, and ``Strategy.teardown`` calls
+    :meth:`close`.
 
     Attributes:
-        world: the rank of this process and its place in the job.
+        world: the rank of this process and the number of processes.
         accelerator: the kind of the device.
         devices: the devices of this node, in the order of local ranks. A strategy that drives
             several devices from one process has all its devices here.
@@ -56,11 +59,12 @@ class Runtime:
         watchdog: how long a rank waits for others before a hang report is printed. Zero disables
             the report.
         device: the device of this process.
-        communicator: the collectives over all processes of the job, once :meth:`start` has
-            returned.
+        communicator: the collectives over all processes of the job. Before :meth:`start`, and if
+            the processes do not communicate, it is a communicator of this process alone.
         store: the values that the ranks share.
         meshes: the meshes that :meth:`mesh` has made, by their names and sizes.
-        recorder: the recorder of what this process is doing. None if there is no other process.
+        recorder: records the collectives and the phases of this process. None if there is no other
+            process.
         reporter: the thread that prints hang reports. None if there is no other process, or no
             store connection for the reports.
     """
@@ -74,76 +78,94 @@ class Runtime:
     timeout: timedelta = DEFAULT_TIMEOUT
     check_collectives: bool = False
     watchdog: timedelta = DEFAULT_WATCHDOG
-    # The runtimes of this process that share the process group which one of them made. The last one
-    # that closes destroys the group.
-    _users: ClassVar[WeakSet["Runtime"]] = WeakSet()
+    # The started runtimes of this process that use a process group which a runtime created. The
+    # last one to close destroys the group. Empty if the group is the user's own.
+    _sharers_of_group: ClassVar[WeakSet["Runtime"]] = WeakSet()
 
     def __post_init__(self) -> None:
-        # A scheduler may show each process only its own device.
+        # A scheduler may hide from each process all devices but its own. Then `devices` has one
+        # element, although the local rank is larger than 0.
         self.device = self.devices[self.world.local_rank % len(self.devices)]
+        # start() replaces the store and the communicator if there are other processes.
         self.store = JobStore(dist.HashStore(), 0, 1)
         self.communicator: Communicator = LocalCommunicator(self.device)
         self.recorder: FlightRecorder | None = None
         self.reporter: HangReporter | None = None
         self._is_started = False
-        self._background: dict[str, Communicator] = {}
+        self._background_communicators: dict[str, Communicator] = {}
+        # Closes the threads that start() has started.
         self._closers = ExitStack()
-        self._node_group: Communicator | None = None
+        self._node_communicator: Communicator | None = None
         self.meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     def start(
         self, communicator: Communicator | None = None, store: dist.Store | None = None
     ) -> None:
-        """Take the device and connect to the other processes.
+        """Make the device the current one, and connect to the other processes.
 
         Collective if the processes of the job communicate: returns once all are connected.
 
         Args:
-            communicator: the collectives over all ranks, if the caller has connected the ranks.
-                None, the default: the runtime connects them.
-            store: the store that the caller's ranks share. None, the default: the runtime finds
-                one.
+            communicator: the collectives over all ranks, if the caller has connected the ranks, as
+                threads in tests are. None, the default, lets the runtime connect them.
+            store: the store that the caller's ranks share. None, the default, lets the runtime find
+                or create one.
         """
         self.accelerator.activate(self.device)
         self._is_started = True
-        if communicator is None:
+        is_connected_by_caller = communicator is not None
+        if not is_connected_by_caller:
             self._set_rank_of_lightning_utilities()
             if not self.connects_processes:
                 return
         rank = self.world.rank
         size = self.world.world_size
         with announce_wait(rank, size, self.watchdog):
-            shared_store = store or self._connect()
-        self.store = JobStore(shared_store, rank, size)
-        if communicator is not None:
-            self.communicator = communicator
-        else:
-            self.communicator = ProcessGroupCommunicator(None, self.device, self.timeout)
+            if store is None:
+                store = self._connect()
+        self.store = JobStore(store, rank, size)
+        if communicator is None:
+            communicator = ProcessGroupCommunicator(None, self.device, self.timeout)
+        self.communicator = communicator
         if size == 1:
             return
-        if communicator is None:
-            self.reporter = self._start_reporter(shared_store)
+        if not is_connected_by_caller:
+            self.reporter = self._start_reporter(store)
         if self.reporter is not None:
+            # The reporter has made the recorder that its thread reads.
             self.recorder = self.reporter.recorder
         else:
             self.recorder = FlightRecorder()
         if self.check_collectives:
-            self._add_checker(self.recorder, shared_store)
+            self._add_checker(self.recorder, store)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 
     def _set_rank_of_lightning_utilities(self) -> None:
-        """Set the rank that the rank-zero functions of other libraries read."""
-        # The module is looked up and not imported: an import would take as long as a launch.
+        """Set the rank that ``rank_zero_only`` of the package ``lightning_utilities`` reads.
+
+        Libraries such as torchmetrics use its functions to print on rank 0 only. Does nothing if
+        the package is not imported.
+        """
+        # Looked up instead of imported: the import takes as long as the start of a job.
         utilities = sys.modules.get("lightning_utilities.core.rank_zero")
         if not utilities:
             return
-        # A job of one process inside a rank of another job does not change that rank.
-        if self.connects_processes or not hasattr(utilities.rank_zero_only, "rank"):
+        # A process of a job may run a second Fabric for itself alone. Its rank 0 must not replace
+        # the rank in the job.
+        has_rank = hasattr(utilities.rank_zero_only, "rank")
+        if self.connects_processes or not has_rank:
             utilities.rank_zero_only.rank = self.world.rank
 
-    def _start_reporter(self, shared_store: dist.Store) -> HangReporter | None:
-        """Start the thread of the hang reports, if the store allows a connection for it."""
-        connection = connect_again(shared_store, is_required=bool(self.watchdog))
+    def _start_reporter(self, store: dist.Store) -> HangReporter | None:
+        """Start the thread that prints hang reports, and return its reporter.
+
+        Return None if the store allows no second connection and the watchdog is off. The thread
+        needs a connection of its own, since the main thread may block the first one.
+
+        Args:
+            store: this job's part of the store that the ranks share.
+        """
+        connection = connect_again(store, is_required=bool(self.watchdog))
         if connection is None:
             return None
         reporter = HangReporter(
@@ -156,13 +178,20 @@ class Runtime:
         reporter.start()
         return reporter
 
-    def _add_checker(self, recorder: FlightRecorder, shared_store: dist.Store) -> None:
-        """Add checked mode to the recorder."""
-        # Imported here: few programs need the file.
+    def _add_checker(self, recorder: FlightRecorder, store: dist.Store) -> None:
+        """Have the recorder compare each collective and phase of the ranks before it runs.
+
+        Args:
+            recorder: the recorder. Changed in place.
+            store: this job's part of the store that the ranks share.
+        """
+        # Imported here, since few programs use checked mode.
         from fabric.diagnostics.checker import CollectiveChecker
 
-        store = dist.PrefixStore("checks", shared_store)
-        checker = CollectiveChecker(store, self.world.rank, self.world.world_size, self.timeout)
+        checker_store = dist.PrefixStore("checks", store)
+        checker = CollectiveChecker(
+            checker_store, self.world.rank, self.world.world_size, self.timeout
+        )
         recorder.checks = (checker.check,)
         recorder.phase_checks = (checker.check_phase,)
         self._closers.callback(checker.close)
@@ -170,80 +199,88 @@ class Runtime:
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """Return the collectives over a process group of torch. Not a collective.
 
-        They are recorded and checked if the collectives of the job are.
+        Its collectives are recorded and checked like those of ``communicator``.
         """
-        inner = ProcessGroupCommunicator(group, self.device, self.timeout)
+        group_communicator = ProcessGroupCommunicator(group, self.device, self.timeout)
         if self.recorder is None:
-            return inner
+            return group_communicator
         ranks = dist.get_process_group_ranks(group)
-        return RecordedCommunicator(inner, self.recorder, f"torch {group.group_name}", ranks)
+        # Hang reports show this name. "torch" sets it apart from the groups of communicators.
+        name = f"torch {group.group_name}"
+        return RecordedCommunicator(group_communicator, self.recorder, name, ranks)
 
     def background_communicator(self, purpose: str = "saves") -> Communicator:
-        """Return collectives over all processes for a thread beside the training loop.
+        """Return collectives over all processes, on the CPU, for a thread beside the training loop.
 
-        They use the CPU, in a group for each purpose.
+        Collective if it is called for the first time for a purpose.
 
-        Collective the first time that it is called for a purpose.
+        Args:
+            purpose: what the thread does. Each purpose has a group of its own, so that collectives
+                of different threads do not mix.
         """
-        if purpose not in self._background:
+        if purpose not in self._background_communicators:
             if self.connects_processes and self.device.type != "cpu":
-                # Concurrent collectives on one device can deadlock. Objects need no device.
+                # Two threads that issue collectives on one GPU can deadlock. So the group is on the
+                # CPU.
                 group = dist.new_group(timeout=self.timeout, backend="gloo")
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
                 communicator = self.communicator_over(group)
             else:
                 communicator = self.communicator.new_group(range(self.communicator.size))
             assert communicator, "every rank is a member"
-            self._background[purpose] = communicator
-        return self._background[purpose]
+            self._background_communicators[purpose] = communicator
+        return self._background_communicators[purpose]
 
     def node_communicator(self) -> Communicator:
         """Return the collectives over all processes of this node.
 
-        Collective the first time that it is called in a job of several nodes.
+        Collective if it is called for the first time in a job of several nodes.
         """
         if self.world.num_nodes == 1:
             return self.communicator
-        if self._node_group is None:
-            self._node_group = self._new_node_group()
-        return self._node_group
+        if self._node_communicator is None:
+            self._node_communicator = self._new_node_communicator()
+        return self._node_communicator
 
-    def _new_node_group(self) -> Communicator:
-        """Make a group for each node, and return the group of this node."""
+    def _new_node_communicator(self) -> Communicator:
+        """Create a group for each node, and return the group of this node. Collective."""
+        node_of_rank = self.communicator.gather_objects(self.world.node_rank)
         ranks_of_node: dict[int, list[int]] = {}
-        nodes = self.communicator.gather_objects(self.world.node_rank)
-        for rank, node in enumerate(nodes):
+        for rank, node in enumerate(node_of_rank):
             ranks_of_node.setdefault(node, []).append(rank)
-        node_group = None
-        # Every rank takes part in making all groups, in the same order.
+        node_communicator = None
+        # torch requires that every rank creates all groups, in the same order.
         for node in sorted(ranks_of_node):
-            group = self.communicator.new_group(ranks_of_node[node])
-            if group:
-                node_group = group
-        assert node_group is not None, "every rank is on a node"
-        return node_group
+            communicator = self.communicator.new_group(ranks_of_node[node])
+            # The result is false if this rank is not in the group.
+            if communicator:
+                node_communicator = communicator
+        assert node_communicator is not None, "every rank is on a node"
+        return node_communicator
 
     def close(self) -> None:
-        """Release what :meth:`start` took, but not a process group that existed before.
+        """Disconnect from the other processes, and release cached memory of the device.
 
-        A second call does nothing.
+        A process group that existed before :meth:`start` is left open. A second call does nothing.
         """
         if not self._is_started:
             return
-        for group in self._background.values():
-            group.close()
-        if self._disconnect():
+        for communicator in self._background_communicators.values():
+            communicator.close()
+        must_destroy_group = self._disconnect()
+        if must_destroy_group:
             dist.destroy_process_group()
             # DDP keeps gloo's threads alive. A thread that still frees its last collective needs
-            # the interpreter, and aborts the process if the interpreter is being torn down. The
-            # wait is several times the interpreter's switch interval.
+            # the interpreter. If the process ends now, the thread finds the interpreter torn down,
+            # and aborts the process. The wait is several times the interpreter's switch interval of
+            # 5 ms.
             time.sleep(0.02)
         self.accelerator.release()
         if self.recorder is not None:
-            self.recorder.check_signatures()
+            self.recorder.check_signatures()  # raises if the ranks' last collectives differed
 
     def abort(self) -> None:
-        """Disconnect from the other processes without waiting for them, after an exception."""
+        """Disconnect from the other processes after an exception, without waiting for them."""
         if self._disconnect():
             abort_process_group()
 
@@ -253,52 +290,63 @@ class Runtime:
         The ranks are in order, and the last dimension varies fastest. The same sizes return the
         same object.
 
-        Collective the first time that a mesh is requested.
+        Collective if it is called for the first time with these sizes.
         """
         key = tuple(sizes.items())
         if key not in self.meshes:
-            with real_tensors():  # in a dry run, too
+            # The mesh reads the values of its tensor of ranks, which a dry run would make fake.
+            with real_tensors():
                 mesh = dist.init_device_mesh(
                     self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
                 )
             for group in mesh.get_all_groups():
-                # The group of all processes keeps its timeout, which a user may have set.
+                # A mesh of one dimension uses the group of all processes. The group may be the
+                # user's own, and keeps its timeout.
                 if group is not dist.group.WORLD:
                     set_group_timeout(group, self.timeout)
             self.meshes[key] = mesh
         return self.meshes[key]
 
     def _disconnect(self) -> bool:
-        """Close all but the process group. Return whether the caller must close the group."""
+        """Release everything but the process group.
+
+        Returns:
+            Whether the caller must close the process group: a runtime has created the group, and no
+            other runtime of this process uses the group any more.
+        """
         self._closers.close()
-        owns_group = self in self._users
-        self._users.discard(self)
+        used_group_of_runtime = self in self._sharers_of_group
+        self._sharers_of_group.discard(self)
         self._is_started = False
-        self._background.clear()
-        # A mesh of one dimension has no other group than the group of all processes.
+        self._background_communicators.clear()
+        # Only a mesh of several dimensions has created groups, to which caches refer by name.
         if any(mesh.ndim > 1 for mesh in self.meshes.values()):
             clear_mesh_caches()
         self.meshes.clear()
         self.store.close()
-        return owns_group and not self._users and dist.is_initialized()
+        return used_group_of_runtime and not self._sharers_of_group and dist.is_initialized()
 
     def _connect(self) -> dist.Store:
-        """Connect to the other processes, and return this runtime's part of the job's store."""
+        """Connect to the other processes, and return this runtime's part of the job's store.
+
+        Creates the default process group of torch unless one exists. Collective.
+        """
         world = self.world
-        is_connected = dist.is_initialized()
-        if is_connected:
+        has_process_group = dist.is_initialized()
+        if has_process_group:
             self._check_existing_group()
-            shared_store = default_store()
+            job_store = default_store()
         else:
-            shared_store = find_store(world, self.timeout)
-        # Several runtimes may follow each other in the processes of a job, each with its own
-        # prefix.
-        prefix = unused_key_prefix(shared_store, world, self.timeout)
-        store = dist.PrefixStore(f"fabric/{prefix}", shared_store)
+            job_store = find_store(world, self.timeout)
+        # Several runtimes may follow each other in the processes of a job. Each has a prefix of its
+        # own, so that it does not read the keys of an earlier one.
+        prefix = unused_key_prefix(job_store, world, self.timeout)
+        store = dist.PrefixStore(f"fabric/{prefix}", job_store)
         store.set_timeout(self.timeout)
-        if is_connected:
-            if self._users:
-                self._users.add(self)
+        if has_process_group:
+            if self._sharers_of_group:
+                # Another runtime has created the group. It must stay open until this one closes.
+                self._sharers_of_group.add(self)
             return store
         freeze_garbage_in_forks()
         dist.init_process_group(
@@ -309,19 +357,22 @@ class Runtime:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
-        self._users.add(self)
-        # gloo fails on a rank whose peer has connected, finished and closed before all are
-        # connected.
-        if store.add("connected", 1) == world.world_size:
+        self._sharers_of_group.add(self)
+        # A barrier through the store. gloo may still be connecting to other ranks in the
+        # background, and fails on a rank whose peer has finished and closed its connection in the
+        # meantime.
+        num_connected = store.add("connected", 1)
+        if num_connected == world.world_size:
             store.set("all connected", "yes")
         store.wait(["all connected"])
         return store
 
     def _check_existing_group(self) -> None:
-        """Check that the process group that exists is the group of this job.
+        """Check that torch's default process group, which exists already, fits this job.
 
         Raises:
-            ConfigurationError: its rank or size is another.
+            ConfigurationError: this process has another rank in the group, or the group has another
+                size.
         """
         rank = dist.get_rank()
         size = dist.get_world_size()
@@ -329,6 +380,7 @@ class Runtime:
             return
         raise ConfigurationError(
             f"a job of {self.world.world_size} processes, this one rank {self.world.rank}",
-            problem=f"torch.distributed has made this process rank {rank} of {size}",
+            problem="torch has a process group already, in which this process is rank "
+            f"{rank} of {size}",
             suggestion="dist.destroy_process_group() before launch()",
         )
