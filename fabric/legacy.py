@@ -1,9 +1,9 @@
 """Older names of strategies and their methods, for scripts that are not rewritten yet.
 
-Everything here gives a :class:`DeprecationWarning` with the modern spelling, at the line that uses
-it. Some methods take a *trainer*, which is any object with the attributes that the method needs:
-``model`` (a module), ``optimizers`` (an optimizer, or a sequence of them) or ``callback_metrics``
-(a dict).
+Each use of a name gives a :class:`DeprecationWarning` with the modern spelling. Some methods take
+a *trainer*. A trainer is any object with the attributes that the method needs: ``model`` (a
+module), ``optimizers`` (an optimizer, or a sequence of optimizers) or ``callback_metrics`` (a
+dict).
 """
 
 import pickle
@@ -32,8 +32,8 @@ from fabric.tree import map_tensors
 __all__ = ["DDPFullyShardedNativeStrategy", "DDPSpawnPlugin"]
 
 
-class _Mailbox(deque[Any]):
-    """A queue whose entries :meth:`DDPSpawnPlugin.spawn` sends from process 0 to its caller."""
+class _ResultQueue(deque[Any]):
+    """The type of :attr:`DDPSpawnPlugin.mp_queue`: a deque with the methods of a queue."""
 
     put = deque.append
     get = deque.popleft
@@ -43,18 +43,18 @@ class _SpawnResult(NamedTuple):
     """What process 0 sends to the process that called :meth:`DDPSpawnPlugin.spawn`.
 
     Attributes:
-        value: what the function returned, or None if the caller does not want it.
-        mail: the entries of ``mp_queue``.
-        weights: the state of the model that was set up. None without one.
+        value: what the function returned, or None if the caller does not want the value.
+        queue_entries: what process 0 has put into ``mp_queue``.
+        weights: the state dict of the model that was set up. None if no model was set up.
     """
 
     value: Any
-    mail: list[Any]
+    queue_entries: list[Any]
     weights: dict[str, Any] | None
 
 
 class _OlderMethods(ParallelStrategy):
-    """The methods that both of the older strategies had."""
+    """The deprecated methods that both of the older strategies had."""
 
     model: nn.Module | None = None
 
@@ -62,34 +62,38 @@ class _OlderMethods(ParallelStrategy):
     def setup(self, trainer: Any = None) -> None:
         """Prepare a trainer's model and optimizers, and keep the prepared module as :attr:`model`.
 
-        See :meth:`fabric.strategies.ParallelStrategy.setup`.
+        Collective. See :meth:`fabric.strategies.ParallelStrategy.setup`.
 
         Args:
-            trainer: an object with ``model`` and perhaps ``optimizers``. None takes :attr:`model`
-                of the strategy.
+            trainer: an object with ``model`` and perhaps ``optimizers``. None, the default,
+                prepares :attr:`model` of the strategy, without optimizers.
 
         Raises:
-            UsageError: the model is prepared already, or there is none.
+            UsageError: the model is prepared already, or there is no model.
             ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and
                 ``Fabric.backward``.
         """
-        _deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
+        _warn_deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
         if trainer is None:
             if self.model is None:
-                request = f"{type(self).__name__}.setup()"
                 raise UsageError(
-                    request, problem="there is no model", suggestion="strategy.model = model"
+                    f"{type(self).__name__}.setup()",
+                    problem="there is no model",
+                    suggestion="strategy.model = model",
                 )
             trainer = SimpleNamespace(model=self.model)
+        # Replaces trainer.model by the prepared module.
         super().setup(trainer)
         self.model = trainer.model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Set up ``trainer.optimizers`` of a set-up model.
+        """Set up ``trainer.optimizers``, whose model is set up already.
 
         Older form of :meth:`fabric.Fabric.setup_optimizers`.
         """
-        _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
+        _warn_deprecated(
+            "setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)"
+        )
         optimizers = as_list(trainer.optimizers)
         self.check_setup(None, optimizers)
         for optimizer in optimizers:
@@ -97,7 +101,7 @@ class _OlderMethods(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move :attr:`model` to this process's device, unless it has been set up."""
-        _deprecated(
+        _warn_deprecated(
             "model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too"
         )
         if self.model is not None and not self._is_prepared(self.model):
@@ -107,27 +111,31 @@ class _OlderMethods(ParallelStrategy):
     def block_backward_sync(
         self, module: nn.Module | None = None, enabled: bool = True
     ) -> AbstractContextManager[object]:
-        """Return ``no_backward_sync`` of a module, or of all set-up modules without an argument.
+        """Return ``no_backward_sync`` of a module, of which this is the older name.
 
-        Older name of ``no_backward_sync``.
+        Without a module, the context is for all modules that are set up.
         """
-        _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
+        _warn_deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
         if module is not None:
             module = prepared_module(module)
         return super().block_backward_sync(module, enabled)
 
     def model_sharded_context(self) -> AbstractContextManager[object]:
         """Return ``module_init_context()``, of which this is the older name."""
-        _deprecated("model_sharded_context()", "with fabric.init_module():")
+        _warn_deprecated("model_sharded_context()", "with fabric.init_module():")
         return self.module_init_context()
 
 
-def _step(name: str) -> Callable[..., Any]:
-    """Return the older method ``name`` of a strategy, which runs a forward pass."""
+def _make_older_step(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of an older strategy, which runs a forward pass of its module.
+
+    Args:
+        name: ``"training_step"`` or the like, which is also a method of the user's module.
+    """
 
     def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
         modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
-        _deprecated(f"{name}(...) of a strategy", modern)
+        _warn_deprecated(f"{name}(...) of a strategy", modern)
         if self.model is not None and self._is_prepared(self.model):
             prepared = self.model
         elif self._prepared_modules:
@@ -138,6 +146,8 @@ def _step(name: str) -> Callable[..., Any]:
                 problem="no module is set up",
                 suggestion=modern,
             )
+        # A FabricModule runs its module's methods inside a forward pass, as FSDP needs. Both
+        # arguments are the prepared module: the user's module is not known here.
         model = FabricModule(
             prepared,
             prepared,
@@ -146,7 +156,8 @@ def _step(name: str) -> Callable[..., Any]:
             hooks=Hooks(),
             contract=self.gradient_contract(prepared),
         )
-        return getattr(model, name)(*args, **kwargs)
+        method = getattr(model, name)
+        return method(*args, **kwargs)
 
     step.__name__ = name
     step.__doc__ = (
@@ -196,7 +207,7 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        _deprecated(
+        _warn_deprecated(
             "DDPSpawnPlugin(...)",
             'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for '
             "precision_plugin=",
@@ -213,99 +224,110 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             start_method="spawn",
             **options,
         )
-        self.mp_queue = _Mailbox()
-        # The state of the model that process 0 set up, on the CPU.
-        self._weights: dict[str, Any] | None = None
+        self.mp_queue = _ResultQueue()
+        # The state dict of the model in process 0, on the CPU. spawn() sets it for post_dispatch().
+        self._weights_of_process_0: dict[str, Any] | None = None
 
     def spawn(
         self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any
     ) -> Any:
         """Run ``function(*args, **kwargs)`` in a process for each parallel device.
 
-        The processes are connected by this strategy. The modern spelling is
-        ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose function gets the Fabric
-        as its first argument. Where this strategy is among the arguments, or the function is one of
-        its methods, each process has a copy of the strategy, and the copy is started: its
-        ``global_rank`` is the index of the process. With one device nothing is spawned, and the
+        This strategy connects the processes. If the strategy is among the arguments, or
+        ``function`` is one of its methods, each process has a started copy of the strategy, whose
+        ``global_rank`` is the index of the process. With one device no process is started, and the
         function runs in this process.
+
+        The modern spelling is ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose
+        function gets the Fabric as its first argument.
 
         Args:
             function: what every process runs.
-            *args: its arguments; they are pickled.
-            return_result: whether the result is returned.
-            **kwargs: its keyword arguments.
+            *args: the arguments of the function, which are pickled.
+            return_result: whether to return the result.
+            **kwargs: the keyword arguments of the function, which are pickled.
 
         Returns:
-            What ``function`` returned in process 0, tensors by value and on the CPU. None without
-            ``return_result``.
+            What ``function`` returned in process 0, with tensors copied to the CPU. None if
+            ``return_result`` is false.
 
         Raises:
-            ConfigurationError: the strategy has no parallel devices, which say how many processes
-                there are.
+            ConfigurationError: the strategy has no parallel devices, whose number is the number of
+                processes.
             RankFailedError: a process raised, exited early or was killed.
         """
         modern = 'Fabric(strategy="ddp_spawn", devices=2).launch(function)'
-        _deprecated("spawn(function)", modern)
+        _warn_deprecated("spawn(function)", modern)
         if not self.parallel_devices:
-            problem = (
-                "this strategy has no parallel_devices, so that the number of processes is unknown"
+            raise ConfigurationError(
+                f"spawn({function!r})",
+                problem="this strategy has no parallel_devices, so that the number of processes is "
+                "unknown",
+                suggestion=modern,
             )
-            raise ConfigurationError(f"spawn({function!r})", problem, suggestion=modern)
         with Fabric(strategy=self) as fabric:
+            # `self` is an argument, so that _run_spawned() gets the copy of its process.
             result = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
-        self.mp_queue.extend(result.mail)
-        self._weights = result.weights
+        self.mp_queue.extend(result.queue_entries)
+        self._weights_of_process_0 = result.weights
         return result.value
 
     def add_to_queue(self, trainer: Any, queue: Any) -> None:
-        """Put the trainer's ``callback_metrics`` into a queue, with tensors by value, on the CPU.
+        """Put a pickled copy of the trainer's ``callback_metrics`` into a queue.
 
-        The modern spelling is to return the metrics from the function that is launched.
+        Tensors are copied to the CPU. The modern spelling is to return the metrics from the
+        function that is launched.
 
         Args:
             trainer: an object with ``callback_metrics``, a mapping.
-            queue: an object with ``put``; :attr:`mp_queue`, or a queue of ``multiprocessing`` that
+            queue: an object with ``put``: :attr:`mp_queue`, or a queue of ``multiprocessing`` that
                 the processes share.
         """
-        _deprecated(
+        _warn_deprecated(
             "add_to_queue(trainer, queue)",
             "return trainer.callback_metrics from the launched function",
         )
-        queue.put(pickle.dumps(map_tensors(_copy_to_cpu, dict(trainer.callback_metrics))))
+        metrics = map_tensors(_copy_to_cpu, dict(trainer.callback_metrics))
+        # Pickled here: torch passes tensors in a queue of multiprocessing through shared memory,
+        # which another process can open only while this one lives.
+        queue.put(pickle.dumps(metrics))
 
     def get_from_queue(self, trainer: Any, queue: Any) -> None:
-        """Update ``trainer.callback_metrics`` by the metrics of one :meth:`add_to_queue`.
+        """Update ``trainer.callback_metrics`` by one entry that :meth:`add_to_queue` has put.
 
-        Tensors are on the CPU.
+        The tensors of the metrics are on the CPU.
+
+        Args:
+            trainer: an object with ``callback_metrics``, a dict.
+            queue: an object with ``get``.
         """
-        _deprecated("get_from_queue(trainer, queue)", "metrics = fabric.launch(function)")
+        _warn_deprecated("get_from_queue(trainer, queue)", "metrics = fabric.launch(function)")
         metrics = pickle.loads(queue.get())  # noqa: S301 - from a process of this job
         trainer.callback_metrics.update(metrics)
 
     def post_dispatch(self, trainer: Any) -> None:
-        """Load the weights and metrics of the spawned processes into a trainer.
+        """Load the weights and the metrics of process 0 into a trainer, after :meth:`spawn`.
 
-        The weights are from the model of :meth:`setup` in process 0 at the end of :meth:`spawn`,
-        and are loaded into ``trainer.model``. The metrics are everything that process 0 left in
-        :attr:`mp_queue`, and update ``trainer.callback_metrics``.
+        The weights are those of the model of :meth:`setup`, and are loaded into ``trainer.model``.
+        The metrics are all entries of :attr:`mp_queue`, and update ``trainer.callback_metrics``.
 
         Args:
             trainer: an object with ``model`` if a model was set up, and ``callback_metrics`` if
                 there are metrics.
         """
-        _deprecated(
+        _warn_deprecated(
             "post_dispatch(trainer)", "fabric.launch(function), which returns what function returns"
         )
-        if self._weights is not None:
-            self.load_module_state_dict(trainer.model, self._weights)
-            self._weights = None
+        if self._weights_of_process_0 is not None:
+            self.load_module_state_dict(trainer.model, self._weights_of_process_0)
+            self._weights_of_process_0 = None
         while self.mp_queue:
             metrics = pickle.loads(self.mp_queue.get())  # noqa: S301 - from a process of this job
             trainer.callback_metrics.update(metrics)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: the forward pass has made everything ready for the backward pass."""
-        _deprecated("pre_backward(loss)", "fabric.backward(loss), with nothing before it")
+        _warn_deprecated("pre_backward(loss)", "fabric.backward(loss), with nothing before it")
 
 
 class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
@@ -353,7 +375,7 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
-        _deprecated(
+        _warn_deprecated(
             "DDPFullyShardedNativeStrategy(...)",
             'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin=',
         )
@@ -371,19 +393,25 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
             **options,
         )
 
-    training_step = _step("training_step")
-    validation_step = _step("validation_step")
-    test_step = _step("test_step")
-    predict_step = _step("predict_step")
+    training_step = _make_older_step("training_step")
+    validation_step = _make_older_step("validation_step")
+    test_step = _make_older_step("test_step")
+    predict_step = _make_older_step("predict_step")
 
 
-def _deprecated(older: str, modern: str) -> None:
+def _warn_deprecated(older: str, modern: str) -> None:
+    """Warn at the line that calls the function which calls this one.
+
+    Args:
+        older: the older name or call.
+        modern: the code to write instead.
+    """
     # Python itself shows the same warning once for each line that causes it.
     warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=3)
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    # A copy, since a view would take all of its storage along.
+    # clone() is needed for a view: pickle would write the whole storage that the view is a part of.
     return tensor.detach().cpu().clone()
 
 
@@ -395,7 +423,16 @@ def _run_spawned(
     kwargs: dict[str, Any],
     return_result: bool,
 ) -> _SpawnResult:
-    """Run the function of :meth:`DDPSpawnPlugin.spawn` in one of the spawned processes."""
+    """Run the function of :meth:`DDPSpawnPlugin.spawn` in one of the spawned processes.
+
+    Args:
+        fabric: the Fabric of this process, which ``launch`` passes to every function. Not used.
+        strategy: this process's copy of the strategy, which the Fabric has started.
+        function: the user's function.
+        args: the arguments of the function.
+        kwargs: the keyword arguments of the function.
+        return_result: whether the caller wants what the function returns.
+    """
     value = function(*args, **kwargs)
     if not return_result:
         value = None
