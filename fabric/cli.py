@@ -1,11 +1,11 @@
-"""The command ``fabric``: one function per subcommand.
+"""The command ``fabric``, with one function for each subcommand.
 
-[Note: fabric run] The command starts the ranks and supervises them as the launcher ``popen`` does.
-On one machine the ranks connect through a private file, so that nothing listens on the network. On
-several machines they connect through a port of machine 0.
+[Note: fabric run] ``fabric run`` starts the ranks of a script and supervises them like the launcher
+``popen``. On one machine the ranks connect through a private file, so that no port is open on the
+network. On several machines the ranks connect through a port of machine 0.
 
-[Note: late imports] Modules that import torch are imported by the functions that need them, so that
-help and errors are printed at once.
+[Note: late imports] Importing torch takes seconds. Functions import the modules that import torch,
+so that help and errors are printed at once.
 """
 
 import argparse
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``fabric``.
 
     Args:
-        argv: the arguments after the name of the command. None uses those of this process.
+        argv: the arguments after the name of the command. None means those of this process.
 
     Returns:
-        The exit code: 0, the exit code of the script, 128 + n after signal n (130 for Ctrl-C), or 2
-        for wrong usage, which is explained on standard error before any process starts. The
-        environment does not change.
+        The exit code: 0, the exit code of the script, 128 + n if the script was killed by signal n
+        (130 for Ctrl-C), or 2 for wrong usage. Wrong usage is explained on standard error before
+        any process starts.
     """
     try:
         options = _build_parser().parse_args(argv)
@@ -54,13 +54,23 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports wrong usage like every other error of fabric."""
 
     def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        """Raise a ConfigurationError for wrong usage, where argparse would exit.
+
+        argparse and the subcommands of fabric call this method.
+        """
+        # Usage is "usage: " and the synopsis, which is broken into lines.
+        synopsis = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise ConfigurationError(
-            self.prog, problem=message, expected=usage, suggestion=f"{self.prog} --help"
+            self.prog, problem=message, expected=synopsis, suggestion=f"{self.prog} --help"
         )
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    The result of ``parse_args`` has the options of the subcommand, and two more attributes:
+    ``command`` runs the subcommand, and ``parser`` is the subcommand's parser.
+    """
     parser = _Parser(
         prog="fabric",
         description="Grow a PyTorch loop from one device to many.",
@@ -77,6 +87,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
+    """Add the subcommand ``fabric run`` with its options."""
     parser = _add_command(
         commands,
         "run",
@@ -132,7 +143,7 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--tee",
         action="store_true",
-        help="with --log-dir: write the output to the terminal, too, each line behind its rank",
+        help="with --log-dir: write the output to the terminal, too, each line after its rank",
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module"
@@ -144,14 +155,15 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_consolidate(commands: Any) -> None:
+    """Add the subcommand ``fabric consolidate`` with its options."""
     parser = _add_command(
         commands,
         "consolidate",
         _consolidate,
         summary="make one file of a sharded checkpoint",
         description="Write the content of a sharded checkpoint, which is a folder, to one file "
-        "that fabric.load reads under any strategy. Or write the weights of a model to a "
-        ".safetensors file, or to a folder that Hugging Face reads.",
+        "that fabric.load reads under any strategy. With -o NAME.safetensors or --max-shard-gb, "
+        "write only the weights of a model, to a file or to a folder that Hugging Face reads.",
     )
     parser.add_argument("directory", metavar="DIR", help="the sharded checkpoint")
     parser.add_argument(
@@ -159,22 +171,25 @@ def _add_consolidate(commands: Any) -> None:
         "--output",
         metavar="FILE",
         type=Path,
-        help="the file to write; .safetensors writes weights alone (default: DIR.pt)",
+        help="the file to write; NAME.safetensors gets only weights (default: DIR.pt)",
     )
     parser.add_argument(
         "--key",
         metavar="ENTRY",
-        help="for weights: the entry of the model (default: the only model)",
+        help="if only weights are written: the entry of the checkpoint that is the model; needed "
+        "if there are several models",
     )
     parser.add_argument(
         "--max-shard-gb",
         metavar="GB",
         type=float,
-        help="write weights to a folder, in files of up to GB (default folder: DIR-weights)",
+        help="write weights to the folder --output (default: DIR-weights), in files of at most "
+        "this many gigabytes",
     )
 
 
 def _add_plan(commands: Any) -> None:
+    """Add the subcommand ``fabric plan`` with its options."""
     parser = _add_command(
         commands,
         "plan",
@@ -192,7 +207,7 @@ def _add_plan(commands: Any) -> None:
         "--step",
         metavar="NAME",
         default="step",
-        help="step(fabric, model, *optimizers) of that module (default: step)",
+        help="the function step(fabric, model, *optimizers) of the same module (default: step)",
     )
     parser.add_argument(
         "--world",
@@ -212,26 +227,27 @@ def _add_plan(commands: Any) -> None:
         "--strategy",
         metavar="S",
         default="auto",
-        help="ddp, fsdp, ..., or the name of a strategy in that module (default: auto)",
+        help="ddp, fsdp, ..., or the name of a strategy in the same module (default: auto)",
     )
     parser.add_argument("--precision", metavar="P", help="32-true, bf16-mixed, ...")
     parser.add_argument(
         "--accelerator",
         metavar="A",
         default="cuda",
-        help="cpu, cuda, ...: where the job would run (default: cuda)",
+        help="the hardware on which the job would run: cpu, cuda, ... (default: cuda)",
     )
     parser.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GiB")
 
 
 def _add_plot(commands: Any) -> None:
+    """Add the subcommand ``fabric plot`` with its options."""
     parser = _add_command(
         commands,
         "plot",
         _plot,
         summary="draw the metrics of runs",
-        description="Draw the metrics that CSVLogger has written, each in a panel. Needs "
-        "matplotlib.",
+        description="Draw the metrics that CSVLogger has written, with a panel for each metric. "
+        "Needs matplotlib.",
     )
     parser.add_argument(
         "folders", metavar="RUN", nargs="+", help="the folder of a run, or of several runs"
@@ -246,6 +262,7 @@ def _add_plot(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
+    """Add the subcommand ``fabric doctor`` with its options."""
     parser = _add_command(
         commands,
         "doctor",
@@ -278,12 +295,14 @@ def _add_command(
     summary: str,
     description: str,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand and return its parser.
+    """Add a subcommand and return its parser, which has no options yet.
 
     Args:
-        commands: the subcommands of the main parser.
+        commands: what ``add_subparsers`` of the main parser returned. argparse does not export its
+            class.
         name: the name of the subcommand.
-        run: the function that runs the subcommand and returns the exit code.
+        run: the function that runs the subcommand with the parsed options, and returns the exit
+            code.
         summary: the text in the help of the main command.
         description: the text in the help of the subcommand.
     """
@@ -293,8 +312,12 @@ def _add_command(
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
-    """Return a converter of an argument to an integer that is not below the minimum."""
+    """Return a function that converts a command-line argument to an integer from ``minimum`` up.
 
+    The function is the ``type`` of an option. argparse turns its errors into usage errors.
+    """
+
+    # Errors about other texts show this function's name: "invalid integer value".
     def integer(text: str) -> int:
         number = int(text)  # argparse reports a ValueError
         if number < minimum:
@@ -305,26 +328,34 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    """Run ``fabric consolidate``."""
+    """Run ``fabric consolidate``, and return the exit code."""
     from fabric.checkpoint.consolidate import consolidate
 
-    output = consolidate(options.directory, options.output, options.key, options.max_shard_gb)
-    print(f"fabric consolidate: wrote {output}", file=sys.stderr)
+    written_path = consolidate(
+        options.directory,
+        output=options.output,
+        key=options.key,
+        max_shard_gb=options.max_shard_gb,
+    )
+    print(f"fabric consolidate: wrote {written_path}", file=sys.stderr)
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Run ``fabric plan``."""
+    """Run ``fabric plan``, and return the exit code: 1 if the memory is not enough."""
     from fabric.tools.dry_run import plan
 
+    # As for `python script.py`: modules of the working directory can be imported.
     sys.path.insert(0, os.getcwd())
     try:
         build = resolve_name(options.build)
+        # resolve_name() has imported the module.
         module = import_module(options.build.partition(":")[0])
         step = getattr(module, options.step)
     except (ImportError, AttributeError, ValueError) as error:
-        request = f"fabric plan {options.build} --step {options.step}"
-        raise ConfigurationError(request, problem=str(error)) from error
+        raise ConfigurationError(
+            f"fabric plan {options.build} --step {options.step}", problem=str(error)
+        ) from error
     for name, function in ((options.build, build), (options.step, step)):
         if not callable(function):
             raise ConfigurationError(
@@ -332,22 +363,26 @@ def _plan(options: argparse.Namespace) -> int:
                 problem=f"{name} is of type {type(function).__name__}, which is not callable",
                 expected="functions of a module, such as train:build",
             )
+    # The name may be that of a strategy object in the module.
+    strategy = getattr(module, options.strategy, options.strategy)
     result = plan(
         build,
         step,
         world=options.world,
         num_nodes=options.num_nodes,
-        strategy=getattr(module, options.strategy, options.strategy),
+        strategy=strategy,
         precision=options.precision,
         accelerator=options.accelerator,
         memory=options.memory,
     )
     print(result)
-    return int(not result.fits)
+    if result.fits:
+        return 0
+    return 1
 
 
 def _plot(options: argparse.Namespace) -> int:
-    """Run ``fabric plot``."""
+    """Run ``fabric plot``, and return the exit code."""
     from fabric.tools.plotting import plot
 
     plot(*options.folders, output=options.output)
@@ -356,19 +391,23 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run ``fabric doctor``."""
+    """Run ``fabric doctor``, and return the exit code."""
     from fabric.tools.doctor import doctor
 
     return doctor(options.devices, options.timeout)
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run ``fabric run``."""
-    _check_run_options(options)
+    """Run ``fabric run``, and return the exit code of the script's last attempt."""
+    _check_script(options)
+    _check_nodes(options)
+    _prepare_log_dir(options)
     worlds = _resolve_worlds(options)
+    # Imported after the checks, whose errors are then printed sooner.
     from fabric.launchers.logs import RankLogs
     from fabric.launchers.script import Script, run_script
 
+    # The names that begin with TORCHELASTIC are those of torchrun: scripts may read the variables.
     variables = _option_variables(options)
     variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.max_restarts)
     script = Script(
@@ -377,9 +416,8 @@ def _run(options: argparse.Namespace) -> int:
         arguments=[options.script, *options.arguments],
         directory=os.getcwd(),
     )
-    code = 0
+    exit_code = 0
     for attempt in range(options.max_restarts + 1):
-        # torch's own command, torchrun, gives these variables their names.
         variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         if attempt > 0:
             print(f"fabric run: restart {attempt} of {options.max_restarts}", file=sys.stderr)
@@ -387,15 +425,18 @@ def _run(options: argparse.Namespace) -> int:
         if options.log_dir:
             logs = RankLogs(options.log_dir, attempt, tee=options.tee)
             print(f"fabric run: the ranks write to {logs.path('*')}", file=sys.stderr)
-        end = run_script(script, worlds, variables, logs)
-        code = end.exit_code
-        if code == 0 or end.is_interrupted:
+        script_end = run_script(script, worlds, variables, logs)
+        exit_code = script_end.exit_code
+        if exit_code == 0 or script_end.is_interrupted:
             break
-    return code
+    return exit_code
 
 
 def _option_variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables through which the script's ``Fabric()`` gets the options."""
+    """Return environment variables that pass the options of ``fabric run`` to the script's ranks.
+
+    ``Fabric()`` in the script reads them.
+    """
     from fabric._plan import AFTER_SCRIPT_SUFFIX, RUN_VARIABLES
 
     variables: dict[str, str] = {}
@@ -403,66 +444,75 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
         value = getattr(options, name)
         if value is not None:
             variables[variable] = str(value)
-        late_value = _late_option(options, name)
+        late_value = _find_option_after_script(options, name)
         if late_value is not None:
             variables[variable + AFTER_SCRIPT_SUFFIX] = late_value
     return variables
 
 
-def _late_option(options: argparse.Namespace, name: str) -> str | None:
-    """Return the value of an option of this command that follows the script, or None.
+def _find_option_after_script(options: argparse.Namespace, name: str) -> str | None:
+    """Return the value of an option of ``fabric run`` that the user wrote after the script.
 
-    An option whose name occurs in the text of the script is an option of the script.
+    Return None if there is none. Everything after the script is passed to the script, so that such
+    an option may be a mistake. It is an option of the script itself if the script's text contains
+    the option in quotes: then this returns None.
+
+    Args:
+        options: the parsed options.
+        name: the name of the option, such as ``"num_nodes"``.
     """
-    option = f"--{name.replace('_', '[-_]')}"
+    # A pattern that matches --num-nodes and --num_nodes.
+    option_pattern = f"--{name.replace('_', '[-_]')}"
+    # Joined by newlines, so that "--devices=2" and "--devices", "2" are found alike. A value must
+    # not look like another option, but may be negative: "-1" means all devices.
     arguments = "\n".join(options.arguments)
-    match = re.search(rf"(?m)^{option}[=\n](?P<value>-?[^-\n].*)", arguments)
+    match = re.search(rf"(?m)^{option_pattern}[=\n](?P<value>-?[^-\n].*)", arguments)
     if match is None:
         return None
     script = Path(options.script)
     if script.is_file():
         text = script.read_text(errors="replace")
-        if re.search(f"[\"']{option}[\"']", text):
+        if re.search(f"[\"']{option_pattern}[\"']", text):
             return None
     return match["value"]
 
 
-def _check_run_options(options: argparse.Namespace) -> None:
-    """Report wrong options of ``fabric run`` before any process starts."""
-    _check_script(options)
-    _check_nodes(options)
-    _check_log_dir(options)
-
-
 def _check_script(options: argparse.Namespace) -> None:
+    """Report a script or module that does not exist, before any process starts."""
     script = options.script
     directory = os.getcwd()
     if options.module:
-        # Only the package is looked for here: to look for its modules is to run their packages,
-        # which the ranks do.
+        # Only the outermost package is searched for. To search for a module inside of a package
+        # would import the package, which is left to the ranks.
         package = script.partition(".")[0]
-        if not find_spec(package) and not PathFinder.find_spec(package, [directory]):
+        is_installed = find_spec(package) is not None
+        if not is_installed and not PathFinder.find_spec(package, [directory]):
             options.parser.error(
-                f"there is no module {package!r} in {directory!r}, nor among the installed modules"
+                f"there is no module {package!r} in {directory!r} or among the installed modules"
             )
         return
+    # Python runs a folder or an archive with this file like a script.
     has_main = os.path.exists(os.path.join(script, "__main__.py"))
     if not has_main and not os.path.isfile(script):
         options.parser.error(
-            f"{script!r} in {directory!r} is neither a file nor a folder with a __main__.py; a "
-            "module needs -m"
+            f"{script!r} in {directory!r} is neither a file nor a folder with a __main__.py; write "
+            "-m before the name of a module"
         )
 
 
 def _check_nodes(options: argparse.Namespace) -> None:
-    nodes = options.num_nodes or 1
-    error = options.parser.error
-    if options.node_rank >= nodes:
-        error(
-            f"--num-nodes {nodes} has no machine --node-rank {options.node_rank}: they are counted "
-            "from 0"
+    """Report options about machines that contradict each other, before any process starts.
+
+    ``parser.error`` does not return.
+    """
+    num_nodes = options.num_nodes or 1
+    parser = options.parser
+    if options.node_rank >= num_nodes:
+        parser.error(
+            f"--num-nodes {num_nodes} has no machine --node-rank {options.node_rank}: they are "
+            "counted from 0"
         )
-    if nodes == 1:
+    if num_nodes == 1:
         if options.main_address:
             print(
                 "fabric run: --main-address has no meaning on one machine and is ignored",
@@ -470,16 +520,23 @@ def _check_nodes(options: argparse.Namespace) -> None:
             )
         return
     if not options.main_address:
-        error(
-            f"--num-nodes {nodes} needs --main-address, the host name of machine 0, the same on "
-            "every machine"
+        parser.error(
+            f"--num-nodes {num_nodes} needs --main-address, the host name of machine 0, the same "
+            "on every machine"
         )
     if options.max_restarts:
-        error("--max-restarts is for one machine: several would start again at different times")
+        # The commands of different machines do not know of each other.
+        parser.error(
+            "--max-restarts works on one machine only: several machines would restart at different "
+            "times"
+        )
 
 
-def _check_log_dir(options: argparse.Namespace) -> None:
-    """Create the folder of the logs, and check that it can be written to."""
+def _prepare_log_dir(options: argparse.Namespace) -> None:
+    """Create the folder of the ranks' logs, and report a folder that cannot be written to.
+
+    Does nothing without ``--log-dir``. Called before any process starts.
+    """
     if not options.log_dir:
         if options.tee:
             options.parser.error(
@@ -488,15 +545,20 @@ def _check_log_dir(options: argparse.Namespace) -> None:
         return
     try:
         options.log_dir.mkdir(parents=True, exist_ok=True)
+        # Called for its error: whether a file can be created in the folder.
         tempfile.TemporaryFile(dir=options.log_dir).close()
-    except OSError as problem:
-        options.parser.error(f"--log-dir {options.log_dir}: {problem}")
+    except OSError as error:
+        options.parser.error(f"--log-dir {options.log_dir}: {error}")
 
 
 def _resolve_worlds(options: argparse.Namespace) -> list[World]:
-    """Return the places of this machine's ranks.
+    """Return the rank and its place in the job for each process to start on this machine.
 
-    The options are checked as the script's ``Fabric()`` will check them.
+    The script's ``Fabric()`` will get the same options. Checking them here reports an error once,
+    and not in every rank.
+
+    Raises:
+        ConfigurationError: the options do not fit each other or this machine.
     """
     from fabric._plan import resolve_plan
     from fabric.launchers import InlineLauncher
@@ -507,19 +569,21 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         value = getattr(options, name)
         if value is not None:
             arguments[name] = value
-    # This command starts the processes, even if a launcher started this command.
+    # The plan of a job that begins here. Without environment="none" and env={}, the variables of a
+    # launcher that started this command would describe another job.
     plan = resolve_plan(**arguments, launcher=InlineLauncher(), environment="none", env={})
-    processes = plan.launch_spec.num_processes
-    nodes = options.num_nodes or 1
-    if nodes == 1:
-        return node_worlds(processes)
+    num_processes = plan.launch_spec.num_processes
+    num_nodes = options.num_nodes or 1
+    if num_nodes == 1:
+        return node_worlds(num_processes)
     worlds = node_worlds(
-        processes,
+        num_processes,
         options.node_rank,
-        nodes,
+        num_nodes,
         address=options.main_address,
         port=options.main_port,
     )
-    # Called for its error: whether the strategy can run on several machines.
-    resolve_plan(**arguments, num_nodes=nodes, env=worlds[0].to_env())
+    # Called for its error: the strategy may not run on several machines. The plan above is for one
+    # machine, since fabric's own launchers start no processes on others.
+    resolve_plan(**arguments, num_nodes=num_nodes, env=worlds[0].to_env())
     return worlds
