@@ -1,4 +1,4 @@
-"""Loggers of metrics: the protocol, a table in a text file, and TensorBoard."""
+"""Loggers of metrics: the interface, a logger of CSV files, and a logger for TensorBoard."""
 
 import csv
 import io
@@ -22,12 +22,12 @@ __all__ = ["CSVLogger", "Logger", "Loggers", "TensorBoardLogger", "metrics_as_fl
 
 @runtime_checkable
 class Logger(Protocol):
-    """The interface of a logger, which fabric calls on global rank 0 alone.
+    """The interface of a logger. fabric calls a logger only on global rank 0.
 
-    Any object with the method :meth:`log_metrics` is a logger. If an object has the methods
-    ``log_hyperparams(params)``, ``finalize(status)`` with ``"success"`` or ``"failed"``, or
-    ``close()``, these are called, too.
-    W&B runs and a ``SummaryWriter`` are accepted as they are. Adapt other trackers like this::
+    Any object with the method :meth:`log_metrics` is a logger. An object may also have the methods
+    ``log_hyperparams(params)``, ``finalize(status)`` and ``close()``, which fabric then calls, too.
+    The status is ``"success"`` or ``"failed"``. Runs of W&B and a ``SummaryWriter`` are accepted as
+    they are. Adapt other trackers like this::
 
         class MyLogger:
             def log_metrics(self, metrics, step=None):
@@ -38,17 +38,28 @@ class Logger(Protocol):
         """Record the values of some metrics.
 
         Args:
-            metrics: names and numbers.
-            step: the training step of the metrics, or ``None``.
+            metrics: the values by the names of the metrics.
+            step: the training step of the metrics. None if the caller gave no step.
         """
 
 
 class Loggers:
-    """The loggers of one ``Fabric``; used only on global rank 0, except :meth:`add`."""
+    """The loggers of one ``Fabric``.
+
+    :meth:`add` is called on every rank, and the other methods only on global rank 0.
+
+    Args:
+        loggers: loggers, runs of W&B or objects like ``SummaryWriter``.
+
+    Attributes:
+        user_loggers: the objects as the user passed them.
+    """
 
     def __init__(self, loggers: Sequence[Any]) -> None:
-        self.user_loggers: list[Any] = []  # as the user passed them
-        self._loggers: list[Any] = []
+        self.user_loggers: list[Any] = []
+        # The user's objects, or adapters of them, in the same order.
+        self._loggers: list[Logger] = []
+        # Whether log_metrics() has warned that there is no logger.
         self._has_warned = False
         for logger in loggers:
             self.add(logger)
@@ -63,43 +74,57 @@ class Loggers:
         self.user_loggers.append(logger)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Pass metrics to each logger, and warn once if there is none."""
+        """Pass metrics to each logger as floats. Warn once if there is no logger."""
+        # Converted even without a logger, so that a wrong value is always an error.
         values = metrics_as_floats(metrics)
         if not self._loggers and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "fabric.log has no logger to write to. "
                 "Write: Fabric(loggers=CSVLogger()), or fabric.add_logger(...)",
-                stacklevel=3,
+                stacklevel=3,  # the line of the user, who calls Fabric.log
             )
         for logger in self._loggers:
             logger.log_metrics(values, step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """Pass hyperparameters to each logger that takes them."""
+        """Pass hyperparameters to each logger that has a method for them."""
         for logger in self._loggers:
-            with suppress(NotImplementedError):  # Lightning's CSVLogger raises it
-                _call(logger, "log_hyperparams", params)
+            # Lightning's CSVLogger has the method, and raises this error.
+            with suppress(NotImplementedError):
+                _call_if_present(logger, "log_hyperparams", params)
 
     def close(self, status: str) -> None:
-        """Finish all loggers, the last one first, even if one raises."""
+        """Finish and close all loggers, even if one of them raises.
+
+        Args:
+            status: ``"success"`` or ``"failed"``.
+        """
+        # The stack calls the functions in reverse order: of each logger, finalize() comes first.
         with ExitStack() as stack:
             for logger in self._loggers:
-                stack.callback(_call, logger, "close")
-                stack.callback(_call, logger, "finalize", status)
+                stack.callback(_call_if_present, logger, "close")
+                stack.callback(_call_if_present, logger, "finalize", status)
 
 
 def _as_logger(logger: Any) -> Logger:
-    """Return a logger as it is, or an adapter for a W&B run or a ``SummaryWriter``."""
+    """Return a logger as it is, or an adapter for a W&B run or a ``SummaryWriter``.
+
+    The methods of the object decide, so that neither package is imported.
+
+    Raises:
+        ArgumentTypeError: the object is none of these.
+    """
     problem = "it is a class"
     if not isinstance(logger, type):
         if callable(getattr(logger, "log_metrics", None)):
             return logger
         if callable(getattr(logger, "add_scalar", None)):
-            return _SummaryWriter(logger)
+            return _SummaryWriterAdapter(logger)
+        # Many objects have a method "log".
         package, _, _ = type(logger).__module__.partition(".")
         if package == "wandb" and callable(getattr(logger, "log", None)):
-            return _WandbRun(logger)
+            return _WandbAdapter(logger)
         problem = "it has no method log_metrics(metrics, step)"
     raise ArgumentTypeError(
         f"loggers={logger!r}",
@@ -110,15 +135,16 @@ def _as_logger(logger: Any) -> Logger:
     )
 
 
-def _call(logger: Any, name: str, *args: Any) -> None:
+def _call_if_present(logger: Any, name: str, *args: Any) -> None:
+    """Call an optional method of a logger. Do nothing if the logger does not have the method."""
     method = getattr(logger, name, None)
     if method is not None:
         method(*args)
 
 
 @final
-class _WandbRun:
-    """The run of ``wandb.init()``, as a logger."""
+class _WandbAdapter:
+    """A logger that writes to the run that ``wandb.init()`` returned."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -130,13 +156,20 @@ class _WandbRun:
         self._run.config.update(_as_mapping(params), allow_val_change=True)
 
     def finalize(self, status: str) -> None:
-        self._run.finish(exit_code=int(status != "success"))
+        has_failed = status != "success"
+        self._run.finish(exit_code=int(has_failed))
 
 
 class _RunLogger:
-    """A logger that writes into the folder of one run, ``root_dir/name/version_k``.
+    """The base class of loggers that write into the folder of one run.
 
-    The folder is created at the first write.
+    The folder is ``root_dir/name/version_k``. It is created at the first write.
+
+    Args:
+        root_dir: the folder of all runs.
+        name: the name of the experiment.
+        version: a number ``k``, or the name of the run's folder. An existing run is continued.
+            None, the default, takes the next free number.
     """
 
     def __init__(
@@ -145,28 +178,31 @@ class _RunLogger:
         name: str = "run",
         version: int | str | None = None,
     ) -> None:
-        self._parent = Path(root_dir) / name
+        self._parent_folder = Path(root_dir) / name
         if isinstance(version, int):
             version = f"version_{version}"
+        # None until the first write chooses a number.
         self._folder_name = version
 
-    def _folder(self) -> Path:
-        """Return the folder of the run, after creating it if it does not exist."""
+    def _ensure_folder(self) -> Path:
+        """Return the folder of the run. The first call creates it."""
         while self._folder_name is None:
-            self._parent.mkdir(parents=True, exist_ok=True)
-            folder_name = f"version_{_next_version(self._parent)}"
-            with suppress(FileExistsError):  # another process took this number first
-                (self._parent / folder_name).mkdir()
+            self._parent_folder.mkdir(parents=True, exist_ok=True)
+            folder_name = f"version_{_next_version(self._parent_folder)}"
+            # mkdir() fails if another process has taken the number. Then try the next number.
+            with suppress(FileExistsError):
+                (self._parent_folder / folder_name).mkdir()
                 self._folder_name = folder_name
-        path = self._parent / self._folder_name
+        path = self._parent_folder / self._folder_name
+        # The user may have given the version, or removed the folder.
         path.mkdir(parents=True, exist_ok=True)
         return path
 
 
-def _next_version(parent: Path) -> int:
-    """Return the number after the largest one of a ``version_k`` in a folder, or 0."""
+def _next_version(parent_folder: Path) -> int:
+    """Return the number after the largest ``k`` of the names ``version_k`` in a folder, or 0."""
     next_version = 0
-    for name in os.listdir(parent):
+    for name in os.listdir(parent_folder):
         number = name.removeprefix("version_")
         if number.isdecimal():
             next_version = max(next_version, int(number) + 1)
@@ -177,31 +213,34 @@ def _next_version(parent: Path) -> int:
 class CSVLogger(_RunLogger):
     """A logger that writes ``metrics.csv`` and ``hparams.json`` into ``root_dir/name/version_k``.
 
-    It needs no other package. ``metrics.csv`` has a row per call of :meth:`log_metrics`: the column
-    ``step``, then one column per metric in order of appearance. Values have every digit, and a cell
-    is empty where a metric was not passed. A metric that is logged later adds a column. Each row is
-    in the file when the call returns, so that a crash loses nothing. No file or folder is created
-    before the first write.
+    It needs no other package. ``metrics.csv`` has a row for each call of :meth:`log_metrics`. The
+    first column is ``step``, and each metric has a column, in order of appearance. A metric that is
+    logged later adds a column. A cell is empty if the metric was not passed in that call. Values
+    are written with every digit. Each row is in the file when the call returns, so that a crash
+    loses no row. No file or folder is created before the first write.
 
     Args:
-        root_dir: folder of all runs.
-        name: of the experiment.
-        version: ``k``, or a folder name. An existing run is continued. ``None`` takes the next free
-            number.
+        root_dir: the folder of all runs.
+        name: the name of the experiment.
+        version: a number ``k``, or the name of the run's folder. An existing run is continued.
+            None, the default, takes the next free number.
     """
 
+    # The columns that the file has. Empty before the first write, even if a run is continued.
     _columns: Sequence[str] = ()
+    # The hyperparameters of all calls, as JSON values.
     _hyperparams: Mapping[str, Any] = {}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row.
 
         Args:
-            metrics: names, and numbers or tensors of one element.
-            step: an integer, or ``None`` for an empty cell.
+            metrics: the values by the names of the metrics: numbers or tensors of one element.
+            step: an integer, or None for an empty cell.
 
         Raises:
-            ArgumentTypeError: a value is of another type. The text names the metric.
+            ArgumentTypeError: a value is neither a number nor such a tensor. The message names the
+                metric.
             ConfigurationError: a metric is called ``"step"``.
         """
         values = metrics_as_floats(metrics)
@@ -211,14 +250,16 @@ class CSVLogger(_RunLogger):
                 problem="that is the column of log_metrics(..., step=...)",
             )
         row = {"step": _as_integer(step), **values}
-        path = self._folder() / "metrics.csv"
-        if not row.keys() <= set(self._columns):
-            self._columns = _add_columns(path, row)
+        path = self._ensure_folder() / "metrics.csv"
+        has_new_column = not row.keys() <= set(self._columns)
+        if has_new_column:
+            self._columns = _rewrite_with_columns(path, row)
         with open(path, "a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns).writerow(row)  # floats with every digit
+            # csv writes a float by repr(), which loses no digit. A missing metric is an empty cell.
+            csv.DictWriter(file, self._columns).writerow(row)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write ``hparams.json``, with the parameters of earlier calls.
+        """Write ``hparams.json`` with the parameters of this call and of earlier calls.
 
         Values that JSON has no type for are written as text.
 
@@ -226,38 +267,45 @@ class CSVLogger(_RunLogger):
             params: a mapping, or an object whose attributes are the parameters, such as
                 ``argparse.Namespace``.
         """
-        self._hyperparams = {**self._hyperparams, **json.loads(_hyperparams_as_json(params))}
-        _replace(self._folder() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
+        new_hyperparams = json.loads(_hyperparams_as_json(params))
+        self._hyperparams = {**self._hyperparams, **new_hyperparams}
+        text = json.dumps(self._hyperparams, indent=2) + "\n"
+        _replace_file(self._ensure_folder() / "hparams.json", text)
 
     def close(self) -> None:
-        """Do nothing: every row is in the file already."""
+        """Do nothing, since every row is in the file already."""
 
 
-class _EventFiles:
-    """A logger that uses torch's ``SummaryWriter``, or an object with its methods."""
+class _EventFileLogger:
+    """The base class of loggers that write TensorBoard's event files.
 
+    They use torch's ``SummaryWriter``, or an object with the same methods.
+    """
+
+    # The ``SummaryWriter``. None before _open_writer() has created it.
     _writer: Any = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add a scalar per metric, and flush them to the file.
+        """Add a scalar for each metric, and write the scalars to the file.
 
         Args:
-            metrics: names, and numbers or tensors of one element.
-            step: an integer, or ``None``, which TensorBoard shows as step 0.
+            metrics: the values by the names of the metrics: numbers or tensors of one element.
+            step: an integer, or None, which TensorBoard shows as step 0.
 
         Raises:
-            ArgumentTypeError: a value is of another type. The text names the metric.
+            ArgumentTypeError: a value is neither a number nor such a tensor. The message names the
+                metric.
             MissingDependencyError: ``tensorboard`` is not installed.
         """
         values = metrics_as_floats(metrics)
         step = _as_integer(step)
-        writer = self._open()
+        writer = self._open_writer()
         for name, value in values.items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Add the parameters as JSON text, which appears under TEXT.
+        """Add the parameters as JSON text, which TensorBoard shows on the page TEXT.
 
         Args:
             params: a mapping, or an object whose attributes are the parameters, such as
@@ -266,10 +314,10 @@ class _EventFiles:
         Raises:
             MissingDependencyError: ``tensorboard`` is not installed.
         """
-        # The HPARAMS page only takes flat numbers and strings. The TEXT page shows Markdown, in
-        # which JSON indented by four is a code block.
+        # The page HPARAMS takes only flat numbers and strings. The page TEXT shows Markdown, in
+        # which JSON that is indented by four spaces is a code block.
         text = indent(_hyperparams_as_json(params), "    ")
-        writer = self._open()
+        writer = self._open_writer()
         writer.add_text("hyperparameters", text)
         writer.flush()
 
@@ -278,40 +326,47 @@ class _EventFiles:
         if self._writer is not None:
             self._writer.close()
 
-    def _open(self) -> Any:
+    def _open_writer(self) -> Any:
+        """Return the writer. A subclass may create it at the first call."""
         return self._writer
 
 
 @final
-class _SummaryWriter(_EventFiles):
-    """A user's writer, as a logger."""
+class _SummaryWriterAdapter(_EventFileLogger):
+    """A logger that writes to a ``SummaryWriter`` of the user."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
 
 @final
-class TensorBoardLogger(_EventFiles, _RunLogger):
+class TensorBoardLogger(_EventFileLogger, _RunLogger):
     """A logger that writes TensorBoard's event files into ``root_dir/name/version_k``.
 
-    Show them with ``tensorboard --logdir root_dir``. The extra ``tensorboard`` is needed, and
-    imported at the first write. No file or folder is created before the first write.
+    Show them with ``tensorboard --logdir root_dir``. The package ``tensorboard`` is needed, which
+    the extra of this name installs. It is imported at the first write. No file or folder is created
+    before the first write.
 
     Args:
-        root_dir: folder of all runs.
-        name: of the experiment.
-        version: ``k``, or a folder name. An existing run is continued. ``None`` takes the next free
-            number.
+        root_dir: the folder of all runs.
+        name: the name of the experiment.
+        version: a number ``k``, or the name of the run's folder. An existing run is continued.
+            None, the default, takes the next free number.
     """
 
-    def _open(self) -> Any:
+    def _open_writer(self) -> Any:
+        """Return the ``SummaryWriter``. The first call creates it with its file.
+
+        Raises:
+            MissingDependencyError: ``tensorboard`` is not installed.
+        """
         if self._writer is None:
             suggestion = (
                 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
             )
             with MissingDependencyError.unless_installed("TensorBoardLogger", suggestion):
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
-            self._writer = SummaryWriter(log_dir=str(self._folder()))
+            self._writer = SummaryWriter(log_dir=str(self._ensure_folder()))
         return self._writer
 
 
@@ -319,12 +374,12 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of metrics as Python floats.
 
     Args:
-        metrics: names, and numbers or tensors of one element. The tensors may be on any device, and
-            reading one waits for its device.
+        metrics: the values by the names of the metrics: numbers or tensors of one element, on any
+            device. To read a tensor waits for its device.
 
     Raises:
-        ArgumentTypeError: a name is not a string, or a value is not a number. The text names the
-            metric.
+        ArgumentTypeError: a name is not a string, or a value is not a real number. The message
+            names the metric.
     """
     values: dict[str, float] = {}
     for name, value in metrics.items():
@@ -341,7 +396,7 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _as_integer(step: int | None) -> int | None:
-    """Return a step of any integer type as an int, and None as None."""
+    """Return a step as an int. It may be None, or an integer of another type, such as numpy's."""
     if step is None:
         return None
     return operator.index(step)
@@ -357,25 +412,32 @@ def _hyperparams_as_json(params: Any) -> str:
     return json.dumps(_as_mapping(params), indent=2, default=str)
 
 
-def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
-    """Add columns to the table, drop a row that a crash cut short, and return all column names."""
+def _rewrite_with_columns(path: Path, names: Iterable[str]) -> list[str]:
+    """Rewrite a CSV file so that it has columns of these names, and return all column names.
+
+    The file need not exist. Present rows get empty cells in new columns. A last row without a
+    newline is dropped, since a crash has cut it short.
+    """
     text = ""
     if path.exists():
         text = path.read_bytes().decode()
     complete_rows = text[: text.rfind("\n") + 1]
+    # newline="" leaves line ends within quoted cells as they are.
     rows = csv.DictReader(io.StringIO(complete_rows, newline=""))
-    columns = list(dict.fromkeys([*(rows.fieldnames or ()), *names]))
+    present_names = rows.fieldnames or ()  # None if there is no header
+    # A dict removes duplicates, and keeps the order.
+    columns = list(dict.fromkeys([*present_names, *names]))
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns)
     writer.writeheader()
     writer.writerows(rows)
-    _replace(path, table.getvalue())
+    _replace_file(path, table.getvalue())
     return columns
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file. A crash leaves the old file or the new one."""
-    # Always one name, so that the next call overwrites what a crash has left.
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="")
-    os.replace(temporary, path)
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file. If the process crashes, the old file or the complete new file is there."""
+    # The name is always the same, so that the next call overwrites what a crash has left.
+    temporary_path = path.with_name(f".{path.name}.tmp")
+    temporary_path.write_text(text, encoding="utf-8", newline="")
+    os.replace(temporary_path, path)

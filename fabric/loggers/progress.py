@@ -1,4 +1,4 @@
-"""The progress line of a loop, and the printed text of all ranks."""
+"""The progress line of a loop, and printing the texts of all ranks on rank 0."""
 
 import os
 import resource
@@ -31,9 +31,10 @@ class Progress(Generic[T]):
 
     Attributes:
         batches: a loader or any other iterable.
-        description: the beginning of the line.
-        metrics: names and numbers at the end of the line, or a function that returns them. They
-            are read only when a line is written.
+        description: the beginning of the line. It may be empty.
+        metrics: names and numbers that the line shows, or a function that returns them. They are
+            read only when a line is written, since reading a tensor waits for its device. None
+            shows no metrics.
         num_replicas: the number of processes that read different batches.
         is_shown: whether this process writes the line.
     """
@@ -45,6 +46,7 @@ class Progress(Generic[T]):
     is_shown: bool
 
     def __iter__(self) -> Iterator[T]:
+        """Yield the batches, and write the line at intervals and at the end of the loop."""
         if not self.is_shown:
             yield from self.batches
             return
@@ -55,20 +57,30 @@ class Progress(Generic[T]):
         last_write = start
         try:
             for batch in self.batches:
+                # The loop has trained on the batch when this returns.
                 yield batch
                 num_batches += 1
                 num_samples += _count_samples(batch)
                 now = monotonic()
                 if now - last_write > writer.interval:
                     last_write = now
-                    writer.update(self._line(num_batches, num_samples, now - start))
+                    writer.update(self._line(num_batches, num_samples, seconds=now - start))
         finally:
-            writer.finish(self._line(num_batches, num_samples, monotonic() - start))
+            # Also after a break or an error in the loop.
+            seconds = monotonic() - start
+            writer.finish(self._line(num_batches, num_samples, seconds))
 
     def _line(self, num_batches: int, num_samples: int, seconds: float) -> str:
-        """Return the line after some batches of this process."""
+        """Return the text of the line.
+
+        Args:
+            num_batches: the number of batches of this process since the loop began.
+            num_samples: the number of samples in these batches. 0 if it is unknown.
+            seconds: the time since the loop began.
+        """
+        # A set-up loader that goes on after a checkpoint begins behind its first batch.
         position = num_batches + getattr(self.batches, "resumed_at", 0)
-        total = 0
+        total = 0  # of an iterable of unknown length
         if isinstance(self.batches, Sized):
             total = len(self.batches)
 
@@ -82,7 +94,8 @@ class Progress(Generic[T]):
         for name, value in self._read_metrics().items():
             fields.append(f"{name} {value:.4g}")
         fields.append(self._speed(num_batches, num_samples, seconds))
-        if num_batches and position < total:
+        has_estimate = num_batches > 0 and position < total
+        if has_estimate:
             seconds_left = seconds / num_batches * (total - position)
             fields.append(f"{_format_seconds(seconds_left)} left")
         else:
@@ -91,101 +104,122 @@ class Progress(Generic[T]):
         return "  ".join(fields)
 
     def _read_metrics(self) -> dict[str, float]:
+        """Return the metrics as floats. The dict is empty if there are none."""
         metrics = self.metrics
         if callable(metrics):
             metrics = metrics()
         return metrics_as_floats(metrics or {})
 
     def _speed(self, num_batches: int, num_samples: int, seconds: float) -> str:
-        """Return the samples of all processes in a second, or the batches of this process."""
-        seconds = max(seconds, 1e-9)
+        """Return the samples per second of all processes, as a text.
+
+        Return the batches per second of this process if the number of samples is unknown, which is
+        0 then.
+        """
+        seconds = max(seconds, 1e-9)  # never divide by zero
         if num_samples:
+            # The other processes are assumed to be equally fast, so that no collective is needed.
             return f"{num_samples * self.num_replicas / seconds:,.4g} samples/s"
         return f"{num_batches / seconds:,.4g} batches/s"
 
 
 class _LineWriter:
-    """Writes lines to standard error, in a terminal or notebook each over the line before.
+    """Writes the states of a progress line to standard error.
+
+    In a terminal or notebook, a new line is written over the last one.
 
     Attributes:
-        interval: seconds between two lines.
+        interval: the time between two lines, in seconds.
     """
 
     def __init__(self) -> None:
         self._stream = sys.stderr
         is_notebook = type(self._stream).__module__.startswith("ipykernel")
+        # A dumb terminal, such as that of an editor, cannot return to the beginning of a line.
         is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._overwrites = is_notebook or is_terminal
-        self._width = shutil.get_terminal_size().columns - 1
+        self._can_overwrite = is_notebook or is_terminal
+        # One column stays free: some terminals begin a new line after the last column.
+        self._max_length = shutil.get_terminal_size().columns - 1
         if is_notebook:
-            self._width = _NOTEBOOK_WIDTH
-        self._length = 0  # of the line that can be overwritten
-        self.interval = 0.2 if self._overwrites else 30.0
+            self._max_length = _NOTEBOOK_WIDTH
+        # The length of the last line that can be overwritten, in characters.
+        self._last_length = 0
+        # In a log file, each line stays, so that fewer lines are better.
+        self.interval = 0.2 if self._can_overwrite else 30.0
 
     def update(self, line: str) -> None:
-        """Write a line that a later line replaces if the stream allows it."""
-        if not self._overwrites:
+        """Write a line that later lines overwrite, if the stream allows it."""
+        if not self._can_overwrite:
             print(line, file=self._stream, flush=True)
             return
-        line = line[: self._width]
-        print(self._cover_last(line), end="", file=self._stream, flush=True)
-        self._length = len(line)
+        # A longer line would wrap, and "\r" returns only to the beginning of its last part.
+        line = line[: self._max_length]
+        print(self._overwriting(line), end="", file=self._stream, flush=True)
+        self._last_length = len(line)
 
     def finish(self, line: str) -> None:
-        """Write the last line."""
-        if self._overwrites:
-            line = self._cover_last(line)
+        """Write the last line, which stays."""
+        if self._can_overwrite:
+            line = self._overwriting(line)
         print(line, file=self._stream, flush=True)
 
-    def _cover_last(self, line: str) -> str:
-        """Return a text that replaces the last line of a terminal, padded to its length."""
-        return f"\r{line:{self._length}}"
+    def _overwriting(self, line: str) -> str:
+        """Return a text that overwrites the last line with ``line``."""
+        # A carriage return, then the line, padded with spaces to the length of the last line.
+        return f"\r{line:{self._last_length}}"
 
 
 def _format_seconds(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
+    """Return a duration as ``M:SS`` or ``H:MM:SS``."""
+    all_minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(all_minutes, 60)
     if hours:
         return f"{hours}:{minute:02}:{second:02}"
     return f"{minute}:{second:02}"
 
 
 def _count_samples(batch: Any) -> int:
-    """Return the length of the first tensor with dimensions in a batch, or 0."""
+    """Return the number of samples in a batch, or 0 if the batch holds no tensor with dimensions.
+
+    The first such tensor is assumed to have one row for each sample.
+    """
     leaves, _ = flatten(batch)
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return len(leaf)
     return 0
 
 
 def _peak_memory() -> int:
-    """Return the peak memory in bytes, of the GPU once it is used, else of this process."""
+    """Return the peak memory of the GPU in bytes, or of the process if it uses no GPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
-        return peak
+        return peak  # macOS counts in bytes
     return peak * 1024  # Linux counts in KiB
 
 
 def print_texts_of_ranks(
     communicator: Communicator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Print the texts of all ranks on rank 0, each line with its rank. Collective.
+    """Print the texts of all ranks on rank 0, each line after the number of its rank. Collective.
 
     Args:
         communicator: the ranks.
         args: the arguments of ``print`` on this rank.
-        kwargs: the keyword arguments of ``print``. Those of rank 0 say where it prints.
+        kwargs: the keyword arguments of ``print`` on this rank. ``file`` and ``flush`` are used
+            only on rank 0.
     """
+    # Print to memory, so that the text of each rank is what its own print() would have written.
     buffer = StringIO()
     print(*args, **{**kwargs, "file": buffer, "flush": False})
     texts = gather(communicator, buffer.getvalue(), 0, communicator.device)
     if texts is None:
-        return
+        return  # this is not rank 0
     lines: list[str] = []
     for rank, text in enumerate(texts):
         for line in text.splitlines(keepends=True):
             lines.append(f"[rank {rank}] {line}")
+    # The texts have their line ends already.
     print("".join(lines), **{**kwargs, "end": ""})
