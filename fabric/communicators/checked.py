@@ -123,6 +123,7 @@ class CheckedCommunicator(Communicator):
     """
 
     def __init__(self, inner: Communicator, pending: PendingSignatures) -> None:
+        """Wrap the communicator ``inner``, which transfers the data. Not a collective."""
         self.rank = inner.rank
         self.size = inner.size
         self.device = inner.device

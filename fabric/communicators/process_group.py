@@ -59,6 +59,7 @@ class ProcessGroupCommunicator(Communicator):
         device: torch.device,
         timeout: timedelta | None = None,
     ) -> None:
+        """Wrap a group, which :meth:`close` does not destroy. Not a collective."""
         self._group = group
         # Only a group that new_group() has made is destroyed by close().
         self._owns_group = False
@@ -70,7 +71,7 @@ class ProcessGroupCommunicator(Communicator):
         self.device = torch.device("cpu") if self._is_gloo else device
 
     @override
-    def run(self, collective: Collective) -> Any:  # noqa: C901, PLR0912 - a case an operation
+    def run(self, collective: Collective) -> Any:  # noqa: C901, PLR0912 - has a case for each operation
         """Make one call of torch.distributed. See the methods of :class:`Communicator`."""
         buffer = collective.buffer
         group = self._group
@@ -116,7 +117,7 @@ class ProcessGroupCommunicator(Communicator):
         This is faster for small buffers under gloo, whose all-gather passes the buffers around a
         ring, one rank after the other.
         """
-        return self._is_gloo and 0 < self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
+        return self._is_gloo and self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
 
     def _all_gather(self, buffer: Tensor) -> Tensor:
         """Return the buffers of all ranks, of shape ``(size, *buffer.shape)``. Collective."""

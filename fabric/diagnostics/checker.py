@@ -156,6 +156,7 @@ class CollectiveChecker:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Publish the id of this process. Not a collective: no other rank is waited for."""
         self._store = JobStore(store, rank, size)
         self._rank = rank
         self._size = size
@@ -218,6 +219,7 @@ class CollectiveChecker:
             number=self._record.count(_PHASES) + 1,
             operation=phase,
             name="",
+            # Skips the frames of fabric and torch, and finds the user's line.
             call_site=user_call(sys._getframe(1)),
         )
         # A barrier has no facts but its operation, which is the name of the phase here.
@@ -504,6 +506,7 @@ def difference(calls: Mapping[int, Call]) -> str:
     # A dict and not a set, to keep the order of the facts.
     names = dict.fromkeys(name for call in calls.values() for name in call.facts)
     for name in names:
+        # A call without the fact has the value "none", so it differs from a call with the fact.
         values_by_fact[name] = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
     for name, values in values_by_fact.items():
         ranks_by_value: dict[str, list[int]] = {}

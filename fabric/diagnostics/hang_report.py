@@ -289,6 +289,7 @@ class HangReporter:
         timeout: timedelta,
         is_asynchronous: bool = False,
     ) -> None:
+        """Prepare the thread, and make the flight recorder. :meth:`start` starts the thread."""
         # Holds the id of the latest report that the user requested. The supervisor sends it to all
         # of its ranks. None if no launcher of fabric started this process.
         self._control = ControlThread.of_this_process()

@@ -105,6 +105,7 @@ class FlightRecorder:
     """
 
     def __init__(self, report: Callable[[], str] = _no_report) -> None:
+        """Start without calls, in the thread whose stack hang reports are to show."""
         self._report = report
         self.process = os.getpid()
         self.thread = threading.get_ident()
@@ -285,6 +286,7 @@ class RecordedCommunicator(Communicator):
         name: str = JOB,
         ranks: Sequence[int] | None = None,
     ) -> None:
+        """Wrap the communicator ``inner``, which transfers the data. Not a collective."""
         self.rank = inner.rank
         self.size = inner.size
         self.device = inner.device

@@ -77,6 +77,7 @@ class Stacks:
     """
 
     def __init__(self, thread: int) -> None:
+        """Open the file of stacks, and answer the signal if nothing else catches it."""
         self._thread = thread
         # Unbuffered, since the interpreter writes to the descriptor directly.
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()

@@ -112,6 +112,7 @@ class TrainingChecks:
         store: JobStore,
         backward: Hooks,
     ) -> None:
+        """Add the hooks around the steps of the optimizer and around backward passes."""
         self._optimizer = ref(optimizer)
         self._class_name = type(optimizer).__name__
         self._name = name
@@ -368,8 +369,8 @@ class TrainingChecks:
         """Set the fingerprint of this rank: a number for each replicated parameter.
 
         If the optimizer has no replicated parameters, but shards, the fingerprint is one number for
-        the options of the optimizer, which have to be the same on all ranks. Otherwise the
-        fingerprint stays empty.
+        the options of the optimizer, which have to be the same on all ranks. If it has neither,
+        nothing is set.
 
         Args:
             optimizer: the optimizer.
@@ -483,6 +484,7 @@ class SetupChecks:
         check_setup: Callable[[Sequence[Optimizer]], object],
         scales_loss: bool,
     ) -> None:
+        """Add the hooks around the steps of all optimizers and around backward passes."""
         self._contracts = contracts
         self._store = store
         self._backward = backward
@@ -544,7 +546,12 @@ class SetupChecks:
         self._all_hooks.close()
 
     def _start_checks(self, optimizer: Optimizer, name: str) -> None:
-        """Add the hooks of the :class:`TrainingChecks` of one optimizer. See it for ``name``."""
+        """Start the :class:`TrainingChecks` of one optimizer, until they finish or :meth:`close`.
+
+        Args:
+            optimizer: the optimizer.
+            name: identifies the optimizer in the store. It is the same on all ranks.
+        """
         checks = TrainingChecks(optimizer, name, self._contracts, self._store, self._backward)
         self._all_hooks.callback(checks.close)
 

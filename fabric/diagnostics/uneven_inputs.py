@@ -151,6 +151,7 @@ class UnevenInputDetector:
     """
 
     def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
+        """Start without hooks, which :meth:`on_iteration` installs in the first iteration."""
         self._recorder = recorder
         self._store = store
         self._rank = store.rank
@@ -212,8 +213,10 @@ class UnevenInputDetector:
             self._recorder.checks = (self.check, *self._recorder.checks)
 
     def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
-        """Record the start of a forward pass, and check it if it is a step that may be uneven.
+        """Record the start of a forward pass, and raise if it is a step that another rank lacks.
 
+        A *step* is a forward pass that needs other ranks: all of them if gradients are synchronized
+        after the pass, and otherwise the *peers*, with which a sharded module gathers parameters.
         Called at the start of every forward pass of a sharded or guarded module.
 
         Args:
@@ -327,6 +330,7 @@ class UnevenInputDetector:
         return self._bypass.peers.issuperset(self._neighbors)
 
     def _loop(self, iteration: _Iteration, kind: str) -> _Loop:
+        """Return what is published about the loop in which this rank takes a step."""
         return _Loop(
             loader=iteration.loader,
             iteration=iteration.count.iteration,
@@ -336,10 +340,14 @@ class UnevenInputDetector:
         )
 
     def _is_peer(self, rank: int) -> bool:
+        """Return whether a neighbor gathers the parameters of sharded modules with this rank."""
         return rank in self._bypass.peers
 
     def _check_step(self, step: _Step, must_be_same_iteration: bool) -> None:
         """Publish a step, and raise unless the neighbors will take the step too.
+
+        Neighbors that are peers, which gather parameters with this rank, count more steps than
+        other neighbors. So ``step`` has two numbers.
 
         Args:
             step: the step that this rank is about to take.
@@ -352,8 +360,8 @@ class UnevenInputDetector:
         neighbors: Sequence[int] = self._neighbors
         if step.steps.non_peers == _NOT_TAKEN:
             neighbors = [neighbor for neighbor in neighbors if self._is_peer(neighbor)]
-        is_sharded = step.loop.kind != ""
-        if must_be_same_iteration or is_sharded:
+        has_kind = step.loop.kind != ""  # of a sharded module
+        if must_be_same_iteration or has_kind:
             self._check_loops(step, neighbors, must_be_same_iteration)
         for neighbor, end in self._read_ends(neighbors).items():
             is_peer = self._is_peer(neighbor)
@@ -376,7 +384,8 @@ class UnevenInputDetector:
         iterations over one shuffled loader.
 
         Args:
-            step: the step that this rank is about to take.
+            step: the step that this rank is about to take, with one number for neighbors that are
+                peers and one for the others.
             neighbors: the neighbors that have to take the step.
             must_be_same_iteration: see :meth:`_check_step`.
         """
@@ -442,7 +451,8 @@ class UnevenInputDetector:
     def _check_ends(self, later_collectives: int = 0) -> None:
         """Raise if an iteration has ended and a neighbor takes one more step.
 
-        Only iterations that have ended since the latest call count.
+        Only iterations that have ended since the latest call count. Neighbors that are peers, which
+        gather parameters with this rank, compare another number of steps than the other neighbors.
 
         Args:
             later_collectives: the number of collectives that the recorder has not counted yet.
