@@ -139,7 +139,7 @@ class FlightRecorder:
         # exit_step() does not run after a step that raised. Also, a step may call its closure,
         # which runs this phase. In both cases torch issues no collectives in the rest of the step,
         # so exit_phase() need not return to the step.
-        outer_phase = None if self.phase is STEP else self.phase
+        outer_phase = None if self.phase == STEP else self.phase
         self._outer_phases.append(outer_phase)
         self.phase = phase
         self.latest_key = phase
@@ -160,7 +160,7 @@ class FlightRecorder:
     def step(self) -> int:
         """The number of the current optimizer step, or outside of steps of the next one, from 1."""
         started_steps = self.counts.get(STEP, 0)
-        if self.phase is STEP:
+        if self.phase == STEP:
             return started_steps
         return started_steps + 1
 
@@ -175,6 +175,7 @@ class FlightRecorder:
         self.counts[STEP] += 1
         if len(optimizer.param_groups) != self.param_group_counts.get(id(optimizer)):
             self.on_param_groups_changed(optimizer)
+            # Recorded only now: if the call raises, the next step calls it again.
             self.param_group_counts[id(optimizer)] = len(optimizer.param_groups)
 
     def exit_step(self, *_: object) -> None:
@@ -248,9 +249,11 @@ class FlightRecorder:
     def annotate(self, error: BaseException) -> None:
         """Add a hang report as a note to an error, if the error is that of a timed-out collective.
 
-        An error that already has a report is not changed.
+        An error that already has a report is not changed: several functions on the way of an error
+        call this method.
         """
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        # torch's errors of collectives are RuntimeErrors.
         if not isinstance(error, RuntimeError) or HEADING in text:
             return
         is_timeout = any(timeout_text in text.lower() for timeout_text in _TIMEOUT_TEXTS)
@@ -262,6 +265,7 @@ class FlightRecorder:
             error.add_note(f"{report}\n  {remedy}")
 
     def _check_phase(self, phase: str) -> None:
+        """Run the phase checks, which raise unless all ranks start the phase."""
         for check in self.phase_checks:
             check(phase)
 

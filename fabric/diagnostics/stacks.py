@@ -61,7 +61,7 @@ def exit_reason() -> str:
     """Return why this process makes no further calls, as a sentence without a period.
 
     Called when the process closes its communicator. The error that ends the process is then being
-    handled or, in an interactive session, was shown last.
+    handled or, if Python has printed its traceback already, is ``sys.last_value``.
     """
     error = sys.exception() or getattr(sys, "last_value", None)
     if error is None:
