@@ -25,15 +25,21 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # The command line and the launchers, which need no torch, start without waiting for it.
+    """Import a public name when it is used. Python calls this function for names not defined here.
+
+    An import of ``fabric`` itself does not import torch, so that the command line and the
+    launchers, which do not need torch, start at once.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {
+    modules = {
         "EntryPoint": "fabric.accelerators",
         "Throughput": "fabric.tools.throughput",
         "plan": "fabric.tools.dry_run",
     }
-    return getattr(import_module(homes.get(name, "fabric._fabric")), name)
+    # fabric._fabric has the other names.
+    module = import_module(modules.get(name, "fabric._fabric"))
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 EntryPoint = NewType("EntryPoint", str)
-"""The name of another package's entry point, for type checkers, which know only fabric's names.
+"""The name of an entry point of another package, such as ``strategy=EntryPoint("theirs")``.
 
-For example, ``strategy=EntryPoint("theirs")``.
+Type checkers know the names of fabric alone, and accept other names in this type.
 """
 
 AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps"] | EntryPoint
 
-# Parameters of mallopt(3), and our values in bytes. Blocks smaller than _MMAP_THRESHOLD stay with
-# the process, since each page that the system hands out again is a fault. In a step of
-# `python -m benchmarks gpt-fsdp`, a threshold of 1 MiB causes ten times as many faults as glibc's
-# default, and one of 4 MiB a third as many.
+# Parameters of mallopt(3), and fabric's values for them in bytes. Freed blocks that are smaller
+# than _MMAP_THRESHOLD stay with the process, since each page that the system hands out again costs
+# a page fault. In a step of `python -m benchmarks gpt-fsdp`, a threshold of 1 MiB causes ten times
+# as many page faults as glibc's default, and a threshold of 4 MiB a third as many.
 _M_TRIM_THRESHOLD = -1
 _TRIM_THRESHOLD = 32 * 2**20
 _M_MMAP_THRESHOLD = -3
@@ -96,17 +96,20 @@ class Accelerator(ABC):
             f"a number from 1 to {count}, a list of distinct indices below {count}, or "
             '"auto" for all'
         )
-        parsed = _parse(devices, expected)
+        parsed = _parse_devices(devices, expected)
         if isinstance(parsed, tuple):
             indices = parsed
         elif parsed in ("auto", -1):
             indices = tuple(range(count))
         else:
-            # One index too many is enough for the error below.
+            # The first devices. A number that is too large gives one index that does not exist,
+            # which is enough for the error below.
             indices = tuple(range(min(parsed, count + 1)))
-        distinct = set(indices)
-        if not indices or len(distinct) < len(indices) or not distinct.issubset(range(count)):
-            suggestion = 'devices="auto"' if count else 'accelerator="cpu"'
+        distinct_indices = set(indices)
+        has_duplicates = len(distinct_indices) < len(indices)
+        all_exist = distinct_indices.issubset(range(count))
+        if not indices or has_duplicates or not all_exist:
+            suggestion = 'devices="auto"' if count > 0 else 'accelerator="cpu"'
             raise ConfigurationError(
                 f"devices={devices!r}",
                 problem=f"this process sees {count} devices of type {self.name!r}",
@@ -118,18 +121,21 @@ class Accelerator(ABC):
     def activate(self, device: torch.device) -> None:
         """Make ``device`` the current device of this process.
 
-        Does nothing by default, for hardware of which torch has no current device.
+        The default does nothing, which suits hardware without a current device in torch.
         """
 
     def return_freed_memory(self) -> None:
         """Return large blocks to the system when they are freed, until the process ends.
 
-        Strategies that allocate and free whole parameters in every step call it. Does nothing by
-        default, for hardware whose allocator returns blocks anyway.
+        Strategies that allocate and free whole parameters in every step call this method. The
+        default does nothing, which suits hardware whose allocator returns blocks anyway.
         """
 
     def release(self) -> None:
-        """Return cached memory to the system. The memory of live tensors is kept."""
+        """Return cached memory to the system. The memory of live tensors is kept.
+
+        The method is called when a job ends. The default does nothing.
+        """
 
     @property
     def default_backend(self) -> str:
@@ -151,41 +157,45 @@ class CPUAccelerator(Accelerator):
     def device_count(self) -> int:
         """Return the number of cores that this process may use, at least 1.
 
-        An affinity mask makes it smaller than the number of cores of the machine.
+        A process with an affinity mask may use fewer cores than the machine has.
         """
         return available_cores()
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
         """Return the CPU once for each process. See :meth:`Accelerator.parse_devices`.
 
-        There may be more processes than cores.
+        Here ``devices`` is a number of processes, which may be larger than the number of cores.
         """
         expected = 'a number of processes >= 1, -1 for one process per core, or "auto" for one'
-        num_processes = _parse(devices, expected)
+        num_processes = _parse_devices(devices, expected)
         if num_processes == "auto":
             num_processes = 1
         elif num_processes == -1:
             num_processes = self.device_count()
+        # The parsed value may also be a tuple of indices.
         if not isinstance(num_processes, int) or num_processes < 1:
-            problem = "it is not a number of processes, and CPU cores have no index"
             raise ConfigurationError(
-                f"devices={devices!r}", problem, expected, suggestion='devices="auto"'
+                f"devices={devices!r}",
+                problem="it is not a number of processes, and CPU cores have no index",
+                expected=expected,
+                suggestion='devices="auto"',
             )
         return (torch.device(self.name),) * num_processes
 
     def return_freed_memory(self) -> None:
         """Return blocks of 4 MiB or more to the system when they are freed, under glibc.
 
-        glibc does so at first. But each freed block raises the size from which glibc returns
-        blocks, up to 32 MiB, so that what a strategy gathers and frees would stay with the process.
-        A user's setting in the environment (``MALLOC_TRIM_THRESHOLD_``,
-        ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) wins.
+        At first glibc returns blocks of 128 KiB or more. But each freed block raises this size, up
+        to 32 MiB, so that the parameters that a strategy gathers and frees would stay with the
+        process. A fixed size turns this adjustment off. A setting of the user in the environment
+        (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) is kept.
         """
         if "MALLOC_TRIM_THRESHOLD_" in os.environ or "MALLOC_MMAP_THRESHOLD_" in os.environ:
             return
         if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
             return
-        # Other C libraries have no such function, and return large blocks at once.
+        # CDLL(None) contains the functions of the C library of this process. Libraries other than
+        # glibc lack this function, and return large blocks at once.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
@@ -201,16 +211,17 @@ class CUDAAccelerator(Accelerator):
     def device_count(self) -> int:
         """Return the number of visible GPUs.
 
-        It is 0 without a driver, or if torch was built without CUDA.
+        The number is 0 without a driver, or if torch was built without CUDA.
         """
-        # torch asks NVML (amdsmi under ROCm), which does not initialize the driver and honors
-        # CUDA_VISIBLE_DEVICES. If NVML is missing or fails, torch asks the CUDA runtime, and then a
-        # process that is forked later cannot use CUDA. torch.cuda.is_available() always asks the
-        # runtime, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
+        # Not torch.cuda.is_available(), which asks the CUDA runtime, unless
+        # PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. A process that is forked after such a question
+        # cannot use CUDA. device_count() asks NVML (amdsmi under ROCm), which does not initialize
+        # the driver and honors CUDA_VISIBLE_DEVICES. Only if NVML is missing or fails, it asks the
+        # runtime, too.
         return torch.cuda.device_count()
 
     def activate(self, device: torch.device) -> None:
-        """Make ``device`` the current GPU of this process, which ``"cuda"`` then stands for."""
+        """Make ``device`` the current GPU of this process: the device called ``"cuda"``."""
         torch.cuda.set_device(device)
 
     def release(self) -> None:
@@ -233,12 +244,12 @@ class MPSAccelerator(Accelerator):
 
     def release(self) -> None:
         """Return the allocator's free blocks to the system."""
-        # torch.mps raises on a machine without such a device.
+        # empty_cache() raises on a machine without a device of this type.
         if self.is_available():
             torch.mps.empty_cache()
 
 
-# In the order in which "auto" tries them. The CPU is always available.
+# The accelerators by name, in the order in which "auto" tries them. The CPU is always available.
 ACCELERATORS = {
     "cuda": CUDAAccelerator,
     "gpu": CUDAAccelerator,
@@ -247,8 +258,10 @@ ACCELERATORS = {
 }
 
 
-def _parse(devices: Any, expected: str) -> _Devices:
-    """Return a value of ``devices`` in its plain form. Whether such devices exist is not checked.
+def _parse_devices(devices: Any, expected: str) -> _Devices:
+    """Convert the argument ``devices`` to a number of devices, a tuple of indices or ``"auto"``.
+
+    Whether the devices exist is not checked.
 
     Args:
         devices: the user's value.
@@ -263,16 +276,28 @@ def _parse(devices: Any, expected: str) -> _Devices:
             return _parse_text(devices.strip())
         if isinstance(devices, Sequence):
             return tuple(map(operator.index, devices))
-        return operator.index(devices)
+        return operator.index(devices)  # raises a TypeError for a float
     except (TypeError, ValueError) as error:
-        kind = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
-        raise kind(f"devices={devices!r}", str(error), expected, 'devices="auto"') from error
+        # int() raises a ValueError for a text that is not a number.
+        error_class = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
+        raise error_class(
+            f"devices={devices!r}",
+            problem=str(error),
+            expected=expected,
+            suggestion='devices="auto"',
+        ) from error
 
 
 def _parse_text(text: str) -> _Devices:
+    """Convert a text such as ``"2"``, ``"0,2"``, ``"2,"`` or ``"auto"``.
+
+    Raises:
+        ValueError: a part of the text is not a number.
+    """
     if text == "auto":
         return "auto"
-    # "2" is a number of devices. The comma in "2," makes a list, as in Python.
+    # "2" is a number of devices. The comma in "2," makes a list of indices, as in Python.
     if "," not in text:
         return int(text)
-    return tuple(map(int, text.removesuffix(",").split(",")))
+    indices = text.removesuffix(",").split(",")
+    return tuple(map(int, indices))

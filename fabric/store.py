@@ -16,13 +16,15 @@ from fabric.world import World
 
 __all__ = ["JobStore", "find_store", "unused_key_prefix"]
 
-_POLL_SECONDS = 0.005  # between two looks at the store
+# The pause between two checks of the store for missing keys.
+_POLL_SECONDS = 0.005
 
 
 class JobStore:
-    """Values that the ranks of a job share.
+    """Values that the ranks of a job share, by key, without a collective.
 
-    A key is always written by the same method.
+    Use only one of the methods that write for a key, since their formats differ. A key that exists
+    is never removed.
 
     Args:
         store: the store of torch that the ranks share. It is local in a job of one process.
@@ -34,14 +36,16 @@ class JobStore:
         self._store = store
         self.rank = rank
         self.size = size
-        self._present: set[str] = set()
+        self._existing_keys: set[str] = set()  # those that read() has found, to ask only once
 
     def from_rank0(self, key: str, value: bytes) -> bytes:
         """Return rank 0's value for a key on every rank. Other ranks wait for rank 0.
 
+        Every rank has to call this method with the same keys, but rank 0 does not wait for others.
+
         Args:
-            key: the name of the value, which can be used once.
-            value: the value of this rank. Only rank 0's is used.
+            key: the name of the value. Use a new key for each call.
+            value: the value of this rank. Only the value of rank 0 is used.
 
         Raises:
             UsageError: rank 0 wrote no value within the timeout.
@@ -63,7 +67,7 @@ class JobStore:
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         """Write a value unless a rank has written one. Return the value of the first rank."""
-        # The stub says str only, as in set().
+        # The empty text stands for a missing key. torch takes bytes, but its stub declares str.
         return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType]
 
     def add(self, key: str, amount: int) -> int:
@@ -72,7 +76,7 @@ class JobStore:
 
     def set(self, key: str, value: bytes | str) -> None:
         """Write a value, replacing any earlier one."""
-        # Bytes pass, although the stub says str only.
+        # torch takes bytes, but its stub declares str.
         self._store.set(key, value)  # pyright: ignore[reportArgumentType]
 
     def get_nowait(self, key: str) -> bytes | None:
@@ -85,56 +89,67 @@ class JobStore:
         """Write this rank's value of a topic, replacing any earlier one. See :meth:`read`.
 
         Args:
-            topic: what the value is about, with one value for each rank.
+            topic: the name of a set of values, one for each rank.
             value: a value that JSON can represent.
         """
-        self.set(f"{topic}/{self.rank}", json.dumps(value, separators=(",", ":")))
+        text = json.dumps(value, separators=(",", ":"))  # without spaces
+        self.set(f"{topic}/{self.rank}", text)
 
     def read(self, topic: str, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, Any]:
         """Return the values of a topic that the given ranks have published, by rank.
 
         Args:
-            topic: what the values are about, as in :meth:`publish`.
+            topic: the topic that the ranks have passed to :meth:`publish`.
             ranks: the ranks to read from.
-            seconds: how long to wait for ranks that have not published a value. The result has no
-                entry for a rank that has not published by then.
+            seconds: how long to wait for ranks that have not published a value. 0 does not wait.
+                The result has no entry for a rank that has not published a value in this time.
         """
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        self._wait_for(set(keys.values()), seconds)
-        published = {rank: key for rank, key in keys.items() if key in self._present}
-        if not published:
+        self._find_keys(set(keys.values()), seconds)
+        keys_by_rank = {rank: key for rank, key in keys.items() if key in self._existing_keys}
+        if not keys_by_rank:
             return {}
-        values = self._store.multi_get(list(published.values()))
-        return dict(zip(published, map(json.loads, values), strict=True))
+        # One message to the store for all values.
+        texts = self._store.multi_get(list(keys_by_rank.values()))
+        return dict(zip(keys_by_rank, map(json.loads, texts), strict=True))
 
-    def _wait_for(self, keys: Set[str], seconds: float) -> None:
-        """Note which keys are present, until all are or the time is over."""
+    def _find_keys(self, keys: Set[str], seconds: float) -> None:
+        """Add those of ``keys`` that exist in the store to ``_existing_keys``.
+
+        The method returns once all keys exist, or after ``seconds``. Each key is checked at least
+        once.
+        """
         deadline = time.monotonic() + seconds
-        missing = keys - self._present
+        missing = keys - self._existing_keys
         while missing:
-            self._present.update(key for key in missing if self._store.check([key]))
+            # check() returns whether all keys of a list exist, so that each key is asked for alone.
+            self._existing_keys.update(key for key in missing if self._store.check([key]))
             if time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_SECONDS)
-            missing = keys - self._present
+            missing = keys - self._existing_keys
 
     def close(self) -> None:
         """Release the connection, even if this object is still referenced.
 
-        Afterwards this object is the empty store of a job with one rank.
+        Afterwards this object is the empty store of a job with one rank, so that a later call of a
+        method neither fails nor waits.
         """
-        self._store = dist.HashStore()
+        self._store = dist.HashStore()  # local; torch closes a connection that nothing refers to
         self.rank = 0
         self.size = 1
-        self._present.clear()
+        self._existing_keys.clear()
 
 
 def find_store(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store that the job's launcher or environment specifies.
 
     Args:
-        world: the place of this process in the job.
+        world: the rank of this process, and the address or file of the store.
         timeout: how long to wait for the store of rank 0.
+
+    Returns:
+        The store that the ranks share. A local store in a job of one process.
 
     Raises:
         ConfigurationError: neither the launcher nor the environment specifies a store.
@@ -142,8 +157,8 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     if world.world_size == 1:
         return dist.HashStore()
     if world.store is not None:
-        # With a worker count the store would remove its file when the first of several runtimes
-        # closes.
+        # The optional number of workers is left out. With this number, the store would remove its
+        # file when the first of several runtimes closes.
         return dist.FileStore(world.store.removeprefix("file://"))
     if world.port is None:
         raise ConfigurationError(
@@ -156,41 +171,59 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     if ":" in host:  # an IPv6 address
         host = f"[{host}]"
     url = f"tcp://{host}:{world.port}"
+    # torch's rendezvous yields the store, the rank and the world size, and is used once.
     store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=timeout))
     return store
 
 
 def unused_key_prefix(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """Return a key prefix for the ranks that connect now, unused by any earlier user of the store.
+    """Return a prefix for the keys of the ranks that connect now, which no earlier rank has used.
 
-    The processes of a job may have several runtimes in a row, which a counter tells apart. But
-    torchrun keeps its store when it restarts ranks, and a rank may have died before it was counted.
-    So under torchrun the ranks agree on a name that no earlier rank can know.
+    The processes of a job may have several runtimes, one after the other, on one store. A counter
+    for each rank tells the runtimes apart. The counter is not enough under torchrun, which keeps
+    its store when it restarts the ranks: a rank may have died before it was counted. So under
+    torchrun the ranks agree on a new name.
 
     Args:
         store: the store that the ranks share.
-        world: the place of this process in the job.
+        world: the rank of this process.
         timeout: how long to wait for the other ranks.
+
+    Returns:
+        The same prefix on every rank.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not connect within the timeout.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
-        return str(store.add(f"fabric/runtime/{world.rank}", 1))
-    return _agree_on_name(store, world, timeout)
+    # torchrun sets the variable if the store is its own. If a process group exists, all ranks have
+    # connected, and are counted as without torchrun.
+    is_store_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_store_of_torchrun and not dist.is_initialized():
+        return _agree_on_name(store, world, timeout)
+    return str(store.add(f"fabric/runtime/{world.rank}", 1))
 
 
 def _agree_on_name(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """Return a new name that rank 0 chose and all living ranks have confirmed.
+    """Return a new name that rank 0 has drawn and all living ranks have confirmed.
 
-    Each rank publishes a new name of its own. Rank 0 writes its name under the name of each rank,
-    including the names that dead ranks left, until all living ranks have confirmed rank 0's name.
+    The store may contain what ranks wrote before a restart, so ranks exchange names that no earlier
+    rank can know:
+
+    1. Each other rank publishes a name of its own.
+    2. Rank 0 writes its name under the names of all ranks. Some of the names may have been left by
+       dead ranks, and a living rank replaces such a name, so rank 0 repeats this step.
+    3. Each other rank reads rank 0's name, and confirms it by publishing a value under this name.
+
+    Args:
+        store: the store that the ranks share.
+        world: the rank of this process.
+        timeout: how long rank 0 waits for the confirmations.
     """
     job_store = JobStore(store, world.rank, world.world_size)
     name = uuid.uuid4().hex
     if world.rank != 0:
         job_store.publish("fabric/name", name)
-        rank0_name = store.get(name).decode()
+        rank0_name = store.get(name).decode()  # waits for rank 0
         job_store.publish(rank0_name, name)
         return rank0_name
     missing_ranks = set(range(1, world.world_size))
@@ -198,7 +231,8 @@ def _agree_on_name(store: dist.Store, world: World, timeout: timedelta) -> str:
     while missing_ranks:
         for rank_name in job_store.read("fabric/name", missing_ranks).values():
             job_store.set(rank_name, name)
-        missing_ranks -= job_store.read(name, missing_ranks, _POLL_SECONDS).keys()
+        confirmations = job_store.read(name, missing_ranks, _POLL_SECONDS)
+        missing_ranks -= confirmations.keys()
         if time.monotonic() > deadline:
             raise dist.DistStoreError(
                 f"ranks {missing_ranks} of {world.world_size} have not connected within the timeout"

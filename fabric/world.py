@@ -14,16 +14,17 @@ class World:
     """The place of one process in a job, in the terms of ``torchrun``.
 
     Attributes:
-        rank: global rank, ``0 <= rank < world_size``.
-        local_rank: rank on this node, ``0 <= local_rank < local_world_size``.
-        node_rank: number of this node, from 0.
-        world_size: number of processes of the job.
-        local_world_size: number of processes on this node.
-        address: host on which rank 0 can be reached.
-        port: port of the rendezvous store on that host, 1 to 65535. ``None`` if ``store`` is set,
-            or if no rendezvous is needed.
-        store: where the processes connect if fabric started them, as ``file:///path`` (a private
-            :class:`torch.distributed.FileStore`). ``None`` under another launcher.
+        rank: the global rank, ``0 <= rank < world_size``.
+        local_rank: the rank on this node, ``0 <= local_rank < local_world_size``.
+        node_rank: the number of this node, from 0.
+        world_size: the number of processes of the job.
+        local_world_size: the number of processes on this node.
+        address: the host of rank 0, or its IP address.
+        port: the port of the rendezvous store on that host, 1 to 65535. ``None`` if ``store`` is
+            set, or if no rendezvous is needed.
+        store: the store through which processes that fabric has started connect, as
+            ``file:///path`` (a private :class:`torch.distributed.FileStore`). ``None`` under
+            another launcher.
     """
 
     rank: int = 0
@@ -36,6 +37,7 @@ class World:
     store: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise a ConfigurationError if the numbers contradict each other."""
         # Every other node has at least one process.
         max_other_nodes = self.world_size - self.local_world_size
         is_rank_valid = 0 <= self.rank < self.world_size
@@ -60,13 +62,19 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, if all have as many processes as this one; 1 only if it is alone."""
-        # Rounded up: 3 processes here and 2 elsewhere are two nodes, not joined by loopback.
+        """The number of nodes, if every node has as many processes as this one.
+
+        The number is 1 only if all processes are on this node, so that loopback connects them.
+        """
+        # Rounded up, so that 3 processes on this node and 2 on another one are two nodes.
         return -(-self.world_size // self.local_world_size)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks before and after this one in a ring of all ranks. Empty with one process."""
+        """The ranks before and after this one in a ring of all ranks, in ascending order.
+
+        Two processes have one neighbor each, and a single process has none.
+        """
         neighbors = {(self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size}
         return tuple(sorted(neighbors - {self.rank}))
 
@@ -75,8 +83,8 @@ class World:
         """Read the variables that ``torchrun`` and fabric's own launchers set.
 
         Args:
-            env: an environment mapping, such as ``os.environ``. A blank variable counts as missing.
-                Without ``LOCAL_WORLD_SIZE``, all processes are assumed to be on one node.
+            env: the environment variables, such as ``os.environ``. A blank variable counts as
+                missing. Without ``LOCAL_WORLD_SIZE``, all processes are assumed to be on one node.
 
         Returns:
             The world, or ``None`` when ``RANK`` or ``WORLD_SIZE`` is missing.
@@ -92,7 +100,9 @@ class World:
         local_world_size = read_integer_variable(env, "LOCAL_WORLD_SIZE")
         local_rank = read_integer_variable(env, "LOCAL_RANK")
         node_rank = read_integer_variable(env, "GROUP_RANK")
-        if local_world_size is None and local_rank is not None and local_rank != rank:
+        # On a single node the local rank is the rank.
+        has_several_nodes = local_rank is not None and local_rank != rank
+        if has_several_nodes and local_world_size is None:
             raise ConfigurationError(
                 f"RANK={rank} and LOCAL_RANK={local_rank} in the environment",
                 problem="they differ, so the job has several nodes, and LOCAL_WORLD_SIZE, which "
@@ -102,6 +112,8 @@ class World:
             )
         if local_world_size is None:
             local_world_size = world_size
+        # Variables that are missing follow from the others, if all nodes have as many processes. A
+        # number below 1 must not divide by zero here: it is an error of the constructor.
         ranks_per_node = max(1, local_world_size)
         if local_rank is None:
             local_rank = rank % ranks_per_node
@@ -137,8 +149,9 @@ def read_variable(env: Mapping[str, str], *names: str) -> str | None:
     """Return the value of the first variable that is set and not blank, or None.
 
     Args:
-        env: an environment mapping, such as ``os.environ``.
-        *names: the names of one setting, in the order in which they are tried.
+        env: the environment variables, such as ``os.environ``.
+        *names: the names of a variable, in the order in which they are tried. Versions of a
+            launcher use different names.
     """
     for name in names:
         value = env.get(name, "").strip()
@@ -151,8 +164,8 @@ def read_integer_variable(env: Mapping[str, str], *names: str) -> int | None:
     """Return the integer in the first variable that is set and not blank, or None.
 
     Args:
-        env: an environment mapping, such as ``os.environ``.
-        *names: the names of one setting, in the order in which they are tried.
+        env: the environment variables, such as ``os.environ``.
+        *names: the names of a variable, in the order in which they are tried.
 
     Raises:
         ConfigurationError: the value is not an integer.
@@ -175,7 +188,7 @@ def read_integer_variable(env: Mapping[str, str], *names: str) -> int | None:
 def available_cores() -> int:
     """Return the number of cores that this process may use, at least 1.
 
-    An affinity mask can make that fewer cores than the machine has.
+    A process with an affinity mask may use fewer cores than the machine has.
     """
     if hasattr(os, "sched_getaffinity"):  # macOS has no affinity masks
         return len(os.sched_getaffinity(0))
