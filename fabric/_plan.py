@@ -250,7 +250,7 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
         launch_spec=launch_spec,
         started_by=_started_by(job, world, launcher),
         check_collectives=_should_check_collectives(options, env),
-        timeout=_choose_timeout(options),
+        timeout=options["timeout"] or DEFAULT_TIMEOUT,
         watchdog=options["watchdog"],
         deadline=_deadline(options),
         stop_margin=options["stop_margin"],
@@ -277,9 +277,10 @@ def _merge_options(
     for argument in _DURATIONS:
         if options[argument] is not None:
             options[argument] = _parse_duration(argument, options[argument])
-    # Before the strategy is made: `fabric run` may give its name, and the precision that its
-    # constructor takes.
+    # Called before the strategy is made: `fabric run` may give the strategy's name, and the
+    # precision that the strategy's constructor takes.
     _add_run_options(options, env)
+    # The caller parses the precision again, since a strategy object may bring a precision.
     precision = parse_precision(options["precision"])
     strategy = parse_strategy(options["strategy"], precision=precision)
     if strategy is not None:
@@ -315,14 +316,17 @@ def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
     accelerator: Any = strategy.accelerator
     if accelerator is None and devices:
         accelerator = devices[0].type
+    timeout = None
+    if strategy.timeout != DEFAULT_TIMEOUT:
+        timeout = _parse_duration("timeout", strategy.timeout)
     strategy_options = {
         "accelerator": accelerator,
         "devices": devices,
         "precision": strategy._requested_precision,
-        # The defaults of the constructor are not a request.
+        # 1 is the default of the constructor, and so not a request.
         "num_nodes": None if strategy.num_nodes == 1 else strategy.num_nodes,
         "environment": strategy.cluster_environment,
-        "timeout": None if strategy.timeout == DEFAULT_TIMEOUT else strategy.timeout,
+        "timeout": timeout,
     }
     for argument, value in strategy_options.items():
         if value is not None:
@@ -769,14 +773,6 @@ def _should_check_collectives(options: _Options, env: Mapping[str, str]) -> bool
     """Return whether the argument of ``Fabric`` or ``FABRIC_CHECK`` turns checked mode on."""
     text = env.get("FABRIC_CHECK", "").strip().lower()
     return options["check_collectives"] or text not in _CHECK_OFF
-
-
-def _choose_timeout(options: _Options) -> timedelta:
-    """Return how long a collective may wait, from the merged arguments of ``Fabric``."""
-    if options["timeout"] is None:
-        return DEFAULT_TIMEOUT
-    # _merge_options() has parsed the timeout of Fabric, but not one that the strategy was given.
-    return _parse_duration("timeout", options["timeout"])
 
 
 def _deadline(options: _Options) -> float:
