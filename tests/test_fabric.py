@@ -217,7 +217,7 @@ REFUSALS: dict[str, tuple[Callable[[Job], Any], type[FabricError], list[str]]] =
     "environment class": (
         lambda job: Fabric(accelerator="cpu", environment=Recorded),  # type: ignore[arg-type]
         ArgumentTypeError,
-        ["Recorded", "no environment"],
+        ["Recorded", "not an environment"],
     ),
     "checkpoint_io class": (
         lambda job: DDPStrategy(checkpoint_io=dict),
