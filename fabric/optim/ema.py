@@ -18,9 +18,13 @@ __all__ = ["ExponentialMovingAverage"]
 
 
 class _Buffer(NamedTuple):
-    """The place of an average: the buffers of a submodule, and a key in them.
+    """The place of an average: a buffer of a submodule.
 
-    Not the tensor, which is replaced when this module is converted.
+    The tensor itself is not kept, because conversions such as ``half()`` replace it.
+
+    Attributes:
+        buffers: the buffers of the submodule, by name.
+        name: the name of the average in ``buffers``.
     """
 
     buffers: dict[str, Tensor | None]
@@ -38,21 +42,21 @@ class ExponentialMovingAverage(nn.Module):
     """The exponential moving average of a model's weights (Polyak averaging), under any strategy.
 
     The numbers are those of torch's ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. The
-    first :meth:`update` copies the weights. Each later one adds ``(1 - decay) * (weight -
-    average)`` to each average. Averages of bfloat16 and float16 weights are float32, since such
+    first :meth:`update` copies the weights. Each later update adds ``(1 - decay) * (weight -
+    average)`` to each average. Averages of bfloat16 and float16 weights are float32, since these
     small changes would be rounded away.
 
-    Each process averages its part of the model: no call is a collective, but all processes must
-    make it. For ``fabric.save`` and ``fabric.load`` this is a module whose buffers have the names
-    and sharding of the model's weights; the number of updates is saved too. It loads under any
-    strategy and number of processes.
+    Each process averages its part of the model. No call is a collective, but all processes must
+    make the same calls. For ``fabric.save`` and ``fabric.load``, this object is a module whose
+    buffers have the names and the sharding of the model's weights. The number of updates is saved,
+    too. The averages load under any strategy and number of processes.
 
     Args:
         model: the set-up module.
-        decay: the weight of the old average in an update, in ``[0, 1]``; or a function of the
-            number of updates so far (at least 1) that returns it.
-        buffers: whether to average buffers too. Buffers that are not floating point keep the latest
-            value. If false, the model's own buffers are used, also within :meth:`applied`.
+        decay: the weight of the old average in an update, in ``[0, 1]``; or a function that takes
+            the number of updates so far (at least 1) and returns this weight.
+        buffers: whether to average buffers too. A buffer that is not floating point is not averaged
+            but copied. If false, the model uses its own buffers, also within :meth:`applied`.
 
     Raises:
         ConfigurationError: the decay is not in ``[0, 1]``.
@@ -62,7 +66,9 @@ class ExponentialMovingAverage(nn.Module):
     def __init__(
         self, model: FabricModule, decay: float | Callable[[int], float], buffers: bool
     ) -> None:
+        """Add one buffer for each weight, with a copy of the weight."""
         super().__init__()
+        # None for a copy of a set-up module.
         contract = model._fabric_contract
         if contract is None:
             raise UsageError(
@@ -83,7 +89,13 @@ class ExponentialMovingAverage(nn.Module):
             self._shard_when_loading()
 
     def _add_average(self, path: str, weight: Tensor) -> _Buffer:
-        """Add a copy of a weight as a buffer of the same name."""
+        """Add a copy of a weight as a buffer of the same name, and return the buffer's place.
+
+        Args:
+            path: the name of the weight in the model. The part before each dot is a submodule,
+                which is added if it does not exist.
+            weight: the weight.
+        """
         *owners, name = path.split(".")
         submodule: nn.Module = self
         for owner in owners:
@@ -96,13 +108,16 @@ class ExponentialMovingAverage(nn.Module):
         dtype = weight.dtype
         if dtype in (torch.bfloat16, torch.float16):
             dtype = torch.float32
-        # register_buffer would refuse names of attributes of this class.
+        # register_buffer would refuse a name that is also the name of a method, such as "update".
         buffers = registered_buffers(submodule)
         buffers[name] = weight.detach().to(dtype, copy=True)
         return _Buffer(buffers, name)
 
     def _shard_when_loading(self) -> None:
-        """Have the submodules take this rank's shards when a full state dict is loaded."""
+        """Register hooks that take this rank's shards when a full state dict is loaded.
+
+        Without the hooks, the full tensors would not have the shapes of the sharded buffers.
+        """
         # Imported here: it takes a second, and a sharded model has imported it already.
         from fabric.strategies.fsdp.state import take_shards
 
@@ -112,7 +127,11 @@ class ExponentialMovingAverage(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages with the weights, after an optimizer step. Not a collective."""
+        """Update the averages with the weights. Called after an optimizer step. Not a collective.
+
+        Raises:
+            UsageError: the averages are applied, or the model has other weights than before.
+        """
         if self._is_applied:
             raise UsageError(
                 "ema.update() within ema.applied()",
@@ -126,12 +145,17 @@ class ExponentialMovingAverage(nn.Module):
         self._updates += 1
 
     def _update_averages(self) -> None:
+        """Move the averages toward the weights. There must have been an update before.
+
+        Raises:
+            ConfigurationError: the user's function returned a decay that is not in ``[0, 1]``.
+        """
         decay = self._decay
         if callable(decay):
             decay = decay(self._updates)
             _check_decay(decay)
         average_all = get_ema_multi_avg_fn(decay)
-        # Tensors of one dtype, which are averaged all at once.
+        # Averages with the dtype of their weight. They are updated all at once, below.
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         for average, weight in self._pairs():
@@ -141,7 +165,8 @@ class ExponentialMovingAverage(nn.Module):
                 averages.append(average)
                 weights.append(weight)
             else:
-                # At once they would need memory for another model in float32.
+                # One by one, since converted copies of all weights would need memory for another
+                # model in float32.
                 average_all([average], [weight.to(average.dtype)], self._updates)
         if averages:
             average_all(averages, weights, self._updates)
@@ -150,14 +175,17 @@ class ExponentialMovingAverage(nn.Module):
     def applied(self) -> Iterator[None]:
         """Use the averages as the model's weights within a context, for validation or export.
 
-        At the end, also after an exception, the model's own weights are restored bit for bit;
-        changes made within are lost. Within, no gradients are recorded, since gradients of averages
-        would train nothing; use ``torch.enable_grad()`` for gradients of inputs. Do not enter it
-        between a forward pass and its backward pass. Needs memory for another copy of this
-        process's part of the weights. Not a collective.
+        At the end, also after an exception, the model's own weights are restored bit for bit.
+        Changes of weights within the context are lost. No gradients are recorded within, since
+        gradients of averages would train nothing. Use ``torch.enable_grad()`` for gradients of
+        inputs. Do not enter the context between a forward pass and its backward pass. The context
+        needs memory for another copy of this process's part of the weights. Not a collective.
         """
-        # Keeps the tensors themselves: a forward pass within may add or replace buffers.
-        before = [(weight.detach().clone(), weight) for _, weight in self._pairs()]
+        # The tensors are kept, and not their names: a forward pass within may replace buffers.
+        before: list[tuple[Tensor, Tensor]] = []
+        for _, weight in self._pairs():
+            before.append((weight.detach().clone(), weight))
+        # True if a context within a context begins.
         was_applied = self._is_applied
         self._is_applied = True
         try:
@@ -169,22 +197,29 @@ class ExponentialMovingAverage(nn.Module):
             self._write(before)
 
     def get_extra_state(self) -> int:
-        """Return the number of updates, for ``state_dict``."""
+        """Return the number of updates, for ``state_dict``. Called by torch."""
         return self._updates
 
     def set_extra_state(self, state: int) -> None:
-        """Restore the number of updates."""
+        """Restore the number of updates. Called by ``load_state_dict``."""
         self._updates = state
 
     def _current_weights(self) -> dict[str, Tensor]:
-        """Return the weights to average by name. A forward pass may add or replace buffers."""
+        """Return the weights to average, by name.
+
+        They are looked up at each call, since a forward pass may add or replace buffers.
+        """
         weights = dict(self._contract.parameters())
         if self._averages_buffers:
             weights.update(self._contract.module.named_buffers())
         return weights
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the local averages of this process, each with its weight."""
+        """Return the averages, each with its weight. Of sharded ones, return this rank's shards.
+
+        Raises:
+            UsageError: weights were added to the model or removed from it.
+        """
         weights = self._current_weights()
         changed = weights.keys() ^ self._averages.keys()
         if changed:
@@ -202,9 +237,13 @@ class ExponentialMovingAverage(nn.Module):
 
     @torch.no_grad()
     def _write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Write the first tensor of each pair into the second, which is a weight."""
-        # Otherwise the next forward pass would use parameters that are already gathered, or cast
-        # by autocast.
+        """Write values into weights, in place.
+
+        Args:
+            pairs: a value and a weight each. Of a sharded weight, both are this rank's shards.
+        """
+        # Without these two calls, the next forward pass could use old values: parameters that are
+        # still gathered, or copies that autocast has cast.
         self._contract.reshard()
         torch.clear_autocast_cache()
         for value, weight in pairs:

@@ -1,6 +1,7 @@
-"""Parameter lists: parameters without a forward pass.
+"""Parameter lists: ``nn.ParameterList`` and ``nn.ParameterDict``, which have no forward pass.
 
-They are replicated under every strategy, and their gradients are averaged before each step.
+Without a forward pass, no strategy can shard their parameters or average their gradients. So they
+are replicated under every strategy, and their gradients are averaged before each step.
 """
 
 from collections.abc import Sequence
@@ -26,34 +27,42 @@ PARAMETER_LISTS = nn.ParameterList | nn.ParameterDict
 
 
 class ParameterLists:
-    """The parameters in the parameter lists of a job.
+    """Replication of the parameters in parameter lists, and averages of their gradients over ranks.
 
-    They are held weakly, and also when the list that they were in is gone.
+    The parameters are held weakly. A parameter stays known after its list is gone.
 
     Args:
         strategy: the strategy of the job.
-        cleanup: removes the hook around steps.
+        cleanup: the stack whose end removes the hook before steps.
     """
 
     def __init__(self, strategy: Strategy, cleanup: ExitStack) -> None:
         self._strategy = strategy
         self._cleanup = cleanup
+        # A set of parameters: all values are None.
         self._parameters = WeakTensorKeyDictionary()
+        # The hook before the steps of all optimizers. None until a list is set up.
         self._hook: RemovableHandle | None = None
 
     def replicate(self, module: nn.Module) -> GradientContract:
         """Give all ranks rank 0's values of a list, and average its gradients from now on.
 
-        Collective. Returns the contract of the list.
+        Collective. Called when a list is set up.
+
+        Args:
+            module: the list.
+
+        Returns:
+            The contract of the list.
         """
         for parameter in module.parameters():
             parameter.data.copy_(self._strategy.broadcast(parameter.data))
             self._parameters[parameter] = None
-        # The hook is for all optimizers: an optimizer may have been set up before its parameters.
+        # The hook is for all optimizers, since an optimizer may be set up before its parameters.
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             self._cleanup.callback(self._hook.remove)
-        # The override of the strategy's class is not called: it is for modules with a forward pass.
+        # The method of the base class, since overrides expect a module with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
         contract = replace(contract, gradients_differ=False)
         if self._strategy.is_distributed:
@@ -61,10 +70,11 @@ class ParameterLists:
         return contract
 
     def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of an optimizer's listed parameters over the ranks.
+        """Average the gradients of an optimizer's parameters in lists over the ranks.
 
-        Collective if the optimizer has parameters of lists. Gradients that are equal on all ranks
-        do not change, and a gradient that is None on all ranks stays None.
+        Called before gradients are clipped. Collective if the optimizer has parameters in lists.
+        :meth:`_before_step` averages again, which does not change gradients that are equal on all
+        ranks. A gradient that is None on all ranks stays None.
         """
         parameters = self._parameters_to_average(optimizer)
         if parameters:
@@ -73,7 +83,9 @@ class ParameterLists:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Average the gradients of parameters in lists before a step; a hook of all optimizers.
+        """Average the gradients of an optimizer's parameters in lists before a step.
+
+        A step pre-hook of all optimizers. Collective if the optimizer has parameters in lists.
 
         Raises:
             UsageError: the step has a closure.
@@ -92,7 +104,8 @@ class ParameterLists:
         self._average_gradients(parameters)
 
     def _parameters_to_average(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        # Most often there are no lists, and an optimizer may have thousands of parameters.
+        """Return the parameters of an optimizer that are in lists. In one process, return none."""
+        # Most jobs have no lists, and the loop below takes long for thousands of parameters.
         if not self._parameters or not self._strategy.is_distributed:
             return []
         listed: list[nn.Parameter] = []
@@ -103,12 +116,22 @@ class ParameterLists:
         return listed
 
     def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients in one message. A missing gradient counts as zero."""
+        """Average the gradients of parameters over the ranks, in one message. Collective.
+
+        A gradient that is None on some ranks counts as zero. A gradient that is None on all ranks
+        stays None.
+
+        Args:
+            parameters: the parameters, at least one. They are the same on all ranks.
+        """
         grads: list[torch.Tensor] = []
         has_grad: list[bool] = []
         for parameter in parameters:
             has_grad.append(parameter.grad is not None)
             grads.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        *means, shares = self._strategy.all_reduce([*grads, grads[0].new_tensor(has_grad)])
+        # For each parameter, 1 or 0. The mean is the share of the ranks that have a gradient.
+        flags = grads[0].new_tensor(has_grad)
+        *means, shares = self._strategy.all_reduce([*grads, flags])
         for parameter, mean, share in zip(parameters, means, shares.tolist(), strict=True):
-            parameter.grad = mean if share else None
+            has_any_grad = share > 0
+            parameter.grad = mean if has_any_grad else None

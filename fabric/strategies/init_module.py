@@ -1,17 +1,17 @@
-"""Contexts for building modules: on a device, in a dtype, and outside of the process's own memory.
+"""Contexts for building modules: on a device, in a dtype, and in files instead of memory.
 
 [Note: Building for shards] Before sharding, every rank builds the real model on the CPU, with the
-same operations in the same order as a plain loop, so that values and generator states equal the
-plain loop's, and code can read values. Only the memory differs: each new tensor of 64 KB or more is
-in an unnamed memory-mapped file in the temporary folder. This takes disk space instead of memory,
-for one model per rank of the node. Nothing is left however the process ends. ``setup`` shards one
-FSDP module after another, and frees the files of each.
+same operations in the same order as a plain loop. So the values and the states of generators equal
+those of the plain loop, and code can read values. Only the memory differs: each new tensor of 64 KB
+or more is in an unnamed memory-mapped file in the temporary folder. This takes disk space instead
+of memory, for one model per rank of the node. The system deletes unnamed files when the process
+ends, however it ends. ``setup`` shards one FSDP module after another, and frees the files of each.
 
 An empty build fills values with NaN, so that a first step without a checkpoint is an error.
 
-Where no values are needed, parameters of 64 KB or more become meta tensors when a module registers
-them: in an empty build, and on ranks that receive rank 0's values. Everything else is real, such as
-tables in buffers, which no checkpoint may hold.
+Some ranks need no values: all ranks in an empty build, and the ranks that receive rank 0's values.
+There, parameters of 64 KB or more become meta tensors when a module registers them. Everything else
+is real, such as tables in buffers, which may not be in a checkpoint.
 """
 
 import ctypes
@@ -49,11 +49,16 @@ __all__ = [
     "release_pages",
 ]
 
-# Bytes. Smaller tensors stay in ordinary memory.
+# In bytes. Smaller tensors stay in ordinary memory.
 _SMALLEST_MAPPED_BYTES = 1 << 16
-# Bytes of mapped tensors that may be used before unused pages are given back.
-_RESIDENT = 1 << 25
-_UNINITIALIZED = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+# In bytes. Once operators have used this much memory of large tensors, the pages of the files are
+# given back.
+_RESIDENT_BYTES = 1 << 25
+# The operators whose results have no values that would have to be copied to a file.
+_OPERATORS_WITHOUT_VALUES = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+)
 
 
 @contextmanager
@@ -65,9 +70,9 @@ def created_on(
     Args:
         device: the device. Explicit ``device=`` arguments take precedence.
         dtype: the default floating dtype. None leaves torch's default.
-        empty: make ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``, which
-            the common layers use, fill in NaN. torch does not let other functions be skipped.
-            Constants are still filled in.
+        empty: whether ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``,
+            which the common layers use, fill tensors with NaN. A mode cannot intercept other
+            random functions. Constants are still filled in.
     """
     with ExitStack() as stack:
         if dtype is not None:
@@ -80,21 +85,26 @@ def created_on(
 
 
 class MappedMemory(DispatchMode):
-    """Puts new CPU tensors of 64 KB or more in unnamed files; see ``[Note: Building for shards]``.
+    """A mode that puts new CPU tensors of 64 KB or more into unnamed memory-mapped files.
+
+    See ``[Note: Building for shards]`` of this file.
 
     Args:
         warn: whether to warn if the temporary folder is itself in memory (tmpfs).
 
     Raises:
-        UsageError: there is no room in that folder. The constructor raises it if there is none at
-            all.
+        UsageError: there is no room for a tensor in the temporary folder. The constructor raises it
+            if there is no room at all.
     """
 
     def __init__(self, warn: bool) -> None:
         DispatchMode.__init__(self)
+        # The storages in files, which may be freed before the mode ends.
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
+        # The bytes of large tensors in all operators since pages were last given back.
         self._used_bytes = 0
-        _unnamed_file(_SMALLEST_MAPPED_BYTES)  # for its error
+        # Called for its error: a folder without any room is refused before the model is built.
+        _unnamed_file(_SMALLEST_MAPPED_BYTES)
         folder = tempfile.gettempdir()
         if warn and _is_in_memory(folder):
             warnings.warn(
@@ -114,19 +124,29 @@ class MappedMemory(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Run an operator, and move its new outputs to files. torch calls it for every operator."""
         result = func(*args, **(kwargs or {}))
         if allocates_outputs(func):
-            has_values = func not in _UNINITIALIZED
+            has_values = func not in _OPERATORS_WITHOUT_VALUES
             result = map_tensors(partial(self._move_to_file, has_values), result)
-        for leaf in flatten((args, result))[0]:
+        leaves, _ = flatten((args, result))
+        for leaf in leaves:
             if _is_large(leaf):
                 self._used_bytes += leaf.nbytes
-        if self._used_bytes >= _RESIDENT:
+        if self._used_bytes >= _RESIDENT_BYTES:
             self._release_pages()
         return result
 
     def _move_to_file(self, has_values: bool, tensor: Tensor) -> Tensor:
-        """Return a new tensor in a file. Tensors that stay in memory are returned unchanged."""
+        """Return a tensor in a file in place of a new tensor.
+
+        Args:
+            has_values: whether the values of the tensor have to be copied.
+            tensor: an output of an operator, which no code has seen yet.
+
+        Returns:
+            The tensor in a file. A tensor that has to stay in memory is returned unchanged.
+        """
         if not _is_large(tensor) or tensor.is_quantized:
             return tensor
         # A tensor that shares memory with others, or overlaps itself, stays in memory.
@@ -142,37 +162,50 @@ class MappedMemory(DispatchMode):
         return mapped
 
     def _release_pages(self) -> None:
+        """Give the memory pages of all files back to the system. The values stay in the files."""
         for storage in self._storages:
             release_pages(storage)
         self._used_bytes = 0
 
 
 class EmptyParameter(nn.Parameter):
-    """A meta parameter that a checkpoint will fill. A class, since that survives ``deepcopy``."""
+    """A meta parameter whose values a checkpoint will fill in.
+
+    It is told from other meta parameters by its class, because ``deepcopy`` keeps the class.
+    """
 
 
 @contextmanager
-def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
-    """Make parameters of 64 KB or more meta tensors when a module registers them.
+def registered_on_meta(parameter_class: type[nn.Parameter]) -> Iterator[None]:
+    """Replace parameters of 64 KB or more by meta parameters when a module registers them.
 
     Args:
-        parameter: the type of the meta parameters.
+        parameter_class: the class of the meta parameters.
     """
+    # The meta parameter of each replaced one. Modules that share a parameter share the meta one.
     replacements = WeakTensorKeyDictionary()
 
-    def replace(module: nn.Module, name: str, tensor: nn.Parameter | None) -> Any:
+    def replace_if_large(module: nn.Module, name: str, tensor: nn.Parameter | None) -> Any:
+        """Return the meta parameter for a large one, else None. torch registers the result.
+
+        None makes torch register the parameter itself. The parameters are those of a registration
+        hook of torch.
+        """
         if not _is_large(tensor):
             return None
-        if tensor not in replacements:  # modules may share a parameter
-            replacement = parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+        if tensor not in replacements:
+            meta_tensor = tensor.detach().to("meta")
+            replacement = parameter_class(meta_tensor, requires_grad=tensor.requires_grad)
+            # The user's own attributes of the parameter.
             vars(replacement).update(vars(tensor))
             replacements[tensor] = replacement
         return replacements[tensor]
 
-    handle = register_module_parameter_registration_hook(replace)
+    handle = register_module_parameter_registration_hook(replace_if_large)
     try:
         yield
     except Exception as error:
+        # Most likely the user's code has read a value.
         error.add_note(
             'With empty_init=True, or with source="rank0" on other ranks, large parameters have no '
             "values."
@@ -183,7 +216,10 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
 
 
 class SkipRandomInit(TorchFunctionMode):
-    """Makes the random functions of torch.nn.init that a mode can intercept fill in NaN."""
+    """A mode in which random functions of ``torch.nn.init`` fill tensors with NaN.
+
+    These are the functions that a mode can intercept, see :func:`created_on`.
+    """
 
     def __torch_function__(
         self,
@@ -192,8 +228,14 @@ class SkipRandomInit(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Run a function of torch, or fill its tensor with NaN. torch calls it for every function.
+
+        The random functions of ``torch.nn.init`` take the tensor as their first argument, fill it
+        in place and return it.
+        """
         kwargs = kwargs or {}
         is_init = getattr(func, "__module__", None) == "torch.nn.init"
+        # constant_ is intercepted like the random functions, but its values are kept.
         if not is_init or func.__name__ == "constant_":
             return func(*args, **kwargs)
         tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -201,28 +243,39 @@ class SkipRandomInit(TorchFunctionMode):
 
 
 def fill_empty(tensor: Tensor) -> Tensor:
-    """Fill a tensor that awaits a checkpoint with NaN, if its dtype has NaN. Return the tensor."""
+    """Fill a tensor that awaits a checkpoint with NaN, in place, and return the tensor.
+
+    A tensor whose dtype has no NaN is not changed.
+    """
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.detach().fill_(math.nan)
     return tensor
 
 
 def _is_large(value: Any) -> TypeIs[Tensor]:
-    """Return whether this is a plain tensor of 64 KB or more in the memory of the CPU."""
+    """Return whether a value is a plain tensor of 64 KB or more in the memory of the CPU.
+
+    Instances of other subclasses than ``nn.Parameter`` are not plain.
+    """
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
     return value.device.type == "cpu" and value.nbytes >= _SMALLEST_MAPPED_BYTES
 
 
 def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
-    """Return a storage in an unnamed memory-mapped file in the temporary folder."""
+    """Return a storage of this size in an unnamed memory-mapped file in the temporary folder.
+
+    Raises:
+        UsageError: there is no room in the folder.
+    """
     folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # On a full disk, writing to a page would kill the process. macOS cannot reserve space.
+            # Reserve the space now: on a full disk, writing to a page later would kill the process.
+            # macOS has no function for this.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-            # The mapping outlives the descriptor.
+            # The file has no name, but torch needs a path. The mapping outlives the descriptor.
             path = f"/dev/fd/{file.fileno()}"
             storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
             return storage
@@ -239,18 +292,22 @@ def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
 
 
 def release_pages(storage: torch.UntypedStorage) -> None:
-    """Take the pages of a mapped file out of the resident set; their contents stay."""
-    # Python's mmap has madvise only for its own objects.
+    """Remove the pages of a mapped file from the process's memory. The values stay in the file."""
+    # The madvise of Python's mmap module works only for mappings that the module itself has made.
     madvise = ctypes.CDLL(None).madvise
     address = ctypes.c_void_p(storage.data_ptr())
     madvise(address, ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
 
 
 def _is_in_memory(folder: str) -> bool:
-    """Return whether a folder's file system keeps its files in memory; false if unknown."""
+    """Return whether the file system of a folder keeps its files in memory, such as tmpfs.
+
+    Returns false where the system does not tell, as on macOS.
+    """
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return False
     device = os.stat(folder).st_dev
+    # A line has two numbers, the device, the mount point and options, and " - " before the type.
     entry = rf"(?m)^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (tmpfs|ramfs) "
     return re.search(entry, mounts.read_text()) is not None
