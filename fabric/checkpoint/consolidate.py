@@ -71,20 +71,21 @@ def consolidate(
         raise CheckpointError(request, problem)
     reader = ShardedCheckpoint().open(source)
     writes_weights = max_shard_gb is not None or output.suffix == ".safetensors"
-    if not writes_weights and key is not None:
+    names = list(reader.content)
+    if writes_weights:
+        names = [_model_entry(request, reader.content, key)]
+    elif key is not None:
         problem = "--key chooses the model for weights alone; other files hold all entries"
         raise ConfigurationError(request, problem)
-    if writes_weights:
-        # Before anything is written: this may raise.
-        key = _model_entry(request, reader.content, key)
     output.parent.mkdir(parents=True, exist_ok=True)
     # The scratch files are beside the output, where there has to be room for it anyway.
     allocate = partial(_scratch_tensor, request, output.parent)
-    if key is None:
-        FullCheckpoint().save(reader.load(reader.content, allocate), output)
+    entries = reader.load(names, allocate)
+    if not writes_weights:
+        FullCheckpoint().save(entries, output)
         return output
-    entries = reader.load([key], allocate)
-    tensors = _tensors_of_model(request, entries[key])
+    [model_name] = names
+    tensors = _tensors_of_model(request, entries[model_name])
     if max_shard_gb is None:
         _write_weights(request, output, tensors)
     else:

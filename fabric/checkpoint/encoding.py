@@ -155,6 +155,9 @@ def to_json(
 ) -> Json:
     """Return a value as JSON. See ``[Note: JSON with type tags]``.
 
+    A value whose type JSON lacks becomes a dict with one key, the tag, such as ``{"$tuple":
+    [...]}``.
+
     Args:
         value: any value.
         convert: ``convert(path, item)`` returns the JSON of an item that is a tensor, is not plain,
@@ -172,12 +175,15 @@ def to_json(
         return {tag: _SCALARS[kind].write(value)}
     # A subclass of the user's may have the name of a collection, and so the same tag.
     is_plain_collection = _COLLECTIONS.get(tag) is kind
-    if not is_plain_collection or id(value) in enclosing:
+    contains_itself = id(value) in enclosing
+    if not is_plain_collection or contains_itself:
         return convert(path, value)
     enclosing = (*enclosing, id(value))
     if isinstance(value, dict):
         return _dict_to_json(value, tag, convert, path, enclosing)
     if kind is set:
+        # An item of a set has no key or index, so that a load could not find it by its path. An
+        # ellipsis in the path says so.
         path = (*path, ...)
     items = []
     for index, item in enumerate(value):
@@ -237,6 +243,7 @@ def from_json(
             are left out of the result.
     """
     if isinstance(value, list):
+        # Without ``existing``, whose dicts alone are matched: the tensors in a list are new.
         return [from_json(item, read_tensor) for item in value]
     if not isinstance(value, dict):
         return value
@@ -248,13 +255,14 @@ def from_json(
         return _READERS[tag](content)
     if tag in ("$tuple", "$set"):
         return _COLLECTIONS[tag](from_json(content, read_tensor))
+    # A dict, an OrderedDict or a Counter.
     mapping: Any = _COLLECTIONS[tag]()
     for json_key, item in content:
         key = from_json(json_key)
-        is_tensor = isinstance(item, dict) and "$tensor" in item
+        is_stored_tensor = isinstance(item, dict) and "$tensor" in item
         if not isinstance(existing, Mapping):
             mapping[key] = from_json(item, read_tensor)
-        elif key in existing or not is_tensor:
+        elif key in existing or not is_stored_tensor:
             mapping[key] = from_json(item, read_tensor, existing.get(key))
     if "attributes" in value:
         vars(mapping).update(from_json(value["attributes"]))

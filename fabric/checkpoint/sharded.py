@@ -128,6 +128,7 @@ class ShardedCheckpoint:
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
         rank = communicator.rank
+        # "memory://..." is a file system of fsspec in the memory of one process.
         if communicator.size > 1 and str(path).startswith("memory:"):
             problem = (
                 "each process has memory of its own, and no other process could read what this one "
@@ -147,6 +148,7 @@ class ShardedCheckpoint:
                 target = _Target(save.folder, save.id, flat.stored_names)
             target = communicator.broadcast_object(target, 0)
             files = write_on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
+            # Empty on all ranks but rank 0, which commits the save by closing the stack.
             files_of_ranks = gather_on_first(communicator, files)
             write_on_all_ranks(_commit, stack, request, save, flat, files_of_ranks, metadata)
 

@@ -139,8 +139,8 @@ class StateDicts:
                 content[name] = self.of_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
-        # Called for its error: in a collection that contains itself, gather_shards() would never
-        # return.
+        # Called for its error. to_json() calls _refuse_loop() for a collection that contains
+        # itself, from which gather_shards() would never return.
         to_json(content, _refuse_loop)
         return content
 
