@@ -141,11 +141,13 @@ class StagingBuffers:
         return copied_state
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the CPU of a tensor, with the same attributes and ``requires_grad``.
+        """Return a copy of a tensor on the CPU.
 
-        The copy of a DTensor is a DTensor with a copy of the local shard.
+        The copy of a DTensor is a DTensor with a copy of the local shard. The copy of any other
+        tensor has the same attributes and the same ``requires_grad``.
         """
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
+        # Only a dense tensor is a view of one storage.
         is_dense = local.layout is torch.strided and not local.is_quantized
         if is_dense and local.untyped_storage().nbytes() > 0:
             copied = self._copy_in_buffer(local)

@@ -327,9 +327,11 @@ class Checkpoints:
 
         ``metrics_files`` are written too, see :meth:`_publish`.
         """
-        # A later item replaces an earlier one: of several checkpoints of a step the newest counts.
-        newest_of_steps = {_step_number(name): name for name in self._metrics}.values()
-        newest = [name for name in self._metrics if name in newest_of_steps]
+        # self._metrics has the oldest checkpoint first. So of several checkpoints of the same step,
+        # the newest one stays in this dict.
+        newest_by_step = {_step_number(name): name for name in self._metrics}
+        newest = [name for name in self._metrics if name in newest_by_step.values()]
+        # The best checkpoint is None, which is not a name, if there is none.
         retained = {*newest[-self._keep :], self._best_checkpoint()}
         for name in list(self._metrics):
             if name not in retained:
@@ -523,13 +525,14 @@ class _RunFolder:
             The metrics of the committed checkpoints by name, the oldest first.
         """
         clear_temporaries(self._path, rf"(?:latest|best|{_NAME}(?:\.json)?)")
+        # A checkpoint is found by any of its files: a killed job may have left only some of them.
         names: set[str] = set()
         for entry in self._path.iterdir():
             match = _FILE.fullmatch(entry.name)
             if match is not None:
                 names.add(match["checkpoint"])
         metrics: dict[str, _Metrics] = {}
-        # Sorted by name is by age.
+        # The order of the names is the order of the saves.
         for name in sorted(names):
             if self._is_committed(name):
                 metrics[name] = self._read_metrics(name)

@@ -240,8 +240,9 @@ def select_content(
         if trainable_only and isinstance(value, nn.Module):
             dropped_keys |= _frozen_names(value)
         if name in filters:
+            should_keep = filters[name]
             for key, item in content[name].items():
-                if not filters[name](key, item):
+                if not should_keep(key, item):
                     dropped_keys.add(key)
         if dropped_keys:
             # A shallow copy keeps the type, and the versions of layers that torch attaches to a

@@ -231,6 +231,7 @@ def _similar_paths(path: Location) -> list[str]:
     with suppress(OSError):
         names = [entry.name for entry in islice(path.parent.iterdir(), _MAX_ENTRIES)]
     similar = []
+    # More names than an error shows, because some of them are not checkpoints.
     for name in difflib.get_close_matches(path.name, names, n=20):
         candidate = str(path.parent / name)
         is_archive = os.path.isfile(candidate) and zipfile.is_zipfile(candidate)
