@@ -209,11 +209,11 @@ def _write_on_all_ranks(
     ``request`` is what the user asked for, for errors.
     """
 
-    def convert_errors() -> T:
+    def step_with_converted_errors() -> T:
         with write_errors(request):
             return step(*args)
 
-    return run_on_all_ranks(communicator, request, convert_errors)
+    return run_on_all_ranks(communicator, request, step_with_converted_errors)
 
 
 def _begin(stack: ExitStack, request: str, path: Location, is_first: bool) -> _FolderSave | None:
