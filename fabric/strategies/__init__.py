@@ -1,4 +1,4 @@
-"""Strategies: how a module is prepared to train on the devices of a job."""
+"""Strategies, which prepare modules to train on the devices of a job."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +46,7 @@ StrategyName = (
     | EntryPoint
 )
 
-# Imported when they are first used: with what they need they take a second.
+# Imported when they are first used, because these modules and their imports take a second.
 _LAZY_IMPORTS = {
     "FSDPStrategy": "fabric.strategies.fsdp",
     "ModelParallelStrategy": "fabric.strategies.model_parallel",
@@ -54,6 +54,7 @@ _LAZY_IMPORTS = {
 
 
 def __getattr__(name: str) -> Any:
+    """Return a strategy class that is imported lazily. Python calls it for unknown names."""
     if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY_IMPORTS[name]), name)

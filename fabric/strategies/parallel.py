@@ -1,4 +1,4 @@
-"""The base of strategies for several devices, with older forms of setup that take a trainer."""
+"""The base of strategies for several devices, with an older form of setup that takes a trainer."""
 
 import inspect
 import warnings
@@ -13,34 +13,34 @@ from fabric.strategies.standalone import Strategy
 
 __all__ = ["ParallelStrategy", "as_list", "check_forwarded_arguments", "refuse_unprepared"]
 
-
+# The code that replaces the older form, for errors.
 _MODERN_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
 
 
 class ParallelStrategy(Strategy):
-    """A strategy for several devices, with one process for each unless it says otherwise.
+    """A strategy for several devices, usually with one process for each device.
 
-    Arguments as for :class:`Strategy`.
+    The arguments are those of :class:`Strategy`.
     """
 
     name = "parallel"
-    # Whether a prepared module computes in the dtype of a mixed precision by itself.
+    # Whether a prepared module itself casts to the compute dtype of a mixed precision. Otherwise
+    # Fabric enters autocast around forward passes.
     _casts_to_compute_dtype: ClassVar[bool] = False
 
     def setup(self, trainer: Any) -> None:
         """Prepare a trainer's model and optimizers. Older form of :meth:`fabric.Fabric.setup`.
 
-        Collective. Moves the trainer's model, converts it to the precision and prepares it together
-        with the trainer's optimizers, if there are any. Afterward the prepared module of torch is
-        the trainer's model.
+        Collective. The trainer's model is converted to the precision, moved to the device and
+        prepared. The prepared module becomes the trainer's model. The trainer's optimizers, if
+        there are any, are set up in place.
 
         Args:
             trainer: an object with ``model`` and perhaps ``optimizers``.
 
         Raises:
             UsageError: the model is prepared already.
-            ConfigurationError: a precision with a forward context that the prepared module does not
-                enter by itself.
+            ConfigurationError: the precision has a forward context, which only ``Fabric`` enters.
         """
         module = trainer.model
         self._check_standalone_precision()
@@ -58,7 +58,13 @@ class ParallelStrategy(Strategy):
             self.setup_optimizer(optimizer)
 
     def _check_standalone_precision(self) -> None:
-        """Raise or warn about what a precision needs and a strategy without ``Fabric`` omits."""
+        """Raise or warn if the precision needs ``Fabric``. Called only by :meth:`setup`.
+
+        A strategy alone neither enters autocast around forward passes nor scales the loss.
+
+        Raises:
+            ConfigurationError: the precision has a forward context that nothing would enter.
+        """
         precision = self.runtime.precision
         request = f"{type(self).__name__}.setup(trainer)"
         modern = f"{_MODERN_SETUP} and fabric.backward(loss)"
@@ -90,9 +96,9 @@ class ParallelStrategy(Strategy):
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise an error.
 
-        With one process it does nothing. The launcher ends the other processes, and the process
-        that launched them raises with this rank and its traceback. The launcher does so for every
-        exception that the function raises, so that this call is not needed.
+        With one process the call does nothing. The launcher then ends the other processes, and the
+        launching process raises an error with this rank and the trace. The launcher does so for
+        every exception of a rank, so that new code does not need this call.
 
         Args:
             trace: the traceback of the failure, as text.
@@ -113,7 +119,7 @@ class ParallelStrategy(Strategy):
 
 
 def as_list(objects: Any) -> list[Any]:
-    """Return a list of one object or of several in a sequence. None gives an empty list."""
+    """Return a list of the objects in a sequence, or of one object. None gives an empty list."""
     if objects is None:
         return []
     if isinstance(objects, Sequence) and not isinstance(objects, str):
@@ -122,11 +128,14 @@ def as_list(objects: Any) -> list[Any]:
 
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
-    """Raise for a module whose gradients this strategy does not synchronize."""
+    """Raise the UsageError for ``no_backward_sync`` of a module that was not set up.
+
+    The context would have no effect, since the gradients of this module are never synchronized.
+    """
     raise UsageError(
         f"no_backward_sync({type(module).__name__})",
-        problem=f"it was not set up with {type(strategy).__name__}: no backward pass of it "
-        "synchronizes anything",
+        problem=f"the module was not set up with {type(strategy).__name__}, and so its gradients "
+        "are never synchronized",
         suggestion="fabric.setup_module(model)",
     )
 
