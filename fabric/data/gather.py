@@ -18,24 +18,29 @@ from fabric.tree import flatten, leaf_paths, unflatten
 
 __all__ = ["gather_batch"]
 
-_REQUEST = "fabric.gather_for_metrics(...)"
+_CALL_TEXT = "fabric.gather_for_metrics(...)"
 
 
 class _BatchSize(NamedTuple):
     """The size of the latest batch over all ranks.
 
-    Its entries are in the order of the sampler. For ``"samples"``, sample i of rank r is entry
-    ``i * num_replicas + r``. For ``"batches"``, the batch of rank r is entry r. For ``"single
-    samples"``, the sample of rank r is entry r; it has no dim 0.
+    An entry is one item of the sampler's order, or a sample or batch that one rank got:
+
+    - For ``"samples"``, sample i of rank r is entry ``i * num_replicas + r``.
+    - For ``"batches"``, the batch of rank r is entry r.
+    - For ``"single samples"``, the sample of rank r is entry r. The sample has no dim 0.
+
+    Attributes:
+        entries: number of entries that are not repetitions. Repetitions come last. None: no entry
+            is a repetition.
+        samples_of_rank: number of samples in this rank's batch. None if unknown.
     """
 
     entries: int | None
-    """Number of entries that are no repetitions. None: all are."""
     samples_of_rank: int | None
-    """Number of samples in this rank's batch. None if unknown."""
 
 
-_UNKNOWN = _BatchSize(None, None)
+_UNKNOWN = _BatchSize(entries=None, samples_of_rank=None)
 
 
 def gather_batch(
@@ -50,16 +55,19 @@ def gather_batch(
         active_loops: the active loops over loaders; the last one is the innermost.
         results: any collection of tensors, computed from this process's batch.
 
+    Returns:
+        The collection, with the rows of all ranks in each tensor. Other leaves are unchanged.
+
     Raises:
-        UsageError: no loop over a set-up loader is active, fabric does not shard its data, or it
-            is unknown which entries were repeated.
+        UsageError: no loop over a set-up loader is active, fabric does not shard the loader's data,
+            or it is unknown which entries were repeated.
         ConfigurationError: a leaf cannot be assigned to samples.
     """
     spec, position = _innermost_loop(communicator, active_loops)
+    # Fabric's rounds of an iterable dataset have equal counts only if they are complete.
+    has_equal_batches = spec.has_equal_counts and spec.worker_seed_streams is None
     # Ranks may have batches of different lengths, or none.
-    is_uneven = spec.ends_in_lockstep and not (
-        spec.has_equal_counts and spec.worker_seed_streams is None
-    )
+    is_uneven = spec.ends_in_lockstep and not has_equal_batches
     size = _UNKNOWN if is_uneven else _batch_size(spec, position)
     leaves, structure = flatten(results)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
@@ -67,7 +75,8 @@ def gather_batch(
     if is_uneven:
         leaves = [_without_repeat(leaf, spec, position) for leaf in leaves]
 
-    # The ranks compare the title: results of different iterations must not be combined.
+    # The title is a key of the collection, and all_gather compares keys between ranks: an error is
+    # raised if results of different iterations would be combined.
     title = f"of iteration {position.epoch}" if spec.order_streams else "of a fixed order"
     if is_uneven or spec.unit == "batches":
         gathered = all_gather_ragged(communicator, {title: leaves})[title]
@@ -78,18 +87,23 @@ def gather_batch(
     else:
         gathered = all_gather(communicator, {title: leaves})[title]
         join_ranks = _take
-    for number, of_ranks in enumerate(gathered):
-        if isinstance(leaves[number], Tensor):
-            leaves[number] = join_ranks(of_ranks, size.entries)
+    for index, rank_values in enumerate(gathered):
+        if isinstance(leaves[index], Tensor):
+            leaves[index] = join_ranks(rank_values, size.entries)
     return unflatten(structure, leaves)
 
 
 def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoop]) -> ActiveLoop:
-    """Return the innermost loop. Raise a UsageError unless fabric shards its data."""
+    """Return the loop whose batch the results are of.
+
+    Raises:
+        UsageError: no loop is active, or the ranks do not share its data. They share the data if
+            fabric or the sampler shards it, or if a policy of ``uneven`` says that the user does.
+    """
     expected = "the body of a loop over a loader that fabric shards"
     if not active_loops:
         raise UsageError(
-            _REQUEST,
+            _CALL_TEXT,
             problem="no loop over a set-up loader is active",
             expected=expected,
             suggestion="for batch in fabric.setup_dataloaders(loader): "
@@ -98,7 +112,7 @@ def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoo
     loop = active_loops[-1]
     if loop.spec.num_replicas != communicator.size and not loop.spec.ends_in_lockstep:
         raise UsageError(
-            _REQUEST,
+            _CALL_TEXT,
             problem=f"this loader gives each of {communicator.size} processes all of the data, or "
             "what you sharded",
             expected=expected,
@@ -108,17 +122,27 @@ def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoo
 
 
 def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
+    """Return the size of the batch that the user has received last.
+
+    The result is ``_UNKNOWN`` on one rank, and for an iterable dataset in complete rounds: no
+    sample is repeated there.
+
+    Raises:
+        UsageError: entries may be repeated, and it is unknown which.
+    """
     if spec.num_replicas == 1 or spec.worker_seed_streams is not None:
         return _UNKNOWN
     order_length = _order_length(spec)
-    before = replace(position, received_batches=position.received_batches - 1)
+    position_before = replace(position, received_batches=position.received_batches - 1)
     entries = None
     if order_length is not None:
-        entries = order_length - spec.cursor(before)
+        # All entries that remained before this batch, which may be more than the batch has: a
+        # slice with a longer end is the whole batch.
+        entries = order_length - spec.cursor(position_before)
     samples_of_rank = None
     shard_length = spec.shard_length(position)
     if spec.unit == "samples" and shard_length is not None:
-        remaining = shard_length - before.received_batches * spec.entries_per_batch
+        remaining = shard_length - position_before.received_batches * spec.entries_per_batch
         samples_of_rank = min(spec.entries_per_batch, remaining)
     return _BatchSize(entries, samples_of_rank)
 
@@ -126,26 +150,40 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
 def _order_length(spec: LoaderSpec) -> int | None:
     """Return the length of the order without repetitions.
 
-    None if it has no length and nothing is repeated.
+    None if the order has no length, and no entry is repeated.
+
+    Raises:
+        UsageError: entries may be repeated, and it is unknown which.
     """
-    order: Any = spec.order_source
-    if spec.shard_count > 1:
-        length = length_of(order)
+    order_source: Any = spec.order_source
+    is_sharded_by_fabric = spec.shard_count > 1
+    if is_sharded_by_fabric:
+        length = length_of(order_source)
         sampler = spec.sharded_sampler
         if length is None and sampler is not None and sampler.pads:
-            _refuse_order(order, "has no length")
+            _refuse_order(order_source, "has no length")
         return length
     # DistributedSampler gives rank r the entries r, r + num_replicas, ..., as fabric does. The
     # entries of any other sampler that shards by itself are not known.
-    if getattr(type(order), "__iter__", None) is not DistributedSampler.__iter__:
-        _refuse_order(order, "shards the data itself")
-    return length_of(order.dataset)
+    iterates_like_torch = (
+        getattr(type(order_source), "__iter__", None) is DistributedSampler.__iter__
+    )
+    if not iterates_like_torch:
+        _refuse_order(order_source, "shards the data itself")
+    return length_of(order_source.dataset)
 
 
-def _refuse_order(order: Any, problem: str) -> NoReturn:
+def _refuse_order(order_source: Any, problem: str) -> NoReturn:
+    """Raise the error for an order whose repetitions are not known.
+
+    Args:
+        order_source: the user's sampler, batch sampler or dataset.
+        problem: a verb phrase about it.
+    """
     raise UsageError(
-        _REQUEST,
-        problem=f"the {type(order).__name__} {problem}: which samples are repetitions is not known",
+        _CALL_TEXT,
+        problem=f"the {type(order_source).__name__} {problem}: which samples are repetitions is "
+        "not known",
         expected="a loader that fabric shards, with a sampler that has a length",
         suggestion='setup_dataloaders(DataLoader(dataset)), uneven="drop"; with repetitions '
         "fabric.all_gather(x, concat=True)",
@@ -153,7 +191,17 @@ def _refuse_order(order: Any, problem: str) -> NoReturn:
 
 
 def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> None:
-    """Raise a ConfigurationError unless a leaf has an entry for each sample of the batch."""
+    """Raise a ConfigurationError for a tensor or number that cannot be assigned to samples.
+
+    A tensor needs a row for each sample of the batch, unless the batch is one sample. A number
+    belongs to no sample. Other leaves, such as strings, are not gathered and pass.
+
+    Args:
+        path: the path to the leaf, as in code. Empty if the collection is one leaf.
+        leaf: a leaf of the results.
+        spec: the spec of the loader.
+        samples: number of samples in this rank's batch. None if unknown.
+    """
     if isinstance(leaf, Tensor):
         if spec.unit == "single samples":
             return
@@ -175,7 +223,10 @@ def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> 
 
 
 def _without_repeat(leaf: Any, spec: LoaderSpec, position: EpochPosition) -> Any:
-    """Return a leaf with one row for each sample of this rank: no row for a repeated batch."""
+    """Return a leaf with one row for each sample of this rank, and no row for a repeated batch.
+
+    A rank with a repeat still takes part in the gathering, with empty tensors.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     if spec.unit == "single samples":
@@ -185,16 +236,34 @@ def _without_repeat(leaf: Any, spec: LoaderSpec, position: EpochPosition) -> Any
     return leaf
 
 
-def _concatenate(of_ranks: Sequence[Tensor], entries: int | None) -> Tensor:
-    """Return the rows of all ranks, one rank after the other. An entry is a rank's batch."""
-    return torch.cat(of_ranks[:entries])  # pyright: ignore[reportArgumentType]  # a list
+def _concatenate(rank_values: Sequence[Tensor], entries: int | None) -> Tensor:
+    """Return the rows of all ranks, one rank after the other.
+
+    Args:
+        rank_values: a tensor for each rank. They may have different lengths.
+        entries: how many ranks have a batch that is not a repetition. None for all ranks.
+    """
+    return torch.cat(list(rank_values[:entries]))
 
 
-def _interleave(of_ranks: Tensor, entries: int | None) -> Tensor:
-    """Return the rows of all ranks: the first row of each rank, then the second, and so on."""
-    return of_ranks.transpose(0, 1).flatten(0, 1)[:entries].clone()
+def _interleave(rank_values: Tensor, entries: int | None) -> Tensor:
+    """Return the rows of all ranks: the first row of each rank, then the second, and so on.
+
+    Args:
+        rank_values: the rows of each rank, with shape (ranks, rows, ...).
+        entries: how many rows are not repetitions. Repetitions come last. None for all rows.
+    """
+    rows = rank_values.transpose(0, 1).flatten(0, 1)
+    # A copy, so that the result does not keep the memory of the repetitions.
+    return rows[:entries].clone()
 
 
-def _take(of_ranks: Tensor, entries: int | None) -> Tensor:
-    """Return a row for each rank."""
-    return of_ranks[:entries].clone()
+def _take(rank_values: Tensor, entries: int | None) -> Tensor:
+    """Return a row for each rank, where each rank has one sample.
+
+    Args:
+        rank_values: the value of each rank, with shape (ranks, ...).
+        entries: how many ranks have a sample that is not a repetition. None for all ranks.
+    """
+    # A copy, so that the result does not keep the memory of the repetitions.
+    return rank_values[:entries].clone()

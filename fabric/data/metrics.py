@@ -27,18 +27,23 @@ _SYNC_ATTRIBUTES = ("dist_sync_fn", "distributed_available_fn", "_to_sync")
 
 
 class _GatheredState(NamedTuple):
-    """A state of a metric that has been exchanged."""
+    """A state of a metric, gathered from all ranks.
 
-    sent: Tensor
-    """The state of this rank."""
+    Attributes:
+        of_this_rank: the state that this rank sent, on the CPU.
+        of_ranks: the states of all ranks, on the CPU.
+    """
+
+    of_this_rank: Tensor
     of_ranks: tuple[Tensor, ...]
-    """The states of all ranks."""
 
 
 def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     """Return ``metrics.compute()`` over the samples of all ranks. Collective.
 
-    ``Fabric.compute_metrics`` calls it.
+    ``Fabric.compute_metrics`` calls it. A metric of torchmetrics would gather each of its states in
+    a collective of its own. Here all states of all metrics are gathered at once, and
+    ``metrics.compute()`` then gets them in place of its own collectives.
 
     Args:
         communicator: all ranks.
@@ -47,54 +52,73 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     Raises:
         UsageError: ``metrics`` contains no metric, or the states of a metric cannot be exchanged.
     """
-    request = f"compute_metrics({type(metrics).__name__})"
+    call_text = f"compute_metrics({type(metrics).__name__})"
     error = None
+    # The tensors of this rank, by metric.
     sent: list[list[Tensor]] = []
     metrics_by_path = _metrics_in(metrics)
     try:
         if not metrics_by_path:
             raise ArgumentTypeError(
-                request, problem="it is no metric or collection of torchmetrics, and contains none"
+                call_text,
+                problem="the argument is not a metric or collection of torchmetrics, and has "
+                "no metric in it",
             )
         for metric in metrics_by_path.values():
             sent.append(_tensors_to_gather(metric))
+    # Any error: the exchange raises it on all ranks, which would otherwise wait for this rank.
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         problem = f"on rank {communicator.rank}, {type(caught).__name__}: {caught}"
-        error = UsageError(request, problem)
+        error = UsageError(call_text, problem)
     call = CallDescription("compute_metrics")
     sent_by_rank = communicator.gather_objects(sent, call, error)
-    _check_counts(request, sent_by_rank)
-    with ExitStack() as stack:
-        for number, metric in enumerate(metrics_by_path.values()):
-            of_ranks = [states[number] for states in sent_by_rank]
-            states = list(map(_GatheredState, sent[number], zip(*of_ranks, strict=True)))
-            _replay_states(request, metric, states, stack)
+    _check_counts(call_text, sent_by_rank)
+    with ExitStack() as undo:
+        for index, metric in enumerate(metrics_by_path.values()):
+            # One list of tensors per rank becomes one tuple of ranks per tensor.
+            tensors_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
+            ranks_by_tensor = zip(*tensors_by_rank, strict=True)
+            states = list(map(_GatheredState, sent[index], ranks_by_tensor))
+            _compute_from(states, metric, call_text, undo)
         return metrics.compute()
 
 
-def _check_counts(request: str, sent_by_rank: Sequence[list[list[Tensor]]]) -> None:
-    """Raise a UsageError unless the metrics of all ranks have equally many states."""
-    counts: list[list[int]] = []
-    for states in sent_by_rank:
-        counts.append([len(tensors) for tensors in states])
-    if counts.count(counts[0]) < len(counts):
+def _check_counts(call_text: str, sent_by_rank: Sequence[list[list[Tensor]]]) -> None:
+    """Raise a UsageError unless the metrics of all ranks have equally many states.
+
+    Args:
+        call_text: the user's call, for the error.
+        sent_by_rank: for each rank and metric, the tensors of its states.
+    """
+    counts_by_rank: list[list[int]] = []
+    for sent in sent_by_rank:
+        counts_by_rank.append([len(tensors) for tensors in sent])
+    if any(counts != counts_by_rank[0] for counts in counts_by_rank):
         raise UsageError(
-            request,
-            problem=f"ranks hold different numbers of states: {counts}",
+            call_text,
+            problem=f"ranks hold different numbers of states: {counts_by_rank}",
             expected="states with a reduction, and the same metrics on all ranks",
         )
 
 
-def _replay_states(
-    request: str, metric: Any, states: Sequence[_GatheredState], stack: ExitStack
+def _compute_from(
+    states: Sequence[_GatheredState], metric: Any, call_text: str, undo: ExitStack
 ) -> None:
-    """Have a metric compute from gathered states until ``stack`` ends."""
+    """Have a metric use gathered states, where ``compute()`` would gather by a collective.
+
+    Args:
+        states: the gathered states, in the order in which the metric gathers them.
+        metric: the metric. Its attributes are replaced.
+        call_text: the user's call, for errors.
+        undo: restores the attributes of the metric when it is closed.
+    """
     for name in _SYNC_ATTRIBUTES:
-        stack.callback(setattr, metric, name, getattr(metric, name))
-    metric.dist_sync_fn = partial(_replay, request, iter(states))
+        undo.callback(setattr, metric, name, getattr(metric, name))
+    metric.dist_sync_fn = partial(_replay, call_text, iter(states))
     metric.distributed_available_fn = _is_available
     metric._to_sync = True  # also with sync_on_compute=False
-    metric._computed = None  # other ranks may have been updated since it was cached
+    # Drops the cached result: other ranks may have been updated since.
+    metric._computed = None
 
 
 def _is_available() -> bool:
@@ -102,9 +126,15 @@ def _is_available() -> bool:
 
 
 def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of this rank's metrics on the CPU, by entry and path.
+    """Return the states of this rank's metrics on the CPU, for a checkpoint.
 
     See ``[Note: metrics]``.
+
+    Args:
+        state: the user's objects by name. Objects without metrics are left out.
+
+    Returns:
+        By name, and then by path of the metric in the object, the state of the metric.
     """
     states: dict[str, Any] = {}
     for name, value in state.items():
@@ -124,10 +154,14 @@ def load_rank_states(
 ) -> None:
     """Restore the states of this rank's metrics.
 
+    With another number of ranks, the states of a rank belong to no rank. Then the metrics are
+    reset, which is exact if no rank had any samples, and an error otherwise.
+
     Args:
-        state: objects by name.
-        saved: the :func:`rank_states` of this rank. With another number of ranks, those of some
-            ranks, which must have no samples.
+        state: the user's objects by name.
+        saved: results of :func:`rank_states`. With the same number of ranks, only that of this rank
+            is used. With another number, those of some saved ranks: together, the ranks check all
+            of them.
         saved_size: the number of ranks at the save.
         size: the number of ranks now.
         strict: whether a metric that cannot be restored is an error. If not, it is unchanged.
@@ -140,22 +174,18 @@ def load_rank_states(
         metrics = _metrics_in(state[name])
         if not metrics:
             continue
-        entries = [rank_state[name] for rank_state in saved]
-        if entries[0].keys() != metrics.keys():
+        states_by_rank = [rank_state[name] for rank_state in saved]
+        problem = ""
+        if states_by_rank[0].keys() != metrics.keys():
             problem = (
-                f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
+                f"it was saved with the metrics {sorted(states_by_rank[0])}, and has "
+                f"{sorted(metrics)}"
             )
-        elif not is_same_size and _have_samples(entries):
+        elif not is_same_size and _have_samples(states_by_rank):
             problem = (
                 f"each of {saved_size} ranks held a part of its samples, and there are {size} ranks"
             )
-        else:
-            for path, metric in metrics.items():
-                metric.reset()
-                if is_same_size:
-                    _load_state(metric, entries[0][path])
-            continue
-        if strict:
+        if problem and strict:
             raise CheckpointError(
                 f"load state[{name!r}]",
                 problem,
@@ -163,33 +193,49 @@ def load_rank_states(
                 "metric.reset()",
                 suggestion="strict=False to leave it as it is",
             )
+        if problem:
+            continue
+        for path, metric in metrics.items():
+            metric.reset()
+            if is_same_size:
+                _load_state(metric, states_by_rank[0][path])
 
 
-def _have_samples(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a metric of any rank has been updated."""
-    for entry in entries:
-        for state in entry.values():
+def _have_samples(states_by_rank: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a metric of any rank has been updated since its latest reset.
+
+    Args:
+        states_by_rank: for each rank, the states of its metrics by path.
+    """
+    for states in states_by_rank:
+        for state in states.values():
             if state["_update_count"]:
                 return True
     return False
 
 
 def _load_state(metric: Any, state: Mapping[str, Any]) -> None:
+    """Set the attributes of a metric to copies of a result of :func:`_state_of`."""
     copy_to_device = partial(Tensor.to, device=metric.device, copy=True)
     vars(metric).update(map_tensors(copy_to_device, state))
 
 
 def _metrics_in(value: Any) -> dict[str, Any]:
-    """Return the torchmetrics metrics in a module, including itself, by path."""
-    # Optional. It has been imported if there is a metric.
+    """Return the torchmetrics metrics in a module, including itself, by path.
+
+    Empty for other objects. Makes the metrics of a ``MetricCollection`` independent of each other.
+    """
+    # torchmetrics is optional. If there is a metric, the user has imported the package.
     torchmetrics: Any = sys.modules.get("torchmetrics")
     if torchmetrics is None or not isinstance(value, nn.Module):
         return {}
     metrics: dict[str, Any] = {}
+    # Called on the class, since a subclass of nn.Module may override named_modules.
     for path, module in nn.Module.named_modules(value):
         if isinstance(module, torchmetrics.MetricCollection):
             collection: Any = module
-            # Until then only the first metric of a group is updated.
+            # Called for its side effect: metrics of a compute group share the states of their first
+            # metric, and only this call brings the other metrics up to date.
             collection.values(copy_state=False)
         elif isinstance(module, torchmetrics.Metric):
             metrics[path] = module
@@ -197,13 +243,20 @@ def _metrics_in(value: Any) -> dict[str, Any]:
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
-    """Return the state of a metric, copied to the CPU."""
+    """Return the state of a metric, copied to the CPU: attributes by name.
+
+    See ``[Note: metrics]``.
+
+    Raises:
+        UsageError: the metric is synced, so its states are not those of this rank alone.
+    """
     if metric._is_synced:
         raise UsageError(
             f"save a {type(metric).__name__} that is synced",
             problem="its states are those of all ranks now",
         )
     declared = {*metric._defaults, "_update_count", "_num_vals_seen"}
+    # Tensors that compute() and forward() leave behind. They are no state.
     results = {"_computed", "_forward_cache"}
     state: dict[str, Any] = {}
     for name, value in vars(metric).items():
@@ -218,10 +271,18 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _tensors_to_gather(metric: Any) -> list[Tensor]:
-    """Return copies of the tensors that a metric would gather, in its order."""
+    """Return copies of the tensors that a metric would gather, in its order.
+
+    The metric is synced with a function that records the tensors and gathers nothing, and is then
+    restored.
+
+    Raises:
+        UsageError: the metric has a process group of its own.
+    """
     tensors: list[Tensor] = []
 
     def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Record a tensor. Called by ``metric.sync`` in place of a gathering over ``group``."""
         if group is not None:
             raise UsageError(
                 "process_group of a metric", problem="its samples are gathered from all processes"
@@ -235,16 +296,33 @@ def _tensors_to_gather(metric: Any) -> list[Tensor]:
 
 
 def _replay(
-    request: str, states: Iterator[_GatheredState], tensor: Tensor, group: Any = None
+    call_text: str, states: Iterator[_GatheredState], tensor: Tensor, group: Any = None
 ) -> list[Tensor]:
-    """Return the gathered tensors in place of a state of this rank."""
+    """Return the gathered tensors of a state, in place of a collective of the metric.
+
+    torchmetrics calls it with the last two arguments, once for each state.
+
+    Args:
+        call_text: the user's call, for the error.
+        states: the gathered states, of which the next one is used.
+        tensor: the state of this rank, which the metric wants to gather.
+        group: not used.
+
+    Raises:
+        UsageError: ``tensor`` is not the state that this rank sent.
+    """
     state = next(states)
-    if not torch.equal(tensor.cpu().nan_to_num(), state.sent.nan_to_num()):
+    # NaNs are replaced, since they would differ from themselves.
+    if not torch.equal(tensor.cpu().nan_to_num(), state.of_this_rank.nan_to_num()):
         raise UsageError(
-            request,
+            call_text,
             problem="a metric computes from other states than it holds",
             suggestion="metrics.compute()",
         )
-    # A rank without samples has empty states, whose dtype may differ.
-    gathered = [of_rank.to(tensor.device) for of_rank in state.of_ranks if of_rank.numel()]
+    gathered: list[Tensor] = []
+    for of_rank in state.of_ranks:
+        # A rank without samples has empty states, whose dtype may differ.
+        if of_rank.numel():
+            gathered.append(of_rank.to(tensor.device))
+    # If no rank has samples, the metric computes from its own empty state.
     return gathered or [tensor]
