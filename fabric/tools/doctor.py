@@ -1,9 +1,10 @@
 """The command ``fabric doctor``: looks for causes of failing jobs, and suggests remedies.
 
-[Note: Doctor] There is always a report. Each part has a time limit, after which the process names
-the part and exits. Code that imports torch runs in the ranks: new processes or, in a job, those of
-its launcher. Rank 0 prints all findings, the other ranks only failures. A rank that cannot
-continue exits with its finding, and the launcher ends the others.
+[Note: Doctor] The command prints a report whatever is wrong. Each part of the report has a time
+limit, after which the process names the part and exits. Code that imports torch runs in the ranks,
+since the import may fail or hang. The ranks are new processes or, in a job, the processes of the
+job's launcher. Rank 0 prints all findings, the other ranks print only failures. A rank that cannot
+continue exits with its finding, and the launcher ends the other ranks.
 """
 
 import os
@@ -67,21 +68,30 @@ def doctor(processes: int, seconds: float) -> int:
     try:
         return _report(processes, seconds)
     except SystemExit as error:
+        # _report_part raises it with a finding as its code. The launcher raises it with a number
+        # after a signal.
         message = error if isinstance(error.code, str) else "ended by a signal"
         print(message, flush=True)
         return 1
 
 
 def _report(processes: int, seconds: float) -> int:
-    """Print the parts of the report, and return the exit code."""
+    """Print the parts of the report, and return the exit code.
+
+    See :func:`doctor` for the arguments.
+
+    Raises:
+        SystemExit: a part has failed, or the process was ended by a signal.
+    """
     title = "the place of this process in its job"
-    with _part(title, seconds, "start it as its launcher does"):
-        launcher, world = detect(os.environ) or (None, World(world_size=processes))
+    with _report_part(title, seconds, "start it as its launcher does"):
+        detected = detect(os.environ)
+        launcher, world = detected or (None, World(world_size=processes))
     if world.rank == 0:
         _print_versions(launcher, world)
     has_failed = False
-    remedy = "what the line after the last one would have been about"
-    with _part("this machine", 2 * seconds, remedy):
+    remedy = "look at the check that would follow the last line of this report"
+    with _report_part("this machine", 2 * seconds, remedy):
         if world.local_rank == 0:
             has_failed = _report_on_machine(prints_all=world.rank == 0)
     if launcher is not None:
@@ -92,13 +102,19 @@ def _report(processes: int, seconds: float) -> int:
 
 
 def _print_versions(launcher: Environment | None, world: World) -> None:
-    """Print the versions, the job and the environment variables that affect it."""
+    """Print the versions, the job and the environment variables that affect it.
+
+    Args:
+        launcher: the launcher that started this process. None: fabric will start the job.
+        world: the place of this process in its job.
+    """
     versions: list[str] = []
     for name in _PACKAGES:
         for distribution in distributions(name=name):
             versions.append(f"{distribution.name} {distribution.version}")
     print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
     launcher_name = "fabric"
+    # A job with a store in its world was started by ``fabric run``.
     if launcher is not None and not world.store:
         launcher_name = launcher.name
     print(
@@ -113,7 +129,11 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
 
 
 def _report_on_machine(prints_all: bool) -> bool:
-    """Print the findings about this machine, or only failures, and return whether it has failed."""
+    """Print the findings about this machine, and return whether one of them is a failure.
+
+    Args:
+        prints_all: whether to print all findings, as rank 0 does, or only failures.
+    """
     has_failed = False
     for finding in _examine_machine():
         is_failure = finding.startswith("FAIL")
@@ -124,34 +144,46 @@ def _report_on_machine(prints_all: bool) -> bool:
 
 
 def _start_and_examine(processes: int, seconds: float) -> None:
-    """Examine new processes, which may import torch twice, one after the other."""
-    with _part(f"{processes} processes", 60 + 7 * seconds, _IMPORT, _end_by_signal):
+    """Start new processes that form a job, and run :func:`examine_rank` in each of them."""
+    # The sum of the limits in examine_rank, and a minute for the start. The launcher's own process
+    # and the ranks may import torch one after the other.
+    limit = 60 + 7 * seconds
+    with _report_part(f"{processes} processes", limit, _IMPORT, _end_by_signal):
         spec = LaunchSpec(num_processes=processes)
         LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
 
 
 def _end_by_signal(_: int) -> None:
-    raise_signal(SIGTERM)  # the launcher then ends the ranks
+    # Unlike os._exit, this lets the launcher end the ranks first.
+    raise_signal(SIGTERM)
 
 
 def _finding(text: str, remedy: str = "") -> str:
-    return f"FAIL  {text}\n      {remedy}" if remedy else f"ok    {text}"
+    """Return a finding as the lines of the report: a failure if there is a remedy, else a pass."""
+    if remedy:
+        return f"FAIL  {text}\n      {remedy}"
+    return f"ok    {text}"
 
 
 @contextmanager
-def _part(
+def _report_part(
     title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit
 ) -> Iterator[None]:
-    """Run a part of the report. An error in it ends the process, with a finding.
+    """Run a part of the report, with a time limit. An error or a timeout ends the process.
 
     Args:
         title: the name of the part.
         seconds: the time limit of the part.
         remedy: what to do if the part fails.
-        end: called with the exit code when the time is over.
+        end: ends the process with the given exit code when the time is over. It is called in the
+            thread of a timer, since the main thread may hang in the part.
+
+    Raises:
+        SystemExit: the part raised an error. The message is the finding.
     """
 
     def expire() -> None:
+        """Print the finding and end the process. Runs in the thread of the timer."""
         text = f"{title}: not done after {seconds:g} s, which --timeout sets"
         print(_finding(text, remedy), flush=True)
         end(1)
@@ -160,6 +192,7 @@ def _part(
     timer.start()
     try:
         yield
+    # SystemExit is not an Exception: it passes with the finding of an inner part.
     except Exception as error:
         raise SystemExit(_finding(f"{title}: {type(error).__name__}: {error}", remedy)) from error
     finally:
@@ -167,7 +200,10 @@ def _part(
 
 
 def _examine_machine() -> Iterator[str]:
-    """Yield a finding for each check of this machine."""
+    """Yield a finding for each check of this machine.
+
+    A generator, so that each finding is printed before the next check, which may hang.
+    """
     yield _examine_torch()
     yield from _examine_imports()
     yield _examine_command()
@@ -182,29 +218,38 @@ def _examine_machine() -> Iterator[str]:
 
 
 def _examine_torch() -> str:
-    installed: list[str] = []
+    """Return a finding about the installations of torch on the import path.
+
+    Only their metadata is read: an import may fail or take long.
+    """
+    installations: list[str] = []
     for distribution in distributions(name="torch"):
-        installed.append(f"{distribution.version} in {Path(str(distribution.locate_file('')))}")
-    if not installed:
+        folder = Path(str(distribution.locate_file("")))
+        installations.append(f"{distribution.version} in {folder}")
+    if not installations:
         return _finding("torch: not installed", "python -m pip install torch")
-    text = f"torch: {' and '.join(installed)}"
-    if len(set(installed)) == 1:
+    text = f"torch: {' and '.join(installations)}"
+    # A folder that is on the path twice yields the same installation twice.
+    is_single = len(set(installations)) == 1
+    if is_single:
         return _finding(text)
     return _finding(text, "leave one: python -m pip uninstall torch, or unset PYTHONPATH")
 
 
 def _examine_imports() -> Iterator[str]:
-    """Yield a finding for what may be imported in place of fabric."""
+    """Yield a failure for each file or package that may be imported in place of fabric."""
     package = Path(__file__).parents[1]
-    shadows: dict[Path, None] = {}
+    # A dict keeps the order, and drops a file that is found by several paths.
+    shadowing_paths: dict[Path, None] = {}
     for folder in (os.getcwd(), *sys.path):
         for name in ("fabric.py", "fabric/__init__.py"):
             path = Path(folder, name)
             if path.exists() and path.resolve().parent != package:
-                shadows[path.resolve()] = None
-    for path in shadows:
+                shadowing_paths[path.resolve()] = None
+    for path in shadowing_paths:
         text = f"import fabric: {path} may be imported in place of {package}"
         yield _finding(text, "give it another name")
+    # Other distributions on PyPI install a package of the same name, such as ``fabric`` for SSH.
     conflicting = set(packages_distributions().get("fabric", ())) - {"torch-fabric"}
     if conflicting:
         names = " ".join(conflicting)
@@ -213,19 +258,24 @@ def _examine_imports() -> Iterator[str]:
 
 
 def _examine_command() -> str:
+    """Return a finding about the command ``fabric``, which another package may have installed."""
     command = shutil.which("fabric")
     if command is None:
         return _finding("the command fabric: not on PATH")
     text = f"the command fabric: {command}"
+    # The script that pip generates for our entry point has this import.
     if "from fabric.cli " in Path(command).read_text(errors="replace"):
         return _finding(text)
     return _finding(text, "it is another package's: python -m fabric")
 
 
 def _examine_open_files() -> str:
+    """Return a finding about how many files a process may open. Workers and stores need many."""
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"open files: at most {limit}"
-    if not 0 <= limit < 1024:  # a negative limit is none
+    # A negative number means that there is no limit.
+    is_too_low = 0 <= limit < 1024
+    if not is_too_low:
         return _finding(text)
     remedy = (
         f"ulimit -n 65536; beyond {hard_limit}: docker run --ulimit nofile=65536, "
@@ -238,7 +288,8 @@ def _examine_space(title: str, folder: str, needed: int, remedy: str) -> str:
     """Return a finding about the free space in a folder, of which ``needed`` bytes are needed."""
     try:
         free = shutil.disk_usage(folder).free
-        with tempfile.TemporaryFile(dir=folder) as file:  # a quota shows only here
+        # disk_usage does not know of quotas, which only a write meets.
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_MIB))
     except OSError as error:
         return _finding(f"{title} {folder}: {error}", remedy)
@@ -262,34 +313,35 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     """
     _, world = detect(os.environ) or (None, World())
     title = f"rank {world.rank} of {world.world_size} on {socket.gethostname()}"
-    with _part(f"{title}: import of torch", _IMPORTING + seconds, _IMPORT):
-        # After the report on the machine, which may explain why this import fails.
+    with _report_part(f"{title}: import of torch", _IMPORTING + seconds, _IMPORT):
+        # Imported here, after the report on the machine, which may explain why the import fails.
         import torch
 
         from fabric._fabric import Fabric
 
-        cards = torch.cuda.device_count()
+        device_count = torch.cuda.device_count()
     remedy = (
         "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, "
         "and a free port there"
     )
     endpoint = world.store or f"{world.address}:{world.port}"
-    with _part(f"{title}: rendezvous at {endpoint}", 2 * seconds, remedy):
+    with _report_part(f"{title}: rendezvous at {endpoint}", 2 * seconds, remedy):
         # Rank 0 may serve this store. Faster ranks use it for the process group already, so it has
         # to live as long as this function.
         store = _open_store(world, seconds)
-        present = _meet(store, world, title, cards, seconds)
+        present = _meet(store, world, title, device_count, seconds)
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     remedy = (
         f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
         "others; NCCL_DEBUG=INFO"
     )
-    with _part(f"{title}: process group", 2 * seconds, remedy):
-        accelerator = "cpu" if is_new and cards < world.world_size else "auto"
+    with _report_part(f"{title}: process group", 2 * seconds, remedy):
+        # New processes check the CPU's network if there are too few devices for all of them.
+        accelerator = "cpu" if is_new and device_count < world.world_size else "auto"
         fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
         fabric.launch()
-    with _part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
-        result = _run_collectives(fabric, world)
+    with _report_part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
+        result = _check_collectives(fabric, world)
     if world.rank == 0:
         for text in [*present, result]:
             print(_finding(text))
@@ -299,7 +351,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
 def _open_store(world: World, seconds: float) -> "Store":
     """Return torch's store of the job, without waiting for the ranks that are missing.
 
-    The timeout of a store that waits for all ranks would not say which ranks are missing.
+    The timeout of a store that waits for all ranks would not say which ranks are missing. Rank 0
+    serves the store, unless an agent of torchrun does.
 
     Args:
         world: the place of this process.
@@ -311,6 +364,7 @@ def _open_store(world: World, seconds: float) -> "Store":
 
     timeout = timedelta(seconds=seconds)
     if not world.port:
+        # A job of one process, or a store in a file, which waits for no rank.
         return find_store(world, timeout)
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -319,20 +373,21 @@ def _open_store(world: World, seconds: float) -> "Store":
         is_master=world.rank == 0 and not has_agent_store,
         timeout=timeout,
         wait_for_workers=False,
+        # The process group opens a store at the same port later, and shares the server.
         multi_tenant=True,
     )
 
 
-def _meet(store: "Store", world: World, title: str, cards: int, seconds: float) -> list[str]:
+def _meet(store: "Store", world: World, title: str, device_count: int, seconds: float) -> list[str]:
     """Meet the other ranks in a store, and return the description that each rank gives of itself.
 
-    Rank 0 waits for all ranks. The other ranks wait for rank 0 only.
+    Rank 0 waits for all ranks, and returns all descriptions. The other ranks wait for rank 0 only.
 
     Args:
         store: the store of the job.
         world: the place of this process.
         title: the name of this process.
-        cards: the number of CUDA devices of this process.
+        device_count: the number of CUDA devices of this process.
         seconds: how long to wait.
 
     Raises:
@@ -342,18 +397,15 @@ def _meet(store: "Store", world: World, title: str, cards: int, seconds: float) 
 
     from fabric.store import JobStore
 
-    family, _, _, _, main = socket.getaddrinfo(
-        world.address, world.port or 1, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(main)  # sends nothing
-        own_address = probe.getsockname()[0]
+    own_address, main_address = _addresses(world)
     job_store = JobStore(PrefixStore("doctor", store), world.rank, world.world_size)
-    description = f"{title}: at {own_address}, rank 0 at {main[0]}, {cards} CUDA devices"
+    description = (
+        f"{title}: at {own_address}, rank 0 at {main_address}, {device_count} CUDA devices"
+    )
     job_store.publish("rank", description)
-    awaited = range(world.world_size if world.rank == 0 else 1)
-    descriptions = job_store.read("rank", awaited, seconds)
-    missing = set(awaited) - descriptions.keys()
+    awaited_ranks = range(world.world_size if world.rank == 0 else 1)
+    descriptions = job_store.read("rank", awaited_ranks, seconds)
+    missing = set(awaited_ranks) - descriptions.keys()
     if missing:
         problem = (
             "it has not started, is slower than --timeout, or cannot reach this address: "
@@ -363,6 +415,22 @@ def _meet(store: "Store", world: World, title: str, cards: int, seconds: float) 
     return list(descriptions.values())
 
 
+def _addresses(world: World) -> tuple[str, str]:
+    """Return the address from which this process reaches rank 0's host, and that of the host.
+
+    Raises:
+        OSError: the name of the host cannot be resolved, or no network leads to the host.
+    """
+    port = world.port or 1  # any port: nothing is sent
+    candidates = socket.getaddrinfo(world.address, port, type=socket.SOCK_DGRAM)
+    family, _, _, _, main_endpoint = candidates[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # To connect a datagram socket sends nothing. It chooses the network interface.
+        probe.connect(main_endpoint)
+        own_address = probe.getsockname()[0]
+    return own_address, str(main_endpoint[0])
+
+
 class _Outcome(NamedTuple):
     """What a collective returned, and what it has to return."""
 
@@ -370,35 +438,14 @@ class _Outcome(NamedTuple):
     expected: Any
 
 
-def _run_collectives(fabric: "Fabric", world: World) -> str:
-    """Run a collective of each kind, and return a text about them.
+def _check_collectives(fabric: "Fabric", world: World) -> str:
+    """Run a collective of each kind, and return a text about them. Collective.
 
     Raises:
         UsageError: a result is wrong.
     """
-    import torch
-
     began = monotonic()
-    rank = world.rank
-    size = world.world_size
-    ranks = list(range(size))
-    row = torch.tensor(ranks, device=fabric.device)
-    # A large message, which finds packets that are too long for the network.
-    large = row[rank].repeat(_MIB)
-    sums = fabric.all_reduce(large, reduce_op="sum").unique().tolist()
-    gathered = fabric.all_gather(row[rank]).tolist()
-    scattered_sum = fabric.reduce_scatter(row, reduce_op="sum").item()
-    exchanged = fabric.all_to_all(torch.full_like(row, rank)).tolist()
-    broadcasted = fabric.broadcast(row * rank).tolist()
-    outcomes = {
-        "all_reduce": _Outcome(sums, [sum(ranks)]),
-        "all_gather": _Outcome(gathered, ranks),
-        "reduce_scatter": _Outcome(scattered_sum, rank * size),
-        "all_to_all": _Outcome(exchanged, ranks),
-        "broadcast": _Outcome(broadcasted, [0] * size),
-        "scatter": _Outcome(fabric.scatter(ranks), rank),
-        "gather": _Outcome(fabric.gather(rank), ranks if rank == 0 else None),
-    }
+    outcomes = _run_collectives(fabric, world.rank, world.world_size)
     wrong: dict[str, tuple[Any, Any]] = {}
     for name, outcome in outcomes.items():
         if outcome.actual != outcome.expected:
@@ -406,4 +453,33 @@ def _run_collectives(fabric: "Fabric", world: World) -> str:
     if wrong:
         raise UsageError(f"not what was expected: {wrong}")
     names = ", ".join(outcomes)
-    return f"{names} on {row.device}: right, in {monotonic() - began:.3f} s"
+    return f"{names} on {fabric.device}: right, in {monotonic() - began:.3f} s"
+
+
+def _run_collectives(fabric: "Fabric", rank: int, size: int) -> dict[str, _Outcome]:
+    """Run a collective of each kind, and return the outcomes by name. Collective.
+
+    Each rank sends its number. Results are read, which waits for the device.
+    """
+    import torch
+
+    ranks = list(range(size))
+    row = torch.tensor(ranks, device=fabric.device)
+    # 8 MiB of this rank's number: a large message finds packets that are too long for the network.
+    large = row[rank].repeat(_MIB)
+    sums = fabric.all_reduce(large, reduce_op="sum").unique().tolist()
+    gathered = fabric.all_gather(row[rank]).tolist()
+    # Each rank sends all numbers, so this rank gets its own number from every rank.
+    scattered_sum = fabric.reduce_scatter(row, reduce_op="sum").item()
+    exchanged = fabric.all_to_all(torch.full_like(row, rank)).tolist()
+    # Rank 0 sends zeros, which replace the numbers of the other ranks.
+    broadcast = fabric.broadcast(row * rank).tolist()
+    return {
+        "all_reduce": _Outcome(sums, [sum(ranks)]),
+        "all_gather": _Outcome(gathered, ranks),
+        "reduce_scatter": _Outcome(scattered_sum, rank * size),
+        "all_to_all": _Outcome(exchanged, ranks),
+        "broadcast": _Outcome(broadcast, [0] * size),
+        "scatter": _Outcome(fabric.scatter(ranks), rank),
+        "gather": _Outcome(fabric.gather(rank), ranks if rank == 0 else None),
+    }
