@@ -32,9 +32,11 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
 
     The process group is torch's "fake" one, which is for torch's own tests: its collectives return
     at once and write nothing. The mode is that of torch.compile: operations compute shapes and
-    dtypes, and tensors have no memory. Within :func:`real_tensors` the mode is off.
+    dtypes, and tensors have no memory. Within :func:`real_tensors` the mode is off. The caller
+    enters the mode, and the group is destroyed at the end of the block.
     """
-    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    # Imported for its side effect: the module registers the backend.
+    import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         with warnings.catch_warnings():
@@ -52,16 +54,25 @@ class Rank0Chunks(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, and replace FSDP2's calls of ``torch.chunk``.
+
+        torch calls this method for every function while the mode is entered.
+        """
         kwargs = kwargs or {}
-        if func is not torch.chunk or sys._getframe(1).f_code.co_name != "_chunk_with_empty":
+        # FSDP2 calls torch.chunk in its helper _chunk_with_empty. Other callers need all chunks.
+        caller_name = sys._getframe(1).f_code.co_name
+        if func is not torch.chunk or caller_name != "_chunk_with_empty":
             return func(*args, **kwargs)
         tensor, chunk_count = args
         dim = kwargs["dim"]
         chunk_length = -(-tensor.shape[dim] // chunk_count)  # rounded up
         chunk = tensor.narrow(dim, 0, chunk_length)
+        # Empty chunks stand for those of the other ranks.
         return [chunk] + [chunk.new_empty(0)] * (chunk_count - 1)
 
 
+# The operator behind ``Tensor.item()``.
+_ITEM = torch.ops.aten._local_scalar_dense.default
 # The dtypes that a DeviceMesh uses for its ranks, for positions of ranks, and for whether a rank is
 # in the mesh.
 _MESH_DTYPES = (torch.int32, torch.int64, torch.bool)
@@ -72,30 +83,38 @@ def run_fake(
 ) -> Any:
     """Run an ATen operator on fake tensors. A read of a value (``.item()``) gives 1.
 
-    To be called from the ``__torch_dispatch__`` of a mode above ``mode``.
+    To be called from the ``__torch_dispatch__`` of another mode, which was entered after ``mode``.
 
-    DDP's C++ code writes numbers of parameters into tensors of int32 and reads the numbers, so
-    these tensors are real. Tensors that hold numbers of ranks are real, too: a DeviceMesh looks for
-    this process's rank in them.
+    Some tensors have to be real, since torch reads their values:
+
+    - DDP's C++ code writes numbers of parameters into tensors of int32, and reads the numbers.
+    - A DeviceMesh looks for this process's rank in tensors that hold rank numbers.
+
+    Args:
+        mode: the mode of fake tensors, which is entered.
+        func: the operator.
+        args: the operator's arguments.
+        kwargs: the operator's keyword arguments.
     """
-    context: AbstractContextManager[object] = nullcontext()
+    tensors_context: AbstractContextManager[object] = nullcontext()
     if _is_called_by_ddp(func, kwargs) or _may_be_called_by_mesh(args):
-        context = real_tensors()
+        tensors_context = real_tensors()
     try:
-        with context:
+        with tensors_context:
             return func(*args, **kwargs)
     except DataDependentOutputException:
-        is_item = func is torch.ops.aten._local_scalar_dense.default
-        if not is_item:
+        # The fake mode refuses to read values. A real tensor has a value, which is read with the
+        # mode off.
+        if func is not _ITEM:
             raise
         with real_tensors():
-            # A real tensor has a value to read.
             value = args[0]
             if isinstance(value, FakeTensor):
                 value = torch.ones((), dtype=value.dtype)
             return value.item()
     finally:
-        # The converter's weak references to tensors would make module.to() refuse the tensors.
+        # The mode keeps weak references to the tensors that it has converted. module.to() would
+        # refuse these tensors.
         converter = mode.fake_tensor_converter.meta_converter
         converter.tensor_memo.clear()
         converter.describer.lookup_tensor.clear()
@@ -107,16 +126,18 @@ def _is_called_by_ddp(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _may_be_called_by_mesh(args: tuple[Any, ...]) -> bool:
-    """Return whether all tensor arguments of an operator could be tensors of a DeviceMesh.
+    """Return whether an operator has tensor arguments, which all could belong to a DeviceMesh.
 
-    That is a guess: the tensors are real, and have the dtypes that a DeviceMesh uses.
+    That is a guess: the tensors are real, and have the dtypes that a DeviceMesh uses. Tensors
+    in lists do not count.
     """
     has_tensors = False
     for argument in args:
         if not isinstance(argument, Tensor):
             continue
-        # A FakeTensor is a subclass.
-        if type(argument) is not Tensor or argument.dtype not in _MESH_DTYPES:
+        # Not isinstance(): a FakeTensor is a subclass.
+        is_real = type(argument) is Tensor
+        if not is_real or argument.dtype not in _MESH_DTYPES:
             return False
         has_tensors = True
     return has_tensors
@@ -139,9 +160,14 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> IssuedCollective | None:
 
     Operators of ``c10d`` take the group as a ``ScriptObject``. Functional collectives take the name
     of the group, which is their last string.
+
+    Args:
+        func: the operator, as ``__torch_dispatch__`` gets it.
+        args: the operator's arguments.
     """
     if func.namespace == "c10d":
-        # The group is the first ScriptObject. A reduction is one, too, and comes after the group.
+        # The group is the first ScriptObject. The kind of a reduction is a ScriptObject, too, but
+        # comes after the group.
         for argument in args:
             if isinstance(argument, torch.ScriptObject):
                 return IssuedCollective(func._opname, dist.ProcessGroup.unbox(argument))
@@ -156,7 +182,8 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> IssuedCollective | None:
 
 # -- Profiles --------------------------------------------------------------------------------------
 
-# The attributes under which FSDP2 holds what issues its collectives, with the names of these.
+# FSDP2 issues its collectives through two attributes of a parameter group, which are callable.
+# Each is here with the name of its collective.
 _FSDP_COLLECTIVES = {
     "_all_gather_comm": "all_gather",
     "_reduce_scatter_comm": "reduce_scatter",
@@ -172,20 +199,23 @@ def wrap_collectives(
 
     Args:
         module: the sharded module.
-        context: called with ``"all_gather"`` or ``"reduce_scatter"``.
+        context: called once for each collective of each parameter group, with ``"all_gather"`` or
+            ``"reduce_scatter"``. The result has to be usable many times, as a decorator.
         undo: restores the module when it is closed.
     """
     for group in fsdp_param_groups(module):
         for attribute, name in _FSDP_COLLECTIVES.items():
             communication = getattr(group, attribute)
             wrapper: Any = context(name)(communication)
+            # FSDP2 also calls this method of the object, for the memory of the result.
             wrapper.allocate = communication.allocate
             undo.callback(setattr, group, attribute, communication)
             setattr(group, attribute, wrapper)
 
 
-# Collectives of a backend on the host, and kernels of NCCL on a device.
-_COLLECTIVES = re.compile(r"(gloo|mpi|ucc|xccl):|nccl\w*Kernel")
+# The names of collectives in a profile: such as ``gloo:all_reduce`` on the host, and the kernels of
+# NCCL on a device.
+_COLLECTIVE_EVENTS = re.compile(r"(gloo|mpi|ucc|xccl):|nccl\w*Kernel")
 
 
 class ProfiledCollective(NamedTuple):
@@ -204,7 +234,7 @@ class ProfiledCollective(NamedTuple):
 
 @contextmanager
 def profiled(device: torch.device, collectives: list[ProfiledCollective]) -> Iterator[None]:
-    """Profile the collectives that run within the block, and add them to a list at its end.
+    """Profile the block and, when it ends, append the collectives that ran to a list.
 
     ``torch.profiler`` records every operator, which may take longer than the operator itself. The
     private functions behind it can be told to leave operators out.
@@ -213,22 +243,25 @@ def profiled(device: torch.device, collectives: list[ProfiledCollective]) -> Ite
         device: the device whose kernels are recorded, besides what runs on the host.
         collectives: the list to extend.
     """
-    profiler = torch.autograd
-    activities = {
-        profiler.ProfilerActivity.CPU,
-        getattr(profiler.ProfilerActivity, device.type.upper()),
-    }
-    # Five options stay off: shapes, memory, stacks, FLOPs and modules. torch's stub of this class
-    # lacks a parameter.
-    options: list[Any] = [*[False] * 5, _ExperimentalConfig()]
-    config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, *options)
-    profiler._prepare_profiler(config, activities)
-    enable: Any = profiler._enable_profiler  # the stub lacks the third parameter
-    enable(config, activities, {RecordScope.USER_SCOPE})
+    autograd = torch.autograd
+    # The members of the enum are named like the types of devices.
+    device_activity = getattr(autograd.ProfilerActivity, device.type.upper())
+    activities = {autograd.ProfilerActivity.CPU, device_activity}
+    # Shapes, memory, stacks, FLOPs and modules are not recorded.
+    switches = [False] * 5
+    # Any, since torch's stub of ProfilerConfig lacks the parameter for the last option.
+    options: list[Any] = [*switches, _ExperimentalConfig()]
+    config = autograd.ProfilerConfig(autograd.ProfilerState.KINETO, *options)
+    # Leaves the operators out: collectives of a backend have the scope of a user's annotation.
+    recorded_scopes = {RecordScope.USER_SCOPE}
+    enable: Any = autograd._enable_profiler  # the stub lacks the third parameter
+    autograd._prepare_profiler(config, activities)
+    enable(config, activities, recorded_scopes)
     try:
         yield
     finally:
-        for event in profiler._disable_profiler().events():
-            if _COLLECTIVES.match(event.name()):
-                name = event.name().partition("(")[0]
+        for event in autograd._disable_profiler().events():
+            if _COLLECTIVE_EVENTS.match(event.name()):
+                # Without the C++ signature of a kernel.
+                name, _, _ = event.name().partition("(")
                 collectives.append(ProfiledCollective(name, event.start_ns(), event.end_ns()))

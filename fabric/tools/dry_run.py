@@ -2,9 +2,9 @@
 
 [Note: Dry run] One process takes the place of rank 0, which has the largest shards. Fabric, the
 strategy and torch run as they are, over tensors without memory and a process group without other
-ranks, so a dry run counts what they allocate and send. A dispatch mode sees every operation and
-tracks the storages. The peak is that of live tensors: workspaces of kernels, fragmentation, the
-device context and NCCL's buffers are not included.
+ranks, so a dry run counts what they allocate and send. A dispatch mode sees every operation, and
+tracks the storages of the tensors. The peak is that of live tensors: workspaces of kernels,
+fragmentation, the device context and NCCL's buffers are not included.
 """
 
 import inspect
@@ -48,12 +48,15 @@ from fabric.world import World
 
 __all__ = ["DryRun", "Traffic", "plan"]
 
-# In the first step optimizers make their state, and DTensor works out its operations with tensors
-# of the full shape. In the second step DDP makes its buckets. Later steps are like the third.
+# Three, since the last step counts for traffic, and the last two for the peak. The first step
+# differs: optimizers make their state, and DTensor works out its operations with tensors of the
+# full shape. In the second step DDP makes its buckets. Later steps are like the third.
 _STEPS = 3
+_FIRST_STEP_OF_PEAK = 1
+# Fabric's names of collectives.
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
-# What memory is for, where nothing says more.
+# The kinds of memory for which no call of _Trace.mark says what it is for.
 _UNSHARDED = "unsharded parameters"
 _ACTIVATIONS = "activations and others"
 
@@ -62,10 +65,10 @@ class Traffic(NamedTuple):
     """The collectives of one kind that a rank issues in a step.
 
     Attributes:
-        operation: such as ``"all_gather"``.
-        axis: over which ranks: ``"world"`` for all, else the name of a dimension of the mesh, such
-            as ``"shards"``.
-        ranks: the number of these ranks.
+        operation: the name of the collective, such as ``"all_gather"``.
+        axis: the ranks that take part: ``"world"`` for all, else the name of a dimension of the
+            mesh, such as ``"shards"``.
+        ranks: the number of ranks that take part.
         calls: the number of calls.
         nbytes: the bytes of all messages together. For a gather, the output on a rank counts, for a
             reduction, its input.
@@ -84,11 +87,12 @@ class DryRun:
 
     Attributes:
         title: what was planned.
-        peak: bytes by kind on the rank that needs most, at the time when their sum is largest.
+        peak: bytes by kind of memory on the rank that needs most, at the time when their sum is
+            largest.
         traffic: the collectives of a step.
-        memory: bytes that a rank has. None if that was not said.
-        alternatives: what was tried if the memory is too small, by what to write. If anything fits,
-            it is the last alternative.
+        memory: bytes that a rank has. None if it was not given.
+        alternatives: the strategies that were tried if the memory is too small. The key is the code
+            to write for the strategy. If a strategy fits, it is the last one.
     """
 
     title: str
@@ -104,10 +108,11 @@ class DryRun:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a rank is large enough, or not known."""
+        """Whether the memory of a rank is large enough, or unknown."""
         return self.memory is None or self.peak_bytes <= self.memory
 
     def __str__(self) -> str:
+        """Return a table: the kinds of memory, the collectives and the alternatives."""
         lines = [f"{self.title}: {self._verdict}"]
         for kind, nbytes in self.peak.items():
             if nbytes:
@@ -121,6 +126,7 @@ class DryRun:
 
     @property
     def _verdict(self) -> str:
+        """The peak memory as text and, if the memory of a rank is known, whether it suffices."""
         verdict = f"{_with_unit(self.peak_bytes)} a rank"
         if self.memory is None:
             return verdict
@@ -164,6 +170,7 @@ def plan(
         )
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
+    # Called for its error: without this check, a wrong signature would show only during the run.
     try:
         inspect.signature(build).bind("fabric")
     except TypeError as error:
@@ -186,15 +193,19 @@ def plan(
         return result
     alternatives: dict[str, DryRun] = {}
     for alternative in _alternatives(requested, precision, layer_types):
-        tried, _ = job.run(alternative.strategy, alternative.precision)
-        alternatives[alternative.text] = tried
-        if tried.fits:
+        alternative_result, _ = job.run(alternative.strategy, alternative.precision)
+        alternatives[alternative.code] = alternative_result
+        if alternative_result.fits:
             break
     return replace(result, alternatives=alternatives)
 
 
 class _PlannedEnvironment:
-    """A launcher that says that this process is rank 0 of the planned job."""
+    """An environment in which this process is rank 0 of the planned job.
+
+    Args:
+        world: the world of the job.
+    """
 
     name = "fabric plan"
 
@@ -208,7 +219,7 @@ class _PlannedEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """The job of which one rank is run. See :func:`plan` for the arguments.
+    """The planned job, of which rank 0 is run in this process.
 
     Attributes:
         build: as for :func:`plan`.
@@ -216,7 +227,7 @@ class _Job:
         world_size: number of processes.
         num_nodes: number of nodes.
         steps_together: whether optimizers step all parameters together.
-        memory: bytes of each device, if known.
+        memory: bytes of each device. None if unknown.
     """
 
     build: Callable[[Fabric], Any]
@@ -229,15 +240,29 @@ class _Job:
     def run(
         self, strategy: Strategy, precision: Precision | PrecisionName | None
     ) -> tuple[DryRun, tuple[type[nn.Module], ...]]:
-        """Run rank 0, and return the result and the types of the layers that FSDP would wrap."""
+        """Run rank 0, and return the result and the types of the layers that FSDP would wrap.
+
+        Can be called again with another strategy, since the fake process group is destroyed.
+
+        Args:
+            strategy: the strategy. The object is used up: a second run needs a copy.
+            precision: the precision. None uses that of the strategy.
+
+        Raises:
+            ConfigurationError: the strategy has an option that a dry run does not cover.
+        """
         options = vars(strategy)
         if options.get("cpu_offload") or options.get("ddp_comm_hook"):
             problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
             raise ConfigurationError(f"fabric.plan({strategy=})", problem)
-        precision = parse_precision(strategy.precision if precision is None else precision)
-        fabric = self._fabric(strategy, precision)
+        if precision is None:
+            precision = strategy.precision
+        precision = parse_precision(precision)
+        fabric = self._build_fabric(strategy, precision)
         with fake_ranks(self.world_size) as mode:
+            # Before the modes are entered: a step does not connect processes.
             fabric.launch()
+            # The trace is entered last, so that it sees each operation before the mode.
             with fabric, mode, _Trace(mode) as trace:
                 layer_types = self._train(fabric, trace)
         title = (
@@ -252,7 +277,8 @@ class _Job:
         )
         return result, layer_types
 
-    def _fabric(self, strategy: Strategy, precision: Precision) -> Fabric:
+    def _build_fabric(self, strategy: Strategy, precision: Precision) -> Fabric:
+        """Return a Fabric that is rank 0 of the job, on the CPU, and reads no values."""
         world = World(
             world_size=self.world_size, local_world_size=self.world_size // self.num_nodes
         )
@@ -261,17 +287,26 @@ class _Job:
             strategy=strategy,
             environment=_PlannedEnvironment(world),
             watchdog=0,
-            # The loss scaler and the training checks look at values.
+            # The loss scaler and the training checks look at values, which fake tensors lack.
             precision=replace(precision, loss_scale=None),
             check_training=False,
         )
 
     def _train(self, fabric: Fabric, trace: "_Trace") -> tuple[type[nn.Module], ...]:
-        """Build the model and make some steps, of which the last ones are traced."""
+        """Build the model and make some steps, which ``trace`` records.
+
+        Called within the modes of a dry run. Afterwards the trace has the collectives of the last
+        step, and the peak of all steps but the first.
+
+        Returns:
+            The types of the layers that FSDP would wrap.
+        """
         model: Any = self.build(fabric)
         optimizers: Sequence[Optimizer] = ()
-        if not isinstance(model, nn.Module):
+        has_optimizers = not isinstance(model, nn.Module)
+        if has_optimizers:
             model, *optimizers = model
+        # Found before setup, which may wrap the layers. A dict keeps each type once, in order.
         layer_types = dict.fromkeys(type(layer) for layer in find_fsdp_modules(model))
         if self.steps_together:
             for optimizer in optimizers:
@@ -282,26 +317,30 @@ class _Job:
         trace.mark([*model.buffers()], "buffers")
         for optimizer in optimizers:
             optimizer.register_step_post_hook(trace.after_step)
-        for number in range(_STEPS):
+        for index in range(_STEPS):
             trace.calls.clear()
-            # The peak is that of the second and third step.
-            if number <= 1:
+            # Forgets the peak of building the model, and that of the first step.
+            if index <= _FIRST_STEP_OF_PEAK:
                 trace.peak = 0
             self.step(fabric, model, *optimizers)
         return tuple(layer_types)
 
 
 def _step_together(optimizer: Optimizer) -> None:
-    """Have an optimizer step all parameters together, as torch does by default on accelerators."""
+    """Have an optimizer step all parameters together, as torch does by default on accelerators.
+
+    On the CPU, where a dry run is, the default of ``foreach`` is false. A user's False stays.
+    """
     for group in optimizer.param_groups:
         if "foreach" in group and not group.get("fused"):
+            # None, the default, becomes True.
             group["foreach"] = group["foreach"] is not False
 
 
 class _Alternative(NamedTuple):
-    """A strategy that may need less memory, and what to write for it."""
+    """A strategy that may need less memory, and the code to write for it."""
 
-    text: str
+    code: str
     strategy: Strategy
     precision: Precision | PrecisionName | None
 
@@ -314,30 +353,33 @@ def _alternatives(
     """Yield strategies that need less and less memory.
 
     Args:
-        requested: the strategy that needs too much. One on a mesh is kept, with recomputation.
+        requested: the strategy that needs too much memory. If it shards over a mesh, only options
+            are added to it. Otherwise FSDP takes its place.
         precision: the precision that was requested.
-        layer_types: the types of layers to recompute.
+        layer_types: the types of layers whose activations are recomputed. It may be empty.
     """
     base: Strategy = FSDPStrategy()
     options = ""
     if isinstance(requested, ModelParallelStrategy):
         base = requested
-        options = "..., "
+        options = "..., "  # the user's own options
     else:
         sharded_grads = _with_options(base, sharding_strategy="SHARD_GRAD_OP")
-        text = 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
-        yield _Alternative(text, sharded_grads, precision)
+        code = 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
+        yield _Alternative(code, sharded_grads, precision)
         yield _Alternative("FSDPStrategy()", copy(base), precision)
     if layer_types:
         names = ", ".join(layer_type.__name__ for layer_type in layer_types)
         options += f"activation_checkpointing=[{names}]"
     recomputing = _with_options(base, activation_checkpointing=layer_types or None)
-    text = f"{type(base).__name__}({options})"
-    yield _Alternative(text, recomputing, precision)
-    yield _Alternative(f'{text}, Fabric(precision="bf16-mixed")', copy(recomputing), "bf16-mixed")
+    code = f"{type(base).__name__}({options})"
+    yield _Alternative(code, recomputing, precision)
+    # A copy, since a strategy serves one Fabric.
+    yield _Alternative(f'{code}, Fabric(precision="bf16-mixed")', copy(recomputing), "bf16-mixed")
 
 
 def _with_options(strategy: Strategy, **options: Any) -> Strategy:
+    """Return a copy of a strategy with other values of some options, which are attributes."""
     changed = copy(strategy)
     vars(changed).update(options)
     return changed
@@ -345,9 +387,15 @@ def _with_options(strategy: Strategy, **options: Any) -> Strategy:
 
 @dataclass(eq=False)
 class _Storage:
-    """Memory that tensors share: what it is for, and its bytes."""
+    """A storage of memory that tensors share.
 
-    ref: weakref.ref[Any]
+    Attributes:
+        storage_ref: a weak reference to torch's storage.
+        kind: what the memory is for.
+        nbytes: the size that was seen last.
+    """
+
+    storage_ref: weakref.ref[Any]
     kind: str = _ACTIVATIONS
     nbytes: int = 0
 
@@ -361,30 +409,41 @@ class _CollectiveKey(NamedTuple):
 
 
 class _Trace(DispatchMode):
-    """Follows the memory of tensors and the collectives; see ``[Note: Dry run]``.
+    """A mode that follows the memory of tensors, and the collectives; see ``[Note: Dry run]``.
+
+    Args:
+        mode: the mode of fake tensors, which is entered before this one.
 
     Attributes:
-        peak: bytes of the live tensors, when they were most.
-        calls: the bytes of each collective, by kind.
+        peak: bytes of the live tensors, when they were most. Set it to 0 to begin anew.
+        calls: the bytes of each collective, by kind of collective. Clear it to begin anew.
     """
 
     def __init__(self, mode: Any) -> None:
         DispatchMode.__init__(self)
         self._mode = mode
+        # By the id of torch's storage, which is removed when the storage is freed.
         self._live: dict[int, _Storage] = {}
-        # FSDP frees and allocates unsharded parameters where no operation shows it.
+        # FSDP frees and allocates the memory of unsharded parameters by resizing their storages,
+        # which no operation shows. So their sizes are read again at each new peak.
         self._unsharded: set[_Storage] = set()
-        self._nbytes = 0
+        self._nbytes = 0  # of all live storages
         self.peak = 0
+        # The storages that were live at the peak, with their bytes at that time.
         self._at_peak: list[tuple[_Storage, int]] = []
         self.calls: defaultdict[_CollectiveKey, list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on fake tensors, and record its memory and its collective.
+
+        torch calls this method for every operator while the mode is entered.
+        """
         kwargs = kwargs or {}
         self._note_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):
-                return NotImplemented  # DTensor calls operators on its local tensors
+                # A DTensor, which then calls operators on its local tensors: these come here.
+                return NotImplemented
         output = run_fake(self._mode, func, args, kwargs)
         self.see(output)
         collective = collective_of(func, args)
@@ -394,13 +453,14 @@ class _Trace(DispatchMode):
         return output
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Mark the memory that an optimizer holds; a hook of its step."""
+        """Mark the memory that an optimizer holds. A hook that torch calls after its ``step()``."""
         gradients = [parameter.grad for parameter in parameters_of(optimizer)]
         self.mark(gradients, "gradients")
+        # Not mark(): a state may share the memory of a parameter, which keeps its kind.
         self.see([*optimizer.state.values()], "optimizer state")
 
     def mark(self, tree: Any, kind: str) -> None:
-        """Record what the tensors in a collection are for, in place of what was known."""
+        """Record what the tensors in a collection are for, in place of any earlier kind."""
         for storage in self.see(tree):
             storage.kind = kind
 
@@ -409,18 +469,23 @@ class _Trace(DispatchMode):
 
         Args:
             tree: the collection.
-            kind: what the tensors are for, if that is not known yet.
+            kind: what the tensors are for. It replaces only ``_ACTIVATIONS``, which stands for
+                unknown.
         """
         storages: list[_Storage] = []
-        for tensor in flatten(tree)[0]:
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        leaves, _ = flatten(tree)
+        for leaf in leaves:
+            # Only strided tensors have a storage of their own.
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
                 continue
-            memory = local_tensor(tensor).untyped_storage()
-            key = id(memory)
+            torch_storage = local_tensor(leaf).untyped_storage()
+            key = id(torch_storage)
             if key not in self._live:
-                self._live[key] = _Storage(weakref.ref(memory, partial(self._free, key)))
+                # torch calls _forget(key) when the storage is freed.
+                storage_ref = weakref.ref(torch_storage, partial(self._forget, key))
+                self._live[key] = _Storage(storage_ref)
             storage = self._live[key]
-            self._resize(storage, memory.nbytes())
+            self._resize(storage, torch_storage.nbytes())
             if storage.kind == _ACTIVATIONS:
                 storage.kind = kind
             storages.append(storage)
@@ -429,18 +494,24 @@ class _Trace(DispatchMode):
     def peak_by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak, the largest first."""
         peak: Counter[str] = Counter()
+        # A storage may have got its kind after the peak.
         for storage, nbytes in self._at_peak:
             peak[storage.kind] += nbytes
         return dict(peak.most_common())
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Return the collectives of the latest step, by kind."""
+        """Return the collectives since ``calls`` was cleared, by kind."""
         rows: list[Traffic] = []
         for key, sizes in self.calls.items():
             rows.append(Traffic(*key, calls=len(sizes), nbytes=sum(sizes)))
         return tuple(rows)
 
     def _note_unsharded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Track the memory of FSDP's unsharded parameters. Called before each operator.
+
+        FSDP's own operators write into this memory (``out``), and the model's operators read it as
+        parameters. A parameter that was marked keeps its kind, and is not unsharded.
+        """
         if func.namespace == "fsdp":
             tensors = kwargs.get("out")
         else:
@@ -450,12 +521,14 @@ class _Trace(DispatchMode):
                 self._unsharded.add(storage)
 
     def _update_peak(self) -> None:
+        """Record the live storages if they need more than ever. Called after each operator."""
         if self._nbytes > self.peak:
-            # FSDP may have freed some since.
+            # The sum may be too large: FSDP may have freed unsharded parameters since they were
+            # seen. Their sizes are read only here, which is rare.
             for storage in list(self._unsharded):
-                memory = storage.ref()
-                if memory is not None:
-                    self._resize(storage, memory.nbytes())
+                torch_storage = storage.storage_ref()
+                if torch_storage is not None:
+                    self._resize(storage, torch_storage.nbytes())
         if self._nbytes > self.peak:
             self.peak = self._nbytes
             self._at_peak = [(storage, storage.nbytes) for storage in self._live.values()]
@@ -464,37 +537,58 @@ class _Trace(DispatchMode):
         self._nbytes += nbytes - storage.nbytes
         storage.nbytes = nbytes
 
-    def _free(self, key: int, _: object) -> None:
-        self._resize(self._live[key], 0)
-        self._unsharded.discard(self._live.pop(key))
+    def _forget(self, key: int, _: object) -> None:
+        """Stop to track a storage that was freed. A callback of its weak reference."""
+        storage = self._live.pop(key)
+        self._resize(storage, 0)
+        self._unsharded.discard(storage)
 
     def _count(self, collective: IssuedCollective, values: tuple[Any, ...]) -> None:
-        """Count a collective. Its message is the largest of its arguments and its output."""
+        """Count a collective, whose message is the largest of its arguments and its output.
+
+        Args:
+            collective: the collective.
+            values: the arguments of its operator, and the output.
+        """
         self.see(values, "communication")
         group = collective.group
+        # torch's description of a group is "default_pg", or "mesh_" and the name of a dimension.
         axis = group.group_desc.replace("default_pg", "world").removeprefix("mesh_")
-        key = _CollectiveKey(_operation(collective.name), axis, group.size())
+        key = _CollectiveKey(operation=_operation(collective.name), axis=axis, ranks=group.size())
         self.calls[key].append(max(_nbytes(value) for value in values))
 
 
-def _operation(name: str) -> str:
-    """Return fabric's name of a collective, which torch writes in several ways."""
-    compact = name.replace("_", "")
+def _operation(torch_name: str) -> str:
+    """Return fabric's name of a collective, which torch writes in several ways.
+
+    An operator may be called ``allgather_``, ``all_gather_into_tensor`` or ``_allgather_base_``.
+    Unknown names are returned as they are.
+    """
+    compact = torch_name.replace("_", "")
     for operation in _OPERATIONS:
         if operation.replace("_", "") in compact:
             return operation
-    return name
+    return torch_name
 
 
 def _nbytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a collection."""
     nbytes = 0
-    for leaf in flatten(tree)[0]:
+    leaves, _ = flatten(tree)
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             nbytes += leaf.nbytes
     return nbytes
 
 
 def _parse_memory(memory: int | str | None) -> int | None:
+    """Return a number of bytes from a number or a text such as ``"80GiB"``, ``"80 GB"``, ``"8G"``.
+
+    Prefixes are decimal without an ``i``, and binary with it. None stays None.
+
+    Raises:
+        ConfigurationError: the text is not a size.
+    """
     if memory is None:
         return None
     pattern = r"(?P<number>[\d.]+) *(?P<prefix>[KMGT]?)(?P<binary>I?)B?"
@@ -504,12 +598,15 @@ def _parse_memory(memory: int | str | None) -> int | None:
     base = 1024 if match["binary"] else 1000
     exponent = 0
     if match["prefix"]:
+        # The space stands for no prefix, so K has the exponent 1.
         exponent = " KMGT".index(match["prefix"])
     return int(float(match["number"]) * base**exponent)
 
 
 def _with_unit(nbytes: int) -> str:
+    """Return a number of bytes as text with a binary unit, such as ``"1.5 GiB"``."""
     prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+    # Each prefix stands for ten more bits. For 0 bytes, the exponent would be negative.
     exponent = max(0, nbytes.bit_length() - 1) // 10
     exponent = min(exponent, len(prefixes) - 1)
     prefix = prefixes[exponent]
