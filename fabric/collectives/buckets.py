@@ -120,10 +120,11 @@ class Bucket:
             A contiguous tensor of shape ``(n,)``, or ``(num_chunks, n)`` if tensors have chunks.
         """
         wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
-        # A dtype that is not in the table travels as it is.
+        # The tables name another dtype where a backend does not carry the dtype, or where the sum
+        # that a mean is computed from may overflow. Other dtypes travel as they are.
         wire_dtype = wire_dtypes.get(self.dtype, self.dtype)
         if self.stacked_tensors is not None:
-            # Already a copy of what the caller passed.
+            # All leaves are 0-dim tensors, and this is already a copy of them.
             return self.stacked_tensors.to(device, wire_dtype)
         if not self.tensors:
             return self._number_tensor(op).to(device, wire_dtype)
@@ -146,6 +147,7 @@ class Bucket:
         """
         has_gradient = buffer.requires_grad
         if self.stacked_tensors is not None and not has_gradient:
+            # All leaves are 0-dim tensors.
             self._unpack_stacked(buffer, leaves, num_ranks)
             return
         sections = self._split(buffer)

@@ -102,12 +102,14 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     is_source = communicator.rank == src
     error = None
     tree_of_metas = None
+    # A receiver fills these in when the structure has arrived.
     leaves, structure = flatten(None)
+    buckets: list[Bucket] = []
     if is_source:
         try:
             leaves, structure = flatten(tree)
-            # Called for its errors: nothing may be sent if this rank cannot send all of it.
-            pack(leaves, structure, sends_numbers=False, allows_opaque=True)
+            # Only tensors are packed. Everything else is sent with the structure.
+            buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
             tree_of_metas = unflatten(structure, _describe_tensors(leaves))
         except Exception as caught:  # noqa: BLE001 - the next call raises it on all ranks
             error = as_fabric_error(caught)
@@ -115,8 +117,7 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     if not is_source:
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
-    # Numbers and other objects have arrived with the structure. Only tensors are sent now.
-    buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
+        buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
     buffered = [
         _BufferedBucket(bucket, bucket.new_buffer(communicator.device)) for bucket in buckets
     ]
@@ -146,6 +147,8 @@ def all_gather_ragged(
         buckets = pack(leaves, structure)
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
+    # The collective that gathers the lengths carries the signature of the call, and the lengths are
+    # read at once.
     call = CallDescription(
         "all_gather",
         arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {description}",
@@ -262,6 +265,7 @@ def _exchange(
             options = f"{sync_grads=} of "
         return options + describe(structure, leaves, buckets, has_grads)
 
+    # What the ranks compare. A single rank has nothing to compare.
     text = None
     if is_signed and communicator.size > 1:
         text = f"{operation.value}({reduction}{describe(structure, leaves, buckets)})"
@@ -269,6 +273,7 @@ def _exchange(
         operation.value,
         arguments=describe_arguments,
         text=text,
+        # Results for Python numbers are read from the device at once, those for tensors later.
         reads_result=any(bucket.numbers for bucket in buckets),
     )
     template = Collective(operation, reduce=op, call=call)
@@ -389,6 +394,7 @@ def _check_reduction(
     for bucket in buckets:
         positions = [*bucket.tensor_positions, *bucket.number_positions]
         positions_with_gradient = []
+        # Minimum, maximum and product have no gradient over ranks.
         if op in ORDERED and torch.is_grad_enabled():
             positions_with_gradient = _positions_with_gradient(bucket)
         dtype = bucket.dtype
