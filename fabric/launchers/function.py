@@ -196,7 +196,7 @@ def _raise_signal(number: int) -> None:
     if number == signal.SIGINT:
         return
     handler = signal.getsignal(number)
-    if callable(handler):
+    if callable(handler):  # SIG_DFL and SIG_IGN are not callable
         handler(number, None)
     raise SystemExit(128 + number) from None
 

@@ -189,7 +189,8 @@ class StopRequest:
             now: the current time on the monotonic clock.
 
         Raises:
-            DistError: the process that hosted the store has ended.
+            DistError: the process that hosted the store has ended. The error ends the reporter's
+                thread.
         """
         with self._answer_lock:
             if self._reporter is None or self._agreed_call < math.inf:
@@ -198,7 +199,7 @@ class StopRequest:
                 self._read_store(self._reporter.store, now)
             except dist.DistError:
                 # The process that hosted the store has ended, so there are no ranks to agree with.
-                # From now on this rank decides alone, at each call.
+                # From now on this rank decides alone, in each call of is_due().
                 self._communicator = LocalCommunicator(self._runtime.device)
                 self._reporter = None
                 self._held_call = 0

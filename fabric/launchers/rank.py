@@ -168,7 +168,10 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Return the failure for an error, without the frames that lead to the user's code."""
+        """Return the failure for an error, without the frames that lead to the user's code.
+
+        The traceback of ``error`` is shortened.
+        """
         user_traceback = error.__traceback__
         while user_traceback is not None:
             file = user_traceback.tb_frame.f_code.co_filename
@@ -340,7 +343,8 @@ def main() -> None:
     os.set_inheritable(control.fileno(), False)
     config, payload = receive_payload(control)
     exit_code = run_rank(control, config, payload)
-    # After a script that has succeeded, the interpreter exits in the usual way.
+    # A script may rely on the interpreter's finalization. So a script that has not failed exits in
+    # the usual way.
     if exit_code != 0 or not config.runs_script:
         exit_process(exit_code)
 
@@ -502,8 +506,10 @@ class SignalHandler:
             KeyboardInterrupt: the signal is SIGINT.
             SystemExit: the signal is another one, and there are no listeners. The code is 128 + n.
         """
-        if self.notify(number):
+        has_listeners = self.notify(number)
+        if has_listeners:
             return
+        # The same signal again must not interrupt the ``finally`` blocks.
         signal.signal(number, signal.SIG_IGN)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -631,7 +637,7 @@ def exit_process(code: int) -> NoReturn:
 
 def _flush_files() -> None:
     """Flush all open files of this process, which ends without the interpreter's finalization."""
-    gc.disable()
+    gc.disable()  # the process ends: a collection of all objects would only take time
     gc.unfreeze()  # gc.get_objects() leaves out frozen objects
     objects = gc.get_objects()
     # Text files first: they write to the buffered files.

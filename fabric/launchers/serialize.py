@@ -216,9 +216,9 @@ def _dump_with(pickler_type: Any, value: Any) -> bytes:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """Return how to pickle a tensor or a parameter, as its ``__reduce_ex__`` would.
+    """Return the ``__reduce_ex__`` of a detached copy of a tensor on the CPU.
 
-    The pickled tensor is a detached copy on the CPU.
+    A Parameter stays a Parameter, with its ``requires_grad``. A pickler calls this function.
     """
     # Without the clone, a view would be pickled with all of its storage.
     detached = tensor.detach().cpu().clone()

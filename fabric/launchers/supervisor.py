@@ -99,9 +99,8 @@ _STANDARD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IDLE_LOAD = 0.05
 # The number of ranks whose last call an error shows.
 _MAX_LAST_CALLS = 16
-# A frame of user code, that is, of a file that belongs to neither fabric nor torch. In a traceback
-# the innermost frame is the last one, and a comma follows the line number. In a stack of
-# faulthandler the innermost frame is the first one, and no comma follows.
+# A frame of user code, that is, of a file that belongs to neither fabric nor torch. The frame is in
+# a traceback or in a stack of faulthandler.
 _LIBRARIES = rf'<|{re.escape(str(Path(__file__).parents[1]))}/|[^"]*-packages/torch/'
 _FRAME = re.compile(rf'File "(?!{_LIBRARIES})(?P<file>.+?)", line (?P<line>\d+)(?P<comma>,?)')
 
@@ -275,6 +274,8 @@ class RankProcess:
             text = self.messages.get("stack") or self.read_stack()
         frames = list(_FRAME.finditer(text))
         if frames:
+            # In a traceback a comma follows the line number, and the innermost frame is the last.
+            # In a stack of faulthandler the innermost frame is the first.
             is_traceback = frames[0]["comma"] != ""
             frame = frames[-1] if is_traceback else frames[0]
             code = linecache.getline(frame["file"], int(frame["line"])).strip()
@@ -523,6 +524,7 @@ class Supervisor:
         have_ended = False
         while not have_ended:
             have_ended = self._collect(_POLL_INTERVAL)
+            # Both methods raise once they have ended the ranks.
             if self.signals:
                 self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
@@ -688,20 +690,21 @@ class Supervisor:
         cause = min(self.ranks, key=lambda rank: rank.cause_order(peer_lost))
         if cause.exit_code is not None:
             exit_code = cause.exit_code
-        elif cause.failure is not None:
+        elif cause.failure is not None:  # the process still runs
             exit_code = cause.failure.exit_code
-        else:
+        else:  # the rank has finished, although other ranks still needed it
             exit_code = 0
 
         if exit_code == 0:
-            # The rank has left early and raised no error: show the first error that this caused.
+            # The rank has left early without an error. Show the first error that this has caused.
             text = _first_text(failures)
         elif cause.failure is not None:
             text = cause.failure.text
         else:
             text = cause.read_stack()
         outcome = describe_exit(exit_code)
-        if text and exit_code == 1:
+        has_raised = exit_code == 1 and text != ""
+        if has_raised:
             outcome = "failed (exit code 1)"
         problem = ""
         if exit_code == -signal.SIGABRT:

@@ -35,6 +35,7 @@ __all__ = [
     "error_report",
     "function_name",
     "rank_failed_error",
+    "timeout_report",
 ]
 
 
@@ -173,6 +174,31 @@ def error_report(rank: int, error: BaseException) -> Report:
         role=role,
         stack="".join(traceback.format_exception(error)),
         error=error,
+    )
+
+
+def timeout_report(
+    rank: int, stack: str, timeout: float, *, is_waiting: bool, exit_code: int = 1
+) -> Report:
+    """Return the report of a rank that is still running at the timeout.
+
+    Args:
+        rank: the rank.
+        stack: the current stack of the rank.
+        timeout: the seconds that the call was allowed to take.
+        is_waiting: whether the stack shows that the rank waits for other ranks.
+        exit_code: the exit code of the rank's process.
+    """
+    role = FailureRole.POSSIBLE_CAUSE
+    if is_waiting:
+        role = FailureRole.WAITING
+    return Report(
+        rank=rank,
+        outcome=f"did not return within {timeout:g} s",
+        has_failed=True,
+        role=role,
+        exit_code=exit_code,
+        stack=stack,
     )
 
 

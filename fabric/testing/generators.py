@@ -150,12 +150,12 @@ def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStra
 
     def collections_of(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         """Return a strategy for collections with the given children. Hypothesis calls it."""
-        lists = st.lists(children, max_size=3)
-        dicts = st.dictionaries(keys, children, max_size=3)
-        tuples = st.tuples(children, children)
-        namedtuples = st.builds(Pair, children, children)
-        dataclasses = st.builds(Record, children, children)
-        return lists | dicts | tuples | namedtuples | dataclasses
+        any_list = st.lists(children, max_size=3)
+        any_dict = st.dictionaries(keys, children, max_size=3)
+        any_tuple = st.tuples(children, children)
+        any_namedtuple = st.builds(Pair, children, children)
+        any_dataclass = st.builds(Record, children, children)
+        return any_list | any_dict | any_tuple | any_namedtuple | any_dataclass
 
     return st.recursive(leaves, collections_of, max_leaves=max_leaves)
 

@@ -31,13 +31,13 @@ from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpi
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
 from fabric.seed import seed_everything
 from fabric.testing.base import (
-    FailureRole,
     Report,
     arguments_of_rank,
     check_arguments,
     error_report,
     function_name,
     rank_failed_error,
+    timeout_report,
 )
 
 __all__ = ["RankPool"]
@@ -303,27 +303,18 @@ def _exit_report(rank: RankProcess, exit_code: int) -> Report:
 
 
 def _timeout_report(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
-    """Return the report of a rank that is still running at the timeout.
-
-    Args:
-        supervisor: the supervisor of the rank.
-        rank: the rank.
-        timeout: the seconds that the call was allowed to take, for the text.
-    """
+    """Return the report of a rank that is still running after ``timeout`` seconds."""
     stack = _current_stack(supervisor, rank)
     # The first line of the stack is a title, and the innermost frame is the second line.
     _, _, frames = stack.partition("\n")
     innermost_frame, _, _ = frames.partition("\n")
-    role = FailureRole.POSSIBLE_CAUSE
-    if any(path in innermost_frame for path in _WHERE_RANKS_WAIT):
-        role = FailureRole.WAITING
-    return Report(
-        rank=rank.global_rank,
-        outcome=f"did not return within {timeout:g} s",
-        has_failed=True,
-        role=role,
+    is_waiting = any(path in innermost_frame for path in _WHERE_RANKS_WAIT)
+    return timeout_report(
+        rank.global_rank,
+        stack,
+        timeout,
+        is_waiting=is_waiting,
         exit_code=-signal.SIGKILL,  # the pool kills the rank after this report
-        stack=stack,
     )
 
 

@@ -27,13 +27,13 @@ from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageErro
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
 from fabric.testing.base import (
-    FailureRole,
     Report,
     arguments_of_rank,
     check_arguments,
     error_report,
     function_name,
     rank_failed_error,
+    timeout_report,
 )
 from fabric.world import World
 
@@ -196,31 +196,18 @@ class _ThreadedCall:
 
 
 def _timeout_report(rank: int, thread: threading.Thread, timeout: float) -> Report:
-    """Return the report of a rank that is still running at the timeout.
-
-    Args:
-        rank: the rank.
-        thread: the thread of the rank.
-        timeout: the seconds that the call was allowed to take, for the text.
-    """
+    """Return the report of a rank whose thread is still running after ``timeout`` seconds."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.StackSummary()
     # The thread may have ended in the meantime.
     if frame is not None:
         stack = traceback.extract_stack(frame)
-    role = FailureRole.POSSIBLE_CAUSE
+    is_waiting = False
     for summary in stack:
-        is_waiting = summary.filename == __file__ and summary.name == _Mailbox.take.__name__
-        if is_waiting:
-            role = FailureRole.WAITING
+        if summary.filename == __file__ and summary.name == _Mailbox.take.__name__:
+            is_waiting = True
     lines = ["it was here, most recent call last\n", *traceback.format_list(stack)]
-    return Report(
-        rank=rank,
-        outcome=f"did not return within {timeout:g} s",
-        has_failed=True,
-        role=role,
-        stack="".join(lines),
-    )
+    return timeout_report(rank, "".join(lines), timeout, is_waiting=is_waiting)
 
 
 class ThreadedStrategy(Strategy):
