@@ -110,6 +110,7 @@ def arguments_of_rank(
 
 
 def _value_of_rank(argument: Any, rank: int) -> Any:
+    """Return the value of a :class:`PerRank` for a rank. Another argument is the same on all."""
     if isinstance(argument, PerRank):
         return argument.values[rank]
     return argument
@@ -165,6 +166,7 @@ def error_report(rank: int, error: BaseException) -> Report:
     *_, message_lines = headline.format_exception_only()
     first_line, _, _ = message_lines.partition("\n")
     role = FailureRole.POSSIBLE_CAUSE
+    # A lost connection, a timeout or a mismatch of collectives.
     if is_secondary(error):
         role = FailureRole.LOST_PEER
     return Report(

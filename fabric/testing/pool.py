@@ -243,9 +243,11 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
     """
 
     def have_all_answered() -> bool:
+        """Return whether every rank has replied or ended, so that no reply is missing."""
         return all("reply" in rank.messages or rank.poll() for rank in supervisor.ranks)
 
     def is_settled() -> bool:
+        """Return whether waiting longer would not change that the call succeeds or fails."""
         return have_all_answered() or _has_failed(supervisor)
 
     supervisor.collect_until(timeout, is_settled)
