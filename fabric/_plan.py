@@ -433,6 +433,7 @@ def parse_strategy(strategy: Strategy | strategies.StrategyName, **options: Any)
 
 
 def _default_strategy(num_devices: int, num_nodes: int, precision: Precision) -> Strategy:
+    """Return the strategy for ``strategy="auto"``: DDP if there is more than one device."""
     if num_devices * num_nodes == 1:
         return SingleDeviceStrategy(precision=precision)
     return DDPStrategy(num_nodes=num_nodes, precision=precision)

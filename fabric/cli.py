@@ -317,9 +317,10 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     The function is the ``type`` of an option. argparse turns its errors into usage errors.
     """
 
-    # Errors about other texts show this function's name: "invalid integer value".
+    # argparse shows the name of this function in errors, as in "invalid integer value: 'x'".
     def integer(text: str) -> int:
-        number = int(text)  # argparse reports a ValueError
+        """Convert the text of an argument. argparse reports a ValueError of ``int`` by itself."""
+        number = int(text)
         if number < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum}")
         return number
@@ -433,9 +434,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _option_variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return environment variables that pass the options of ``fabric run`` to the script's ranks.
+    """Return the environment variables that pass the options of ``fabric run`` to the ranks.
 
-    ``Fabric()`` in the script reads them.
+    ``Fabric()`` in the script reads the variables.
     """
     from fabric._plan import AFTER_SCRIPT_SUFFIX, RUN_VARIABLES
 
@@ -444,9 +445,10 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
         value = getattr(options, name)
         if value is not None:
             variables[variable] = str(value)
-        late_value = _find_option_after_script(options, name)
-        if late_value is not None:
-            variables[variable + AFTER_SCRIPT_SUFFIX] = late_value
+        # Fabric() raises an error if this option would be ignored.
+        value_after_script = _find_option_after_script(options, name)
+        if value_after_script is not None:
+            variables[variable + AFTER_SCRIPT_SUFFIX] = value_after_script
     return variables
 
 
@@ -509,7 +511,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
     parser = options.parser
     if options.node_rank >= num_nodes:
         parser.error(
-            f"--num-nodes {num_nodes} has no machine --node-rank {options.node_rank}: they are "
+            f"--num-nodes {num_nodes} has no machine --node-rank {options.node_rank}: machines are "
             "counted from 0"
         )
     if num_nodes == 1:

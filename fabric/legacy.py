@@ -133,6 +133,7 @@ def _make_older_step(name: str) -> Callable[..., Any]:
         name: ``"training_step"`` or the like, which is also a method of the user's module.
     """
 
+    # The user sees this function's name and docstring, which are set below, as the method's.
     def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
         modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
         _warn_deprecated(f"{name}(...) of a strategy", modern)
@@ -207,6 +208,7 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
+        """Warn that the name is deprecated, and pass the arguments on by their modern names."""
         _warn_deprecated(
             "DDPSpawnPlugin(...)",
             'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for '
@@ -375,6 +377,7 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
+        """Warn that the name is deprecated, and pass the arguments on."""
         _warn_deprecated(
             "DDPFullyShardedNativeStrategy(...)",
             'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin=',

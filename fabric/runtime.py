@@ -85,6 +85,7 @@ class Runtime:
     def __post_init__(self) -> None:
         # A scheduler may hide from each process all devices but its own. Then `devices` has one
         # element, although the local rank is larger than 0.
+        """Choose the device, and set the state of a process that is not connected."""
         self.device = self.devices[self.world.local_rank % len(self.devices)]
         # start() replaces the store and the communicator if there are other processes.
         self.store = JobStore(dist.HashStore(), 0, 1)
@@ -112,7 +113,7 @@ class Runtime:
                 or create one.
         """
         self.accelerator.activate(self.device)
-        self._is_started = True
+        self._is_started = True  # close() has something to release from here on
         is_connected_by_caller = communicator is not None
         if not is_connected_by_caller:
             self._set_rank_of_lightning_utilities()
@@ -125,7 +126,8 @@ class Runtime:
                 store = self._connect()
         self.store = JobStore(store, rank, size)
         if communicator is None:
-            communicator = ProcessGroupCommunicator(None, self.device, self.timeout)
+            default_group = None  # torch's name for the group of all processes
+            communicator = ProcessGroupCommunicator(default_group, self.device, self.timeout)
         self.communicator = communicator
         if size == 1:
             return
@@ -314,7 +316,9 @@ class Runtime:
             Whether the caller must close the process group: a runtime has created the group, and no
             other runtime of this process uses the group any more.
         """
+        # First, since the threads of the reporter and the checker use the store.
         self._closers.close()
+        # False if the group existed before all runtimes.
         used_group_of_runtime = self in self._sharers_of_group
         self._sharers_of_group.discard(self)
         self._is_started = False
@@ -349,13 +353,15 @@ class Runtime:
                 self._sharers_of_group.add(self)
             return store
         freeze_garbage_in_forks()
+        # With a device, NCCL connects now instead of in the first collective.
+        device_id = self.device if self.device.type == "cuda" else None
         dist.init_process_group(
             self.backend or self.accelerator.default_backend,
             store=dist.PrefixStore("group", store),
             rank=world.rank,
             world_size=world.world_size,
             timeout=self.timeout,
-            device_id=self.device if self.device.type == "cuda" else None,
+            device_id=device_id,
         )
         self._sharers_of_group.add(self)
         # A barrier through the store. gloo may still be connecting to other ranks in the

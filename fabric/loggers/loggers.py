@@ -56,6 +56,7 @@ class Loggers:
     """
 
     def __init__(self, loggers: Sequence[Any]) -> None:
+        """Add all loggers. See :meth:`add` for the error."""
         self.user_loggers: list[Any] = []
         # The user's objects, or adapters of them, in the same order.
         self._loggers: list[Logger] = []
@@ -178,6 +179,7 @@ class _RunLogger:
         name: str = "run",
         version: int | str | None = None,
     ) -> None:
+        """Choose the folder. Nothing is created before the first write."""
         self._parent_folder = Path(root_dir) / name
         if isinstance(version, int):
             version = f"version_{version}"
