@@ -394,9 +394,9 @@ def _flag(argument: str) -> str:
 def _refuse_late_options(options: _Options, env: Mapping[str, str]) -> None:
     """Raise if options of ``fabric run`` follow the script, and nothing else gives their values.
 
-    Such an option is an argument of the script. It is a mistake if the script passes no value to
-    ``Fabric``: the job would ignore the option. ``fabric run`` cannot know this, and so passes the
-    options in variables.
+    Everything after the script is passed to the script. If the script does not pass the value on to
+    ``Fabric``, the job would ignore the option. ``fabric run`` does not know whether the script
+    does, and passes the options that follow the script in variables of their own.
 
     Args:
         options: the merged arguments of ``Fabric``.

@@ -402,8 +402,8 @@ def set_registered_members(
 ) -> None:
     """Replace the dicts in which a module keeps its parameters, buffers and children.
 
-    The dicts are not copied: a module can so share a dict with another module. torch creates these
-    dicts in the constructor of a module, and has no way to replace them.
+    The dicts are not copied, so that two modules can share a dict. torch creates the dicts in the
+    constructor of a module, and has no way to replace them.
     """
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
 

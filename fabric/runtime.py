@@ -201,7 +201,7 @@ class Runtime:
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """Return the collectives over a process group of torch. Not a collective.
 
-        Its collectives are recorded and checked like those of ``communicator``.
+        The collectives are recorded and checked like those of ``communicator``.
         """
         group_communicator = ProcessGroupCommunicator(group, self.device, self.timeout)
         if self.recorder is None:

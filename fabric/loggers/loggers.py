@@ -196,7 +196,7 @@ class _RunLogger:
                 (self._parent_folder / folder_name).mkdir()
                 self._folder_name = folder_name
         path = self._parent_folder / self._folder_name
-        # The user may have given the version, or removed the folder.
+        # The loop has not created the folder if the user gave the version.
         path.mkdir(parents=True, exist_ok=True)
         return path
 

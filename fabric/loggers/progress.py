@@ -78,9 +78,9 @@ class Progress(Generic[T]):
             num_samples: the number of samples in these batches. 0 if it is unknown.
             seconds: the time since the loop began.
         """
-        # A set-up loader that goes on after a checkpoint begins behind its first batch.
+        # A set-up loader that was restored from a checkpoint skips the first batches of the epoch.
         position = num_batches + getattr(self.batches, "resumed_at", 0)
-        total = 0  # of an iterable of unknown length
+        total = 0  # if the length is unknown
         if isinstance(self.batches, Sized):
             total = len(self.batches)
 
@@ -155,16 +155,16 @@ class _LineWriter:
             return
         # A longer line would wrap, and "\r" returns only to the beginning of its last part.
         line = line[: self._max_length]
-        print(self._overwriting(line), end="", file=self._stream, flush=True)
+        print(self._overwriting_text(line), end="", file=self._stream, flush=True)
         self._last_length = len(line)
 
     def finish(self, line: str) -> None:
         """Write the last line, which stays."""
         if self._can_overwrite:
-            line = self._overwriting(line)
+            line = self._overwriting_text(line)
         print(line, file=self._stream, flush=True)
 
-    def _overwriting(self, line: str) -> str:
+    def _overwriting_text(self, line: str) -> str:
         """Return a text that overwrites the last line with ``line``."""
         # A carriage return, then the line, padded with spaces to the length of the last line.
         return f"\r{line:{self._last_length}}"
