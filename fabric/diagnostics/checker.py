@@ -199,7 +199,7 @@ class CollectiveChecker:
             self._wait(full_call, entry.number)
         except dist.DistError as error:
             host = "the process that hosted it, rank 0 as a rule"
-            self._stop(full_call, f"the store of the job is gone, and {host}: {error}")
+            self._raise_and_stop(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
             # Not published: the other ranks need the record until this rank starts its next call.
             calls = [call for call in self._record.calls if call is not published_call]
@@ -269,10 +269,11 @@ class CollectiveChecker:
             records = self._read(range(self._size) if searches else call.members)
             calls = _calls(records, call.group, number)
             if difference(calls):
-                self._disagree(call, number)
+                self._raise_difference(call, number)
             if searches:
                 self._check_circle(call, records)
             missing = [rank for rank in call.members if records[rank].count(call.group) < number]
+            # A member may have ended before the call or, as after an error, in the call.
             stopped = [rank for rank in (*missing, *calls) if records[rank].end_reason]
             if not missing and not stopped:
                 return
@@ -280,11 +281,13 @@ class CollectiveChecker:
             # that raised first, so the error is raised only after a search.
             if stopped and searches:
                 end_reason = records[stopped[0]].end_reason
-                self._stop(call, f"rank {stopped[0]} makes no further calls: {end_reason}")
+                self._raise_and_stop(
+                    call, f"rank {stopped[0]} makes no further calls: {end_reason}"
+                )
             self._check_missing(call, missing, ended_processes, records)
             now = monotonic()
             if missing and now - started > self._timeout:
-                self._time_out(call, missing, records)
+                self._raise_timeout(call, missing, records)
             searches = bool(stopped) or now > next_search
             if searches:
                 next_search = now + _SEARCH_INTERVAL
@@ -324,17 +327,24 @@ class CollectiveChecker:
             if rank in missing:
                 latest = _latest(records[rank])
                 problem = f"rank {rank} does not call: its process (pid {pid}) has ended; {latest}"
-                self._stop(call, problem)
+                self._raise_and_stop(call, problem)
 
-    def _time_out(
+    def _raise_timeout(
         self, call: Call, missing: Collection[int], records: Mapping[int, _Record]
     ) -> NoReturn:
-        """Raise for ranks that have not made the call within the timeout."""
-        latest = _table({rank: _latest(records[rank]) for rank in missing})
-        ranks = ranks_in_words(missing)
-        self._stop(call, f"after {self._timeout:g} s {ranks} did not call:{latest}")
+        """Raise the error for members that have not made the call within the timeout.
 
-    def _disagree(self, call: Call, number: int) -> NoReturn:
+        Args:
+            call: the call of this rank.
+            missing: the members that have not made it.
+            records: the records, by rank. The error shows the latest calls in them.
+        """
+        latest_calls = _table({rank: _latest(records[rank]) for rank in missing})
+        ranks = ranks_in_words(missing)
+        problem = f"after {self._timeout:g} s {ranks} did not call:{latest_calls}"
+        self._raise_and_stop(call, problem)
+
+    def _raise_difference(self, call: Call, number: int) -> NoReturn:
         """Raise the error for calls that differ.
 
         The records have only the beginning of long arguments. So this rank publishes its full call,
@@ -360,7 +370,7 @@ class CollectiveChecker:
             sleep(_MIN_PAUSE)
         ranks = ranks_in_words(call.members)
         problem = f"{ranks} make different calls:{_table(calls)}"
-        self._stop(
+        self._raise_and_stop(
             call,
             problem=f"{problem}\n  They differ in {difference(calls)}",
             expected="the same calls in the same order on every rank of a group, on data of one "
@@ -393,7 +403,7 @@ class CollectiveChecker:
             lines = {}
             for rank, next_rank in pairwise(circle):
                 lines[rank] = f"{records[rank].calls[0]}, waits for rank {next_rank}"
-            self._stop(
+            self._raise_and_stop(
                 call,
                 problem=f"ranks wait for each other in different calls:{_table(lines)}",
                 expected="calls of several groups, messages, and phases such as a backward pass, "
@@ -419,7 +429,7 @@ class CollectiveChecker:
                     pending.append(awaited_rank)
         return awaited_by
 
-    def _stop(
+    def _raise_and_stop(
         self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION
     ) -> NoReturn:
         """Raise, and make no further calls, since the ranks are out of sync now.

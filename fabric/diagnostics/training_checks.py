@@ -162,8 +162,9 @@ class TrainingChecks:
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
             self._backwards += 1
+            # Recorded here, too, since the user may clear gradients before the next step.
             self._record_gradients(optimizer)
-            self._compare(self._store.get_nowait(self._key("other")))
+            self._check_replicas()
             if any(contract.synchronizes() for contract in self._contracts):
                 self._synchronized_backwards += 1
             self._check_no_rank_is_ahead()
@@ -184,11 +185,11 @@ class TrainingChecks:
             return
         published = _Published.from_bytes(content)
         if published.synchronized_backwards < self._synchronized_backwards:
-            self._refuse(
+            self._raise_usage_error(
                 problem=f"rank {published.rank} has made step {self._steps + 1}, before this "
                 "backward pass",
                 expected="the same steps on all ranks",
-                suggestion=f"no branch on the rank around it; {_TURN_OFF}",
+                suggestion=f"no branch on the rank around optimizer.step(); {_TURN_OFF}",
             )
 
     # -- before a step --------------------------------------------------------------------------
@@ -204,13 +205,13 @@ class TrainingChecks:
             kwargs: the keyword arguments of the step.
         """
         self._step_calls += 1
-        # A fingerprint that another rank published after the latest backward pass.
-        self._compare(self._store.get_nowait(self._key("other")))
+        # A rank may have published a different fingerprint since the latest backward pass.
+        self._check_replicas()
         trained_ids = self._record_gradients(optimizer)
         if self._step_calls == 1:
             self._check_values(trained_ids)
-        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         # A closure computes the gradients within the step, so they cannot be checked before it.
+        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if self._is_finished or has_closure:
             return
         for contract in self._contracts:
@@ -232,7 +233,7 @@ class TrainingChecks:
                 continue
             nan_ids = _ids(parameter for parameter in parameters if _has_nan(parameter))
             if nan_ids:
-                self._refuse(
+                self._raise_usage_error(
                     problem="these are not a number before the first step: "
                     f"{_names_of(contract, nan_ids)}",
                     expected="a checkpoint for a module that was built with empty_init=True, or "
@@ -250,7 +251,7 @@ class TrainingChecks:
         """
         unreduced_ids = _ids(contract.unreduced()) & trained_ids
         if unreduced_ids:
-            self._refuse(
+            self._raise_usage_error(
                 problem="the last backward pass did not reduce the gradients of "
                 f"{_names_of(contract, unreduced_ids)}",
                 expected="a step after a backward pass with synchronization",
@@ -277,7 +278,7 @@ class TrainingChecks:
             return
         names = _names_of(contract, without_gradient)
         if contract.needs_forward:
-            self._refuse(
+            self._raise_usage_error(
                 problem=f"no gradient has arrived at {names}, and without these the others are not "
                 "synchronized",
                 expected="every parameter that requires a gradient gets one in each backward pass",
@@ -310,7 +311,7 @@ class TrainingChecks:
             else:
                 self._steps_without_gradient += 1
         if self._steps_without_gradient >= _CHECKED_STEPS:
-            self._refuse(
+            self._raise_usage_error(
                 problem="no gradient has arrived at any of its parameters in "
                 f"{self._backwards} backward pass(es)",
                 expected="an optimizer of parameters that the loss is computed from",
@@ -328,7 +329,7 @@ class TrainingChecks:
         self._had_gradient |= _ids_with_gradient(trained)
         return _ids(trained)
 
-    def _refuse(self, *, problem: str, expected: str, suggestion: str) -> NoReturn:
+    def _raise_usage_error(self, *, problem: str, expected: str, suggestion: str) -> NoReturn:
         """Raise a UsageError about a step of the optimizer."""
         raise UsageError(
             f"{self._class_name}.step() on rank {self._store.rank}",
@@ -355,14 +356,13 @@ class TrainingChecks:
         self._take_fingerprint(optimizer, trained)
         if not self._replicated_names:
             return
-        published = _Published(
-            self._store.rank, self._fingerprint, self._synchronized_backwards
-        ).to_bytes()
-        # The fingerprint of this rank, if it is the first one to write.
-        first = self._store.set_if_absent(self._key("first"), published)
-        if _Published.from_bytes(first).fingerprint != self._fingerprint:
-            # Tells the other ranks, before this rank raises.
-            self._store.set(self._key("other"), published)
+        published = _Published(self._store.rank, self._fingerprint, self._synchronized_backwards)
+        content = published.to_bytes()
+        # Writes this rank's fingerprint if no rank has written one. Returns the one that is stored.
+        first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
+        if first.fingerprint != self._fingerprint:
+            # Written before this rank raises, so that the other ranks raise, too.
+            self._store.set(self._key("other"), content)
             self._compare(first)
 
     def _take_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
@@ -427,15 +427,22 @@ class TrainingChecks:
         step = self._steps + steps_ahead
         return f"first steps{scope}/{self._name}/{step}/{writer}"
 
-    def _compare(self, content: bytes | None) -> None:
+    def _check_replicas(self) -> None:
+        """Raise if the replicas of this rank and of another rank differ after the latest step.
+
+        Ranks whose fingerprint is that of the first rank write nothing. So the only fingerprint to
+        read is that of a rank that differs from the first one, under the key "other".
+        """
+        content = self._store.get_nowait(self._key("other"))
+        if content is not None:
+            self._compare(_Published.from_bytes(content))
+
+    def _compare(self, published: _Published) -> None:
         """Raise if another rank's fingerprint of the latest step differs from this rank's.
 
         Args:
-            content: what the other rank has written to the store. None if it has written nothing.
+            published: what the other rank has written to the store after the step.
         """
-        if content is None:
-            return
-        published = _Published.from_bytes(content)
         different_names: list[str] = []
         # The lengths may differ: on the other rank, other parameters outside of modules may have
         # gradients.

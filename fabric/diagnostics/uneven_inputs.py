@@ -228,7 +228,7 @@ class UnevenInputDetector:
         """
         if self._is_paused:
             return
-        # This method runs in every forward pass, so the usual path through it calls nothing.
+        # This method runs in every forward pass, so its usual path calls as little as possible.
         if guard is None:
             # Every forward pass of a sharded module is a step, since it gathers parameters.
             kind = contract.title
@@ -252,6 +252,8 @@ class UnevenInputDetector:
         iteration = self._latest_iteration
         if iteration is None:
             return
+        # The step is in the iteration that began last, if the user is between its first batch and
+        # its end. Otherwise, the step is still in the iteration before.
         is_first_step = (
             iteration is not self._iteration_of_step
             and iteration.position.received_batches > 0
@@ -367,7 +369,7 @@ class UnevenInputDetector:
             is_peer = self._is_peer(neighbor)
             if _would_wait(step, end, is_peer):
                 number = step.steps.of(is_peer)
-                self._refuse(
+                self._raise_uneven_inputs(
                     f"step {number} of rank {self._rank}",
                     step=number,
                     early_rank=neighbor,
@@ -402,7 +404,7 @@ class UnevenInputDetector:
                 continue
             request = f"step {number} of rank {self._rank}"
             if neighbor_loop.kind != loop.kind:
-                self._refuse_kinds(
+                self._raise_different_kinds(
                     request,
                     step=number,
                     loop=loop,
@@ -419,7 +421,7 @@ class UnevenInputDetector:
                     suggestion="next(iter(loader.original)) for a look at a batch on one rank",
                 )
 
-    def _refuse_kinds(
+    def _raise_different_kinds(
         self, request: str, *, step: int, loop: _Loop, neighbor_loop: _Loop, neighbor: int
     ) -> NoReturn:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
@@ -444,7 +446,7 @@ class UnevenInputDetector:
             early_rank = self._rank
             late_rank = neighbor
             batches = loop.previous_batches
-        self._refuse(
+        self._raise_uneven_inputs(
             request, step=step, early_rank=early_rank, batches=batches, late_rank=late_rank
         )
 
@@ -479,7 +481,7 @@ class UnevenInputDetector:
             is_peer = self._is_peer(neighbor)
             if _would_wait(step, end, is_peer):
                 number = end.steps.of(is_peer)
-                self._refuse(
+                self._raise_uneven_inputs(
                     f"a collective, or the end of the job, after step {number} of rank "
                     f"{self._rank}",
                     step=number + 1,
@@ -537,7 +539,7 @@ class UnevenInputDetector:
             ends[rank] = _End(_PerNeighbor(*steps), _PerNeighbor(*collectives), batches)
         return ends
 
-    def _refuse(
+    def _raise_uneven_inputs(
         self, request: str, *, step: int, early_rank: int, batches: int, late_rank: int
     ) -> NoReturn:
         """Raise a UsageError for a rank that ran out of batches.
