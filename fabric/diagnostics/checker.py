@@ -280,10 +280,9 @@ class CollectiveChecker:
             # The records are read one after the other. A first read may miss the record of the rank
             # that raised first, so the error is raised only after a search.
             if stopped and searches:
-                end_reason = records[stopped[0]].end_reason
-                self._raise_and_stop(
-                    call, f"rank {stopped[0]} makes no further calls: {end_reason}"
-                )
+                rank = stopped[0]
+                reason = records[rank].end_reason
+                self._raise_and_stop(call, f"rank {rank} makes no further calls: {reason}")
             self._check_missing(call, missing, ended_processes, records)
             now = monotonic()
             if missing and now - started > self._timeout:
@@ -510,7 +509,7 @@ def difference(calls: Mapping[int, Call]) -> str:
     # The facts are compared in this order. Other operations have other arguments, so the operation
     # comes first. The arguments come second: they say more than the buffers that are made of them.
     values_by_fact: dict[str, dict[int, str]] = {
-        "operation": {},
+        "operation": {},  # filled in below, as a fact of the calls
         "data": _differing_windows(calls),
     }
     # A dict and not a set, to keep the order of the facts.
