@@ -76,6 +76,7 @@ class LossScaler:
         settings: LossScale,
         max_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """Start with the initial scale. :meth:`register` adds optimizers."""
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         # 1 if any step since the last update of the scale overflowed, else 0. None if there was no

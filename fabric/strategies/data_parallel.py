@@ -70,6 +70,7 @@ class SingleDeviceStrategy(Strategy):
     connects_processes = False
 
     def __init__(self, device: torch.device | str | int | None = None, **shared: Any) -> None:
+        """Keep the device as the only one of ``parallel_devices``."""
         devices = None
         if device is not None:
             devices = [torch.device(device)]

@@ -98,6 +98,7 @@ class MappedMemory(DispatchMode):
     """
 
     def __init__(self, warn: bool) -> None:
+        """Check that the temporary folder has room. The mode starts when it is entered."""
         DispatchMode.__init__(self)
         # The storages in files, which may be freed before the mode ends.
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()

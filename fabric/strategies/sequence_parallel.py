@@ -221,6 +221,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
     """
 
     def __init__(self, communicator: Communicator, lengths: list[int]) -> None:
+        """Derive the length of this rank and of all ranks. Not a collective."""
         super().__init__()
         self._communicator = communicator
         self._lengths = lengths
