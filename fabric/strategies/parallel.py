@@ -87,7 +87,10 @@ class ParallelStrategy(Strategy):
             )
 
     def _is_prepared(self, module: nn.Module) -> bool:
-        """Return whether this is a prepared module, or the user's module of a prepared module."""
+        """Return whether this is a prepared module, or the user's module of a prepared module.
+
+        A strategy without a wrapper class prepares modules in place, and lists the modules.
+        """
         inner = uncompiled(module)
         if isinstance(inner, self._wrapper_class):
             return True
@@ -96,9 +99,9 @@ class ParallelStrategy(Strategy):
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise an error.
 
-        With one process the call does nothing. The launcher then ends the other processes, and the
-        launching process raises an error with this rank and the trace. The launcher does so for
-        every exception of a rank, so that new code does not need this call.
+        With one process the call does nothing. With several, the launcher ends the processes of the
+        other ranks, and the launching process raises an error with this rank and the trace. The
+        launcher does so for every exception of a rank, so that new code does not need this call.
 
         Args:
             trace: the traceback of the failure, as text.
