@@ -187,8 +187,8 @@ class DDPStrategy(ParallelStrategy):
         Collective. A module without trainable parameters is not wrapped, because torch refuses to
         wrap it. Such a module only gets rank 0's values.
         """
-        # Some differences between the ranks' models are an error of torch on some ranks only, or
-        # on none.
+        # Raises if the ranks have different models. torch reports some differences on some ranks
+        # only, or on none.
         check_same_model(self.runtime.communicator, module)
         if not _has_trainable_parameters(module):
             self._broadcast_state(module)
