@@ -633,8 +633,8 @@ def _lock_folder(request: str, folder: Location, job_files: ExitStack) -> bytes:
             file.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)
-    # The file stays open, and so locked, until the job ends. It is not buffered, so that other
-    # processes see the owner at once.
+    # The file stays open, and so locked, until the job ends. The mode "a" keeps the content, which
+    # names the owner. The file is not buffered, so that other processes see a new owner at once.
     lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
     job_files.enter_context(lock)
     try:

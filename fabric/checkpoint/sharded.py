@@ -402,6 +402,7 @@ def _commit(
     """
     if save is None:
         return
+    # The names of files contain the rank, so that they are unique.
     files: _Files = {}
     for files_of_rank in files_of_ranks:
         files.update(files_of_rank)
