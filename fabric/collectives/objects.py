@@ -51,6 +51,7 @@ class TensorMeta:
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        """Describe a tensor of the sender. The object is pickled and sent to the receivers."""
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.is_on_cpu = tensor.device.type == "cpu"

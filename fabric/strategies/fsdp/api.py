@@ -76,7 +76,7 @@ __all__ = ["FSDPStrategy"]
 M = TypeVar("M", bound=nn.Module)
 
 # Arguments of fully_shard that the strategy sets itself.
-_OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
+_DECIDED_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
 
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 _STATE_DICT_TYPES = ("sharded", "full")
@@ -205,6 +205,10 @@ class FSDPStrategy(ParallelStrategy):
         broadcast_buffers: bool = True,
         **fsdp_kwargs: Any,
     ) -> None:
+        """Check the options, and turn each into one form. No process group is needed.
+
+        The strategy may be pickled afterward, to be sent to the processes of a launch.
+        """
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -235,14 +239,14 @@ class FSDPStrategy(ParallelStrategy):
             activation_checkpointing, fsdp_kwargs.get("activation_checkpointing_policy")
         )
         self.fsdp_kwargs = _fully_shard_options(type(self).__name__, fsdp_kwargs)
-        self._ignored = set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
+        self._ignored_parameters = set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
 
         # Numbers the uses of init_module, for keys in the store.
-        self._init_numbers = count()
+        self._context_numbers = count()
         # The hooks of each sharded model, by the id of the model. The model keeps its hooks alive:
         # setup_environment() puts a dict with weak values here. Until then, an empty plain dict,
         # since a strategy is pickled on the way to a rank.
-        self._forwards: MutableMapping[int, ShardedForward] = {}
+        self._sharded_forwards: MutableMapping[int, ShardedForward] = {}
 
     # -- the process ----------------------------------------------------------------------------
 
@@ -250,7 +254,9 @@ class FSDPStrategy(ParallelStrategy):
     def check(
         self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
     ) -> None:
-        check_mesh(self.device_mesh, self.sharding_strategy, len(devices) * num_nodes)
+        """Check the mesh against the number of processes, before any process is started."""
+        world_size = len(devices) * num_nodes
+        check_mesh(self.device_mesh, self.sharding_strategy, world_size)
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
@@ -259,7 +265,7 @@ class FSDPStrategy(ParallelStrategy):
         check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         # Otherwise the process may keep the memory of parameters that a step gathers and frees.
         self.runtime.accelerator.return_freed_memory()
-        self._forwards = WeakValueDictionary()
+        self._sharded_forwards = WeakValueDictionary()
         # A change in place of a view is correct, or raises an error that _EXPLANATIONS explains.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if self.is_global_zero:
@@ -286,7 +292,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._forwards = {}
+        self._sharded_forwards = {}
         super().teardown()
 
     @override
@@ -322,7 +328,7 @@ class FSDPStrategy(ParallelStrategy):
         is_from_rank0 = source == "rank0" and not empty
         is_receiver = is_from_rank0 and not self.is_global_zero
         # Ranks use the contexts in the same order, so the key is the same on all ranks.
-        key = f"init_module/{next(self._init_numbers)}"
+        key = f"init_module/{next(self._context_numbers)}"
         if empty:
             memory = registered_on_meta(EmptyParameter)
         elif is_receiver:
@@ -418,7 +424,9 @@ class FSDPStrategy(ParallelStrategy):
         check_shardable(root, self.is_global_zero, self._prepared_modules)
         # Called for its error: the option may choose no module.
         self._checkpointed_modules(root)
-        check_dtypes(root, self._find_fsdp_modules(root), self._ignored, self.runtime.precision)
+        check_dtypes(
+            root, self._find_fsdp_modules(root), self._ignored_parameters, self.runtime.precision
+        )
         return None
 
     @override
@@ -435,7 +443,9 @@ class FSDPStrategy(ParallelStrategy):
             # hooks that gather parameters run outside of the checkpointed call.
             checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
         mesh = self._shard_mesh()
-        replicated = replicate_unsharded(self.runtime.communicator, root, self._ignored, mesh)
+        replicated = replicate_unsharded(
+            self.runtime.communicator, root, self._ignored_parameters, mesh
+        )
         self._convert_buffers(root)
 
         arguments = self._fully_shard_arguments(mesh, replicated)
@@ -457,7 +467,7 @@ class FSDPStrategy(ParallelStrategy):
             broadcasts_statistics=self.broadcast_buffers,
         )
         forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
-        self._forwards[id(root)] = forward
+        self._sharded_forwards[id(root)] = forward
         return module
 
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
@@ -498,7 +508,7 @@ class FSDPStrategy(ParallelStrategy):
         arguments.update(self.fsdp_kwargs)
         # The user's ignored_params are among the replicated parameters.
         arguments["ignored_params"] = replicated
-        if self._offloads:
+        if self._offloads_to_cpu:
             arguments["offload_policy"] = self.cpu_offload
         return arguments
 
@@ -539,14 +549,14 @@ class FSDPStrategy(ParallelStrategy):
         return dist.get_process_group_ranks(self._shard_mesh().get_group(-1))
 
     @property
-    def _offloads(self) -> bool:
-        """Whether shards are on the CPU and are computed with on another device."""
+    def _offloads_to_cpu(self) -> bool:
+        """Whether shards are kept on the CPU, and copied to another device to compute."""
         return self.cpu_offload is not None and self.root_device.type != "cpu"
 
     @property
     @override
     def _prepared_modules(self) -> Sequence[nn.Module]:
-        return [forward.root for forward in self._forwards.values()]
+        return [forward.root for forward in self._sharded_forwards.values()]
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
@@ -575,7 +585,7 @@ class FSDPStrategy(ParallelStrategy):
         every step.
         """
         root = uncompiled(prepared)
-        forward = self._forwards[id(root)]
+        forward = self._sharded_forwards[id(root)]
         unsharded = forward.unsharded
         parameters = dict(root.named_parameters())
         replicated: dict[str, Tensor] = {}
@@ -600,7 +610,7 @@ class FSDPStrategy(ParallelStrategy):
             replicated=lambda: replicated,
             unreduced=unreduced,
             # Offloaded shards are copied to the device in the background.
-            reshard=partial(forward.reshard, wait=self._offloads),
+            reshard=partial(forward.reshard, wait=self._offloads_to_cpu),
             casts=self.mixed_precision is not None or has_low_precision,
         )
 
@@ -613,7 +623,7 @@ class FSDPStrategy(ParallelStrategy):
         Raises:
             UsageError: this strategy has not set up the module.
         """
-        forward = self._forwards.get(id(uncompiled(module)))
+        forward = self._sharded_forwards.get(id(uncompiled(module)))
         if forward is None:
             refuse_unprepared(self, module)
         if not enabled:
@@ -690,7 +700,7 @@ def _fully_shard_options(strategy_name: str, fsdp_kwargs: Mapping[str, Any]) -> 
             strategy_name=strategy_name,
             torch_function=fully_shard,
             user_arguments=options,
-            decided_names=_OWN_ARGUMENTS,
+            decided_names=_DECIDED_ARGUMENTS,
         )
     return options
 

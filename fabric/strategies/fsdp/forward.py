@@ -44,6 +44,7 @@ class ShardedForward:
     def __init__(
         self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, unsharded: UnshardedState
     ) -> None:
+        """Register the hooks. Called once, after the model has been sharded."""
         self.root = root
         self.unsharded = unsharded
         self._rank = rank
@@ -63,7 +64,8 @@ class ShardedForward:
         # The sum of the in-place versions of the shards before the last forward pass.
         self._sum_of_versions = 0
         self._register_state_dict_hooks()
-        # First and last, so that the other hooks of the root run within the forward pass.
+        # Prepended: the other pre-hooks of the root then run within the forward pass, and may call
+        # submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)
@@ -190,7 +192,7 @@ class ShardedForward:
         self._is_ready = self._depth == 1
 
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
-        """Leave the model as it was before the forward pass. The last forward hook of the root.
+        """Leave the model as it was before the forward pass. A forward hook of the root.
 
         torch calls this hook after an error, too. Then ``output`` may be None.
         """

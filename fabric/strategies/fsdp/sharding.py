@@ -452,7 +452,10 @@ def shard_module(
             another dimension of the mesh. They have their values, and are freed here.
         **arguments: arguments of ``fully_shard``.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow; imported already
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        fully_shard,
+    )  # slow to import, but imported already
 
     plain_parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
@@ -471,8 +474,11 @@ def shard_module(
     slots = [slot for slot in parameter_slots(module) if slot.parameter in sharded]
 
     def share_with_gathered(*_: object) -> None:
-        # A forward pre-hook after FSDP's own. FSDP has just gathered the parameters for the first
-        # time, and reuses these tensors in all later forward passes, so once is enough.
+        """Give the gathered parameters the attributes and hooks of the sharded ones, once.
+
+        This is a forward pre-hook that runs after FSDP's own pre-hook. FSDP has just gathered the
+        parameters for the first time, and uses the same tensors in all later forward passes.
+        """
         handle.remove()
         for slot in slots:
             _share_attributes(slot.parameter, slot.parameters[slot.name])
@@ -499,7 +505,10 @@ def replicate_unsharded(
     Returns:
         The replicated parameters that replace the original ones.
     """
-    from torch.distributed.tensor import Replicate, distribute_tensor  # slow; imported already
+    from torch.distributed.tensor import (
+        Replicate,
+        distribute_tensor,
+    )  # slow to import, but imported already
 
     has_ignored_parameter = not ignored.isdisjoint(root.parameters())
     if ignored and not has_ignored_parameter and communicator.rank == 0:

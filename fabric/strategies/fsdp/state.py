@@ -230,6 +230,7 @@ class UnshardedState:
         replicated: set[nn.Parameter],
         broadcasts_statistics: bool,
     ) -> None:
+        """List the unsharded parameters and buffers. Called after the model has been sharded."""
         self._communicator = communicator
         self._slots = [slot for slot in parameter_slots(root) if slot.parameter in replicated]
         # A dict and not a set, since the order has to be the same on all ranks.
