@@ -3,10 +3,11 @@
 [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must
 call, in the same order. A group is the result of :meth:`Fabric.new_group`, a process group of
 torch, or None for the whole job. The ``data`` of a collective is any collection of tensors and
-Python numbers. It must have the same structure, dtypes and shapes on every process. It is not
-changed, and the result has the same types of collections. A leaf that cannot be sent or reduced
-raises a :class:`fabric.errors.ConfigurationError` that names the leaf. Calls that differ between
-processes raise a :class:`fabric.errors.CollectiveMismatchError` on all of them.
+Python numbers. The data must have the same structure, dtypes and shapes on every process. A
+collective does not change its data, and returns the same types of collections. A leaf that cannot
+be sent or reduced raises a :class:`fabric.errors.ConfigurationError` that names the leaf. Calls
+that differ between processes raise a :class:`fabric.errors.CollectiveMismatchError` on every
+process.
 """
 
 import atexit
@@ -120,8 +121,8 @@ class Fabric:
             a :class:`fabric.strategies.Strategy`. ``"auto"`` is a single device for one process
             and DDP for several.
         devices: the number of devices of this node, or their indices; see
-            :mod:`fabric.accelerators`. On the CPU it is the number of processes, or of replicas
-            under ``"dp"``. ``"auto"`` is 1 on the CPU and all devices on other hardware.
+            :mod:`fabric.accelerators`. On the CPU, the number of processes, or of replicas under
+            ``"dp"``. ``"auto"`` is 1 on the CPU and all devices on other hardware.
         num_nodes: the number of nodes. ``"auto"`` asks the launcher of the job, and is 1 without a
             launcher.
         precision: the dtypes: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``,
@@ -137,11 +138,11 @@ class Fabric:
         check_collectives: whether the ranks compare every collective before they make it. A
             collective that differs or is missing then raises a
             :class:`fabric.errors.CollectiveMismatchError` with the line where each rank called. The
-            environment variable ``FABRIC_CHECK=1`` turns the check on, too. It costs nothing while
-            it is off.
-        timeout: how long a collective may wait for other ranks, in seconds or as a timedelta. After
-            that it raises an error that names the missing ranks. None is the timeout of the
-            strategy, 30 minutes by default.
+            environment variable ``FABRIC_CHECK=1`` turns the check on, too. The check costs nothing
+            while it is off.
+        timeout: how long a collective may wait for other ranks, in seconds or as a timedelta.
+            Afterwards the collective raises an error that names the missing ranks. None is the
+            timeout of the strategy, 30 minutes by default.
         watchdog: how long a collective may wait before the first rank prints a hang report, in
             seconds or as a timedelta. The report says where each rank is, with the stacks of the
             missing ranks. 0 disables the report.
@@ -260,7 +261,7 @@ class Fabric:
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the job. It is known before the processes exist."""
+        """The number of processes of the job, which is known before the processes exist."""
         return self._plan.world_size
 
     @property
@@ -300,7 +301,7 @@ class Fabric:
 
         Args:
             *function_and_args: the function that every process runs, and its arguments after the
-                fabric. They may be left out under ``popen``, and if nothing is started.
+                fabric. The function may be left out under ``popen``, and if nothing is started.
             return_result: whether to return the result of the function.
             return_all: whether to return the results of all processes, as a list by rank.
             **kwargs: the keyword arguments of the function.
@@ -471,7 +472,7 @@ class Fabric:
             module: the model. Its parameters are moved and converted in place. An
                 ``nn.ParameterList`` or ``nn.ParameterDict``, which has no forward pass, is
                 replicated, and its gradients are averaged before each step or clipping.
-            *optimizers: optimizers of the module's parameters. They are returned unchanged, with
+            *optimizers: optimizers of the module's parameters. The same objects are returned, with
                 hooks around their step.
             scheduler: a learning-rate scheduler of one of the optimizers. None if there is none.
             move_to_device: whether parameters and buffers move to this process's device.
@@ -552,7 +553,7 @@ class Fabric:
         """Shard the data of loaders over the processes, and move their batches to the device.
 
         Args:
-            loader: the loader. It is not changed: the result is built around a copy.
+            loader: the loader, which is not changed: the result is built around a copy.
             *more: further loaders.
             use_distributed_sampler: whether to shard the data over the processes. If not, each
                 process sees all of the data.
@@ -894,7 +895,7 @@ class Fabric:
 
         Args:
             data: a tensor, a number, or any collection of them, with the same structure, dtypes and
-                shapes on every process. It is not changed.
+                shapes on every process. The data is not changed.
             group: the processes: a result of :meth:`new_group` or a torch process group. None is
                 all processes of the job.
             reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"min"``, ``"max"``, ``"product"``,
@@ -961,8 +962,8 @@ class Fabric:
 
         Args:
             data: a tensor, a number, or any collection of them, with the same structure and dtypes
-                on every process, and the same shapes unless ``ragged`` or ``concat`` is true. It is
-                not changed.
+                on every process, and the same shapes unless ``ragged`` or ``concat`` is true. The
+                data is not changed.
             group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
             sync_grads: whether gradients flow back to the process that passed the values.
             ragged: whether the length of tensors along dim 0 may differ between processes.
@@ -989,8 +990,8 @@ class Fabric:
     def gather_for_metrics(self, data: T) -> T:
         """Collect values computed from a batch from all processes, each sample once. Collective.
 
-        Call it in the body of a loop over a set-up loader. An evaluation over n samples counts n
-        samples: samples that were repeated so that all processes get equally many
+        Call the method in the body of a loop over a set-up loader. An evaluation over n samples
+        counts n samples: samples that were repeated so that all processes get equally many
         (``uneven="pad"``) are removed again.
 
         Args:
@@ -1115,7 +1116,7 @@ class Fabric:
         """Wait until every process has called this method. Collective.
 
         Args:
-            name: a name for the error that is raised if a process does not call it.
+            name: a name for the error that is raised if a process does not call this method.
             group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
         """
         self._communicator("barrier", group).barrier(name)
@@ -1123,7 +1124,8 @@ class Fabric:
     def new_group(self, ranks: Sequence[int]) -> Communicator | NonMember:
         """Make a group of some processes, for the argument ``group`` of the collectives.
 
-        Collective: every process of the job must call it, also the processes outside of the group.
+        Collective: every process of the job must call this method, also the processes outside of
+        the group.
 
         Args:
             ranks: the global ranks of the members, in any order. Within the group they are numbered
@@ -1167,8 +1169,8 @@ class Fabric:
         The call waits until unfinished saves are complete.
 
         Args:
-            requeue: whether rank 0 requeues the SLURM job, or this task of a job array. It has no
-                effect without SLURM.
+            requeue: whether rank 0 requeues the SLURM job, or this task of a job array. Without
+                SLURM the argument has no effect.
         """
         # No process exits until all have come here. A collective of another process would fail.
         self.barrier("exit_preempted")
@@ -1231,8 +1233,8 @@ class Fabric:
         :meth:`load_raw` and torch.
 
         The checkpoint is one file that the first process writes. Under FSDP, unless
-        ``state_dict_type="full"``, it is a folder into which every process writes its shards. The
-        ``checkpoint_io`` of the strategy takes precedence over both formats.
+        ``state_dict_type="full"``, the checkpoint is a folder into which every process writes its
+        shards. The ``checkpoint_io`` of the strategy takes precedence over both formats.
 
         Args:
             path: the file or folder, which does not exist yet or is a checkpoint of the same kind.
@@ -1242,7 +1244,7 @@ class Fabric:
                 whether an entry of that object's state is kept. In a folder of shards, sharded
                 values are DTensors. None keeps everything.
             trainable_only: whether to leave out parameters without ``requires_grad``. Buffers are
-                kept. Load such a checkpoint with ``strict=False``.
+                kept. Load the checkpoint with ``strict=False``.
             async_: whether to return as soon as everything is copied to host memory. The memory is
                 used again by the next save. The next ``save``, ``load`` or ``teardown`` waits until
                 the checkpoint is written.
@@ -1308,15 +1310,15 @@ class Fabric:
             rng: whether each process continues its random streams. If the job has more processes
                 than the checkpoint has random states, the additional processes keep their streams.
             weights_only: False rebuilds any object in a file, which runs the code that the file
-                names. Use it only for a file whose writer you trust. None means True, as for torch.
-                A folder never needs it.
+                names. Use False only for a file whose writer you trust. None means True, as for
+                torch. A folder never needs False.
 
         Returns:
             The entries that ``state`` does not name. The result of a folder has only entries
             without tensors. To read an entry with tensors, name the entry in ``state`` with None.
 
         Raises:
-            CheckpointNotFoundError: there is no such file or folder.
+            CheckpointNotFoundError: the file or folder does not exist.
             CheckpointError: the checkpoint is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the checkpoint holds code, which was not run.
         """
@@ -1337,7 +1339,7 @@ class Fabric:
                 :meth:`load`. None means True.
 
         Raises:
-            CheckpointNotFoundError: there is no such file.
+            CheckpointNotFoundError: the file does not exist.
             CheckpointError: the file is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the file holds code, which was not run.
         """
@@ -1354,7 +1356,7 @@ class Fabric:
         Returns:
             Copies on the CPU of the first process. An empty dict on the other processes.
         """
-        # Hang reports describe the call as a save, which it is a part of.
+        # A hang report describes this call as a save.
         with self._ensure_session("get_state_dict").checkpoints("save") as coordinator:
             return coordinator.state_dict(module)
 
@@ -1409,7 +1411,10 @@ class Fabric:
         return list(self._loggers.user_loggers)
 
     def describe(self) -> str:
-        """Return a short text of what was resolved and what was set up. Not a collective."""
+        """Return a short text about the options and the objects that were set up.
+
+        Not a collective.
+        """
         lines = self._plan.describe()
         if self._session is not None:
             lines += self._session.describe()
@@ -1423,11 +1428,11 @@ class Fabric:
     def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
         """Write a trace of the steps of all processes, in a context. Collective on entry.
 
-        The trace has the phases of every step and the collectives of each process. Open it in
-        ui.perfetto.dev or ``chrome://tracing``.
+        The trace contains the phases of every step and the collectives of each process. Open the
+        file in ui.perfetto.dev or ``chrome://tracing``.
 
         Args:
-            path: the file, written on rank 0. The suffix ``.json`` is added if it is missing.
+            path: the file, which rank 0 writes. The suffix ``.json`` is added if it is missing.
             steps: a contiguous range of steps, counted from 0 at the start of the context. None is
                 all steps. A step ends with each ``step()`` of the first optimizer that was stepped.
 
@@ -1481,8 +1486,8 @@ class Fabric:
         Args:
             batches: a loader, or any iterable.
             desc: the beginning of the line.
-            metrics: names and numbers to show, or a function that returns them. They are read when
-                a line is written, which waits for a tensor on a device.
+            metrics: a mapping of names to numbers, or a function that returns one. The
+                numbers are read only when a line is written. Reading a tensor waits for its device.
 
         Returns:
             An iterable over the same batches.
@@ -1501,7 +1506,9 @@ class Fabric:
         )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it, in their order, on this process.
+        """Call a method of every callback that has the method, on this process.
+
+        The callbacks are called in the order in which they were passed.
 
         Args:
             hook_name: the name of the method.
@@ -1586,7 +1593,7 @@ class Fabric:
             )
 
     def _ensure_session(self, method_name: str) -> Session:
-        """Return the session, and begin it at the first call. The first call is collective.
+        """Return the session. The first call begins the session, and is collective.
 
         A session exists only in a rank of the job: a process that is the whole job, or a process
         that a launcher has started.
@@ -1632,7 +1639,7 @@ class Fabric:
         """Return the collectives over ``group``, or over the whole job if ``group`` is None.
 
         Args:
-            method_name: the name of the method that needs them, for errors.
+            method_name: the name of the method that needs the collectives, for errors.
             group: a result of :meth:`new_group`, a process group of torch, or None.
             op: the reduction. A sum or product over the whole job counts data that several ranks
                 hold only once.

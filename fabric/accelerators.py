@@ -213,11 +213,9 @@ class CUDAAccelerator(Accelerator):
 
         The number is 0 without a driver, or if torch was built without CUDA.
         """
-        # Not torch.cuda.is_available(), which asks the CUDA runtime, unless
-        # PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. A process that is forked after such a question
-        # cannot use CUDA. device_count() asks NVML (amdsmi under ROCm), which does not initialize
-        # the driver and honors CUDA_VISIBLE_DEVICES. Only if NVML is missing or fails, it asks the
-        # runtime, too.
+        # Unlike torch.cuda.is_available(), this function does not ask the CUDA runtime, which would
+        # keep processes that are forked later from using CUDA. It asks NVML (amdsmi under ROCm),
+        # and honors CUDA_VISIBLE_DEVICES. It asks the runtime only if NVML is missing or fails.
         return torch.cuda.device_count()
 
     def activate(self, device: torch.device) -> None:

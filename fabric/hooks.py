@@ -1,8 +1,8 @@
 """Functions that diagnostics add around forward and backward passes.
 
-[Note: Hooks] A diagnostic adds functions to two lists. They are called before and after every
-forward pass of a module, or before and after every backward pass, in the order in which they were
-added. The functions of the flight recorder come first, so that the recorder notes the end of a
+[Note: Hooks] A diagnostic adds functions to two lists. The functions are called before and after
+every forward pass of a module, or before and after every backward pass, in the order in which they
+were added. The functions of the flight recorder come first, so that the recorder notes the end of a
 phase even if a later function raises. Around the step of an optimizer, diagnostics use the hooks of
 torch in the same order.
 """

@@ -30,7 +30,7 @@ Forward = Callable[..., Any]
 Compiled = Forward  # to type checkers, the result of torch.compile(module) is a function
 Module = nn.Module | Compiled
 
-# Methods that are forward passes in every module. Lightning has named them.
+# The names of Lightning for methods that are forward passes.
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 # Methods of nn.Module that may change the dtype of parameters.
 _CONVERSIONS = ("to", "type", "double", "float", "half", "bfloat16")
@@ -107,8 +107,8 @@ class FabricModule(nn.Module):
         ``_fabric_forward`` is the result of :meth:`_build_forward`.
         """
         hooks = self._fabric_hooks
-        # Without functions before a forward pass, there are none after it. While torch.compile
-        # traces this call, hooks are left out, since they would break the graph.
+        # If the list `before` is empty, the list `after` is empty, too. While torch.compile traces
+        # this call, the hooks are left out, since they would break the graph.
         if not hooks.before or torch.compiler.is_dynamo_compiling():
             return self._fabric_forward(*args, **kwargs)
         try:
@@ -315,8 +315,9 @@ def _delegating_method(name: str) -> Callable[..., Any]:
     return method
 
 
-# FabricModule inherits the methods of nn.Module, so Python would not ask __getattr__ for them. They
-# are replaced by methods that call those of the user's module, which may be overridden there.
+# FabricModule inherits the methods of nn.Module, so Python does not ask __getattr__ for them. Each
+# inherited method is replaced by a method that calls the method of the user's module, whose class
+# may override it.
 for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
     if not _name.startswith("__") and _name not in FabricModule.__dict__:
         setattr(FabricModule, _name, _delegating_method(_name))

@@ -35,13 +35,13 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
 
     Args:
         seed: the seed, ``0 <= seed < 2**32``. None takes a random one from the operating system.
-        rank: the global rank of this process. It is used only with ``per_rank``.
-        per_rank: whether each rank gets different streams. They are derived from ``seed`` and
-            ``rank`` by a hash, so that the streams of neighboring seeds and ranks are unrelated.
-            Rank 0 uses the seed itself. By default all ranks get the same streams.
+        rank: the global rank of this process, which matters only with ``per_rank``.
+        per_rank: whether each rank gets different streams. The streams are derived from ``seed``
+            and ``rank`` by a hash, so that the streams of neighboring seeds and ranks are
+            unrelated. Rank 0 uses the seed itself. By default all ranks get the same streams.
 
     Returns:
-        The seed. It does not depend on the rank.
+        The seed, which is the same on every rank if the argument ``seed`` is.
 
     Raises:
         ConfigurationError: ``seed`` is out of range.

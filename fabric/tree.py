@@ -63,8 +63,8 @@ class _Node(NamedTuple):
     """One collection in a structure.
 
     Attributes:
-        path_format: the format of a step in the path to a leaf, such as ``"[{!r}]"``. It takes the
-            key of a child.
+        path_format: the format of a step in the path to a leaf, such as ``"[{!r}]"``. The format
+            takes the key of a child.
         keys: the keys of the children, in visiting order. The keys of a sequence are its indices.
         children: the structure of each child. If all children are leaves, only the number of
             children, so that collections of a thousand metrics are traversed in few steps.
@@ -323,8 +323,8 @@ def _open_registered(
         values: the children that the registered function returns, in its order.
         rebuild: builds the object from new children in the same order.
     """
-    # A registered mapping may declare other children than its entries. Such a mapping has no keys
-    # for them, and is opened as a sequence.
+    # A registered mapping may declare children that are not its entries. These children have no
+    # keys, so the mapping is opened as a sequence.
     has_entries_as_children = (
         isinstance(tree, Mapping)
         and len(tree) == len(values)
