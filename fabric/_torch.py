@@ -95,8 +95,13 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
     """
     if pytree.tree_is_leaf(tree):
         return None
-    values, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-    return values, lambda new: pytree.tree_unflatten(new, spec)
+    # Without ``is_leaf``, the containers among the children would be flattened, too.
+    children, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+
+    def rebuild(new_children: list[Any]) -> Any:
+        return pytree.tree_unflatten(new_children, spec)
+
+    return children, rebuild
 
 
 def disable_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:

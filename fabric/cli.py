@@ -480,7 +480,10 @@ def _find_option_after_script(options: argparse.Namespace, name: str) -> str | N
 
 
 def _check_script(options: argparse.Namespace) -> None:
-    """Report a script or module that does not exist, before any process starts."""
+    """Report a script or module that does not exist, before any process starts.
+
+    ``parser.error`` does not return.
+    """
     script = options.script
     directory = os.getcwd()
     if options.module:
@@ -488,7 +491,9 @@ def _check_script(options: argparse.Namespace) -> None:
         # would import the package, which is left to the ranks.
         package = script.partition(".")[0]
         is_installed = find_spec(package) is not None
-        if not is_installed and not PathFinder.find_spec(package, [directory]):
+        # `python -m` also searches the working directory, which this command does not.
+        is_in_directory = PathFinder.find_spec(package, [directory]) is not None
+        if not is_installed and not is_in_directory:
             options.parser.error(
                 f"there is no module {package!r} in {directory!r} or among the installed modules"
             )
