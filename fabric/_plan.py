@@ -487,13 +487,14 @@ def _parse_name(
         return _make_from_entry(plugins[name].load(), base_class)
 
     names = ["auto", *table, *plugins]
-    suggested_name = next(iter(get_close_matches(name, names, n=1)), "auto")
+    similar_names = get_close_matches(name, names, n=1)
+    suggested_name = next(iter(similar_names), "auto")
     if isinstance(value, str):
         error = ConfigurationError
         problem = f"there is no {argument} of that name"
     else:
         error = ArgumentTypeError
-        problem = f"an object of type {type(value).__name__} does not name a {argument}"
+        problem = f"an object of type {type(value).__name__} is not a valid {argument}"
     raise error(
         f"{argument}={value!r}",
         problem=problem,

@@ -292,6 +292,7 @@ def _parse_task_counts(text: str) -> list[int]:
         match = _TASKS.fullmatch(field.strip())
         if match is None:
             return []
+        # "2(x3)" means two tasks on each of three nodes, and "2" means two tasks on one node.
         num_nodes = int(match["nodes"] or 1)
         counts.extend([int(match["tasks"])] * num_nodes)
     return counts
