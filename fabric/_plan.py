@@ -587,6 +587,7 @@ def _parse_devices(
     Raises:
         ConfigurationError: the devices do not fit the processes of the job.
     """
+    # Any number of devices is valid if no process exists yet, or if one process drives them all.
     if job is None or (strategy.drives_all_devices and job.world.world_size == 1):
         return strategy.parallel_devices or accelerator.parse_devices(devices)
     _refuse_one_process_strategy(strategy, job)
