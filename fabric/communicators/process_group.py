@@ -71,7 +71,7 @@ class ProcessGroupCommunicator(Communicator):
         self.device = torch.device("cpu") if self._is_gloo else device
 
     @override
-    def run(self, collective: Collective) -> Any:  # noqa: C901, PLR0912 - has a case for each operation
+    def run(self, collective: Collective) -> Any:  # noqa: C901, PLR0912 - one case per operation
         """Make one call of torch.distributed. See the methods of :class:`Communicator`."""
         buffer = collective.buffer
         group = self._group

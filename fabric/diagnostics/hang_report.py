@@ -293,8 +293,8 @@ class HangReporter:
         # Holds the id of the latest report that the user requested. The supervisor sends it to all
         # of its ranks. None if no launcher of fabric started this process.
         self._control = ControlThread.of_this_process()
-        # An empty id means that there was no request. The current id is that of a request from
-        # before this object was made.
+        # The ids of requests that need no report from this object. The empty id means that there
+        # was no request. The current id may be of a request from before this object was made.
         self._answered_requests = {"", self._user_request()}
         self.store = store
         self.polls: list[Callable[[float], object]] = []
