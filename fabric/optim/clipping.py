@@ -166,7 +166,7 @@ def _is_dtensor(grad: Any) -> bool:
 
 
 def _communication_device(grads: Sequence[Any]) -> str:
-    """Return the device type for collectives, which is that of the meshes.
+    """Return the device type of the meshes, on which collectives run.
 
     The gradients themselves may be on the CPU, under ``cpu_offload``. At least one is a DTensor.
     """

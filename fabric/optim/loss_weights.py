@@ -337,8 +337,8 @@ class LossWeights:
         """Return the window of the optimizers of a loss, or None if they have none.
 
         Raises:
-            UsageError: they have different windows, or gradients to which those of another loss
-                cannot be added.
+            UsageError: they have different windows, or gradients to which the gradients of
+                another loss cannot be added.
         """
         windows: set[_Window | None] = set()
         for optimizer in optimizers:

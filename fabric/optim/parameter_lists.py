@@ -37,7 +37,7 @@ class ParameterLists:
     """
 
     def __init__(self, strategy: Strategy, cleanup: ExitStack) -> None:
-        """Start without parameters. :meth:`replicate` adds those of a list."""
+        """Start without parameters. :meth:`replicate` adds the parameters of a list."""
         self._strategy = strategy
         self._cleanup = cleanup
         # A set of parameters: all values are None.

@@ -383,7 +383,7 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Undo what was done to modules and optimizers, and close the runtime."""
+        """Undo the changes of modules and optimizers, forget the modules and close the runtime."""
         self._cleanup.close()
         self._parameter_names.clear()
         super().teardown()

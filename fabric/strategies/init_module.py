@@ -189,8 +189,8 @@ def registered_on_meta(parameter_class: type[nn.Parameter]) -> Iterator[None]:
     def replace_if_large(module: nn.Module, name: str, tensor: nn.Parameter | None) -> Any:
         """Return the meta parameter for a large one, else None. torch registers the result.
 
-        None makes torch register the parameter itself. The parameters are those of a registration
-        hook of torch.
+        None makes torch register the parameter itself. torch calls this hook for every parameter
+        that any module registers.
         """
         if not _is_large(tensor):
             return None
