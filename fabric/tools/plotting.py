@@ -13,8 +13,10 @@ from fabric.errors import ConfigurationError, MissingDependencyError
 __all__ = ["plot"]
 
 
-# The points (step, value) of each line of a panel, by the line's label, by the panel's name.
-_Panels = dict[str, dict[str, list[tuple[float, float]]]]
+# The points (step, value) of the lines of one panel, by the line's label.
+_Lines = dict[str, list[tuple[float, float]]]
+# The lines of each panel, by the panel's name.
+_Panels = dict[str, _Lines]
 
 _MAX_COLUMNS = 3
 
@@ -41,19 +43,19 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         from matplotlib.figure import Figure
     tables: list[Path] = []
     for folder in folders:
-        tables += _tables(Path(folder))
+        tables += _find_tables(Path(folder))
     panels = _read_panels(tables)
     if not panels:
-        request = f"plot {', '.join(map(str, tables))}"
-        raise ConfigurationError(request, problem="no metric has been logged there yet")
+        call_text = f"plot {', '.join(map(str, tables))}"
+        raise ConfigurationError(call_text, problem="no metric has been logged there yet")
     columns = min(len(panels), _MAX_COLUMNS)
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
     for position, (name, lines) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, position, title=name, xlabel="step")
         _draw_lines(axes, lines)
-    # Notebooks render figures only once pyplot is imported, which is slow. But they call this
-    # method.
+    # Notebooks render a Figure only once pyplot is imported, which is slow. They call this method,
+    # which a Figure lacks, of any object.
     figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     if output is not None:
         figure.savefig(output, dpi=150)
@@ -61,15 +63,22 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
 
 
 def _read_panels(tables: list[Path]) -> _Panels:
-    """Read the metrics of all tables. Metrics with one name after the last ``/`` share a panel."""
+    """Read the metrics of all tables. Metrics with one name after the last ``/`` share a panel.
+
+    Args:
+        tables: the CSV files that ``CSVLogger`` wrote, one for each run. Each has a column ``step``
+            and a column for each metric.
+    """
     panels: _Panels = {}
     for table in tables:
         with open(table, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for row_number, row in enumerate(rows):
+            # The cell is empty if the metrics were logged without a step.
             step = float(row.pop("step") or row_number)
             for name, cell in row.items():
-                # An empty cell was not logged, and None ends a row that a crash cut short.
+                # A cell is empty if the metric was not logged in this row. It is None at the end of
+                # a row that a crash has cut short.
                 if not cell:
                     continue
                 label = name
@@ -81,7 +90,7 @@ def _read_panels(tables: list[Path]) -> _Panels:
     return panels
 
 
-def _draw_lines(axes: Any, lines: dict[str, list[tuple[float, float]]]) -> None:
+def _draw_lines(axes: Any, lines: _Lines) -> None:
     """Draw the lines of one panel, with a legend if there are several."""
     for label, points in lines.items():
         marker = ""
@@ -94,13 +103,18 @@ def _draw_lines(axes: Any, lines: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def _png(figure: Any) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
 
 
-def _tables(folder: Path) -> list[Path]:
-    """Return the tables of metrics in a folder: its own, or else those of the folders below."""
+def _find_tables(folder: Path) -> list[Path]:
+    """Return the table of metrics in a folder or, if there is none, those in the folders below.
+
+    Raises:
+        ConfigurationError: there is no table.
+    """
     table = folder / "metrics.csv"
     if table.is_file():
         return [table]

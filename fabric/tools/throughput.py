@@ -3,8 +3,8 @@
 [Note: Throughput] Every process sums its own samples and tokens. At the end of each window, and
 only then, it waits for its device, and one message exchanges the sums. Windows follow each other
 without a gap, so the time between steps counts: loading, logging, waiting for other processes. The
-FLOPs of the first step are counted operation by operation. Those of a window are in proportion to
-its tokens, or to its samples if no tokens are passed.
+FLOPs of the first step are counted operation by operation. The FLOPs of a window are computed from
+them, in proportion to tokens, or to samples if no tokens are passed.
 """
 
 import time
@@ -26,12 +26,14 @@ __all__ = ["Throughput"]
 class _Sums(NamedTuple):
     """What the ranks exchange at the end of a window: sums over ranks.
 
+    The sums over one rank are the message of that rank.
+
     Attributes:
-        samples: of the window.
-        tokens: of the window.
-        first_samples: of the step whose FLOPs were counted.
-        first_tokens: of the step whose FLOPs were counted.
-        first_flops: the FLOPs of that step.
+        samples: the samples of the window.
+        tokens: the tokens of the window.
+        first_samples: the samples of the first step, whose FLOPs were counted.
+        first_tokens: the tokens of the first step.
+        first_flops: the FLOPs of the first step.
         elapsed: nanoseconds of the window.
         ranks: the number of ranks.
     """
@@ -46,7 +48,7 @@ class _Sums(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """The FLOPs of the window, in proportion to tokens, or else to samples."""
+        """The FLOPs of the window, in proportion to tokens, or to samples without tokens."""
         first_size = self.first_tokens or self.first_samples
         if not first_size:
             return 0.0
@@ -57,12 +59,12 @@ class Throughput:
     """A meter of the speed of a training loop, which logs through ``fabric.log_dict``.
 
     Args:
-        fabric: of this process.
+        fabric: the Fabric of this process.
         every: number of steps per window. Each window has a result.
-        warmup: number of steps not measured, at least 1: the first steps allocate, compile, and
-            count FLOPs.
+        warmup: number of steps that are not measured, at least 1: the first steps allocate,
+            compile, and count FLOPs.
         peak_flops: FLOPs per second of *one* device in the loop's precision, without sparsity. It
-            is needed for MFU.
+            is needed for the model FLOPs utilization (MFU).
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -84,10 +86,12 @@ class Throughput:
         self._peak_flops = peak_flops
         self._counter = _FlopCounter()
         self._steps = 0
-        self._window_start = 0  # in nanoseconds
+        # Nanoseconds of time.perf_counter_ns.
+        self._window_start = 0
+        # The sums of this process in the current window.
         self._samples: float | Tensor = 0
         self._tokens: float | Tensor = 0
-        # Those of the step whose FLOPs are counted.
+        # The numbers of the first step, whose FLOPs are counted.
         self._first_samples: float | Tensor = 0
         self._first_tokens: float | Tensor = 0
 
@@ -96,18 +100,21 @@ class Throughput:
         """Count the FLOPs of the block, a step's forward and backward passes, in the first step.
 
         Recomputation by activation checkpointing does not count. In the first step
-        ``torch.compile`` modules run uncompiled. After the first step the context does nothing.
+        ``torch.compile`` modules run uncompiled. After the first step, which :meth:`update` ends,
+        the context does nothing.
         """
-        if self._steps:
+        is_first_step = self._steps == 0
+        if not is_first_step:
             yield
             return
-        # A module whose first call is seen by a dispatch mode would never be compiled.
+        # Without this stance, torch would never compile a module whose first call is within a
+        # dispatch mode.
         with torch.compiler.set_stance("force_eager"), self._counter:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the block, such as validation, out. Waits for the device."""
+        """Exclude the time of the block, such as validation. Waits for the device."""
         before = self._now()
         try:
             yield
@@ -120,17 +127,17 @@ class Throughput:
         """Add a step. Collective at the end of each window, with one message.
 
         Args:
-            samples: of this process in this step, over all micro-batches: a number, or a tensor,
-                which is not waited for.
-            tokens: of this process in this step, as ``samples``. Under
-                ``fabric.sequence_parallel``, those of this process's part of the
-                sequences. 0 if the loop has no tokens.
-            step: for the loggers. None uses the number of calls.
+            samples: the samples of this process in this step, over all micro-batches: a number, or
+                a tensor, which is read only at the end of the window.
+            tokens: the tokens of this process in this step, as ``samples``. Under
+                ``fabric.sequence_parallel``, the tokens of this process's part of the sequences. 0
+                if the loop has no tokens.
+            step: the number of the step for the loggers. None uses the number of calls.
 
         Returns:
             At the end of a window ``samples_per_second``, ``tokens_per_second``,
-            ``flops_per_second`` (all processes together) and ``mfu``, without those that are not
-            known. The rates are the same on every process. At all other steps None.
+            ``flops_per_second`` (all processes together) and ``mfu``. Rates that are not known are
+            left out. The rates are the same on every process. At all other steps None.
         """
         if self._steps == 0:
             self._first_samples = samples
@@ -140,13 +147,16 @@ class Throughput:
         self._samples = self._samples + samples
         self._tokens = self._tokens + tokens
         measured_steps = self._steps - self._warmup
-        if measured_steps < 0 or measured_steps % self._every:
+        is_end_of_window = measured_steps >= 0 and measured_steps % self._every == 0
+        if not is_end_of_window:
             return None
         now = self._now()
         rates = None
+        # At the end of the warm-up there is no window yet, and only the clock starts.
         if measured_steps > 0:
             rates = self._rates(now - self._window_start)
-        if rates and self._fabric.loggers:  # the caller may want no more than the result
+        # Without loggers, log_dict would warn. The caller may want no more than the result.
+        if rates and self._fabric.loggers:
             if step is None:
                 step = self._steps
             self._fabric.log_dict(rates, step)
@@ -156,8 +166,15 @@ class Throughput:
         return rates
 
     def _rates(self, elapsed: int) -> dict[str, float]:
-        """Return the rates of a window that took ``elapsed`` nanoseconds on this process."""
-        sums = _Sums(
+        """Return the rates of a window, without rates that are not known. Collective.
+
+        Args:
+            elapsed: nanoseconds of the window on this process.
+
+        Raises:
+            UsageError: MFU is wanted, and no FLOPs were counted.
+        """
+        own_sums = _Sums(
             samples=int(self._samples),
             tokens=int(self._tokens),
             first_samples=int(self._first_samples),
@@ -166,63 +183,83 @@ class Throughput:
             elapsed=elapsed,
             ranks=1,
         )
-        sums = _Sums(*self._fabric.all_reduce(list(sums), reduce_op="sum"))
+        # One message, with the fields in their order.
+        sums = _Sums(*self._fabric.all_reduce(list(own_sums), reduce_op="sum"))
         if self._peak_flops and not sums.first_flops:
             raise UsageError(
                 f"Throughput(peak_flops={self._peak_flops})",
                 problem="no FLOPs were counted in the first step",
                 suggestion="with throughput.count_flops(): ...",
             )
+        # The mean over ranks.
         seconds = sums.elapsed / sums.ranks / 1e9
-        # The sums count ranks that have parts of a batch, but not those that compute parts of a
-        # layer.
+        # Several ranks may compute parts of the same batch. Each of them has counted its samples,
+        # so the sum is divided by the number of ranks for each batch.
         batches = self._fabric.strategy._data_parallel_communicator().size
         samples = sums.samples * (batches / sums.ranks)
-        flops = sums.flops / sums.ranks / seconds  # of one process
+        flops_of_one_process = sums.flops / sums.ranks / seconds
         mfu = 0.0
         if self._peak_flops:
-            mfu = flops / self._peak_flops
+            mfu = flops_of_one_process / self._peak_flops
         rates = {
             "samples_per_second": samples / seconds,
             "tokens_per_second": sums.tokens / seconds,
-            "flops_per_second": flops * self._fabric.world_size,
+            "flops_per_second": flops_of_one_process * self._fabric.world_size,
             "mfu": mfu,
         }
+        # A rate of 0 is not known: the loop has no tokens, or no FLOPs were counted.
         return {name: rate for name, rate in rates.items() if rate}
 
     def _now(self) -> int:
+        """Wait for the device, and return the time in nanoseconds."""
         if self._fabric.device.type != "cpu":
             torch.accelerator.synchronize(self._fabric.device)
         return time.perf_counter_ns()
 
 
 class _FlopCounter(DispatchMode):
-    """A counter of the FLOPs of operators, by the formulas of ``torch.utils.flop_counter``.
+    """A mode that counts the FLOPs of operators, by the formulas of ``torch.utils.flop_counter``.
 
-    It counts the operators that autograd and the user call. It is not a ``FlopCounterMode``, which
-    counts recomputation, and for a DTensor the work of all ranks.
+    It counts the operators that autograd and the user call. torch's ``FlopCounterMode`` would also
+    count recomputation and, for a DTensor, the work of all ranks.
+
+    Attributes:
+        flops: the FLOPs of this rank so far.
     """
 
+    # torch reads it: operators such as flex_attention reach __torch_dispatch__, too.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         DispatchMode.__init__(self)
-        # Importing torch does not import this module.
+        # Imported here, since ``import torch`` does not import this module, which takes time.
         from torch.utils.flop_counter import FlopCounterMode
 
         self.flops = 0
         self._formulas = FlopCounterMode(display=False).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count its FLOPs.
+
+        torch calls this method for every operator while the mode is entered.
+
+        Raises:
+            UsageError: a higher-order operator for which torch has no formula. Other operators
+                without a formula count as 0.
+        """
         kwargs = kwargs or {}
-        is_fake = FakeTensor in types  # in DTensor's shape propagation
+        # DTensor works out the shapes of its results with fake tensors, which compute nothing.
+        is_fake = FakeTensor in types
         if not is_fake and not PLAIN_TENSOR_TYPES.issuperset(types):
-            return NotImplemented  # DTensor calls operators on local tensors
+            # A DTensor, which then calls operators on its local tensors: these are counted.
+            return NotImplemented
         result = func(*args, **kwargs)
-        # Operators such as control flow and flex_attention have no packet of overloads.
+        # Formulas are registered for a packet, which is an operator with all its overloads.
+        # Higher-order operators (control flow, flex_attention) have no packet.
         operator = getattr(func, "_overloadpacket", func)
+        is_higher_order = operator is func
         formula = self._formulas.get(operator)
-        if operator is func and formula is None:
+        if is_higher_order and formula is None:
             raise UsageError(
                 "count_flops()",
                 problem=f"torch has no formula for {func}",
