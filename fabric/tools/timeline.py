@@ -2,16 +2,17 @@
 
 [Note: Timeline] A *span* is a phase (data, forward, backward, optimizer, save, ...), or a
 :class:`Wait`. A *step* of the loop ends with each ``step()`` of the first optimizer that was
-stepped; other optimizers do not count. Times are summed over *rounds*, each from the start of one
-such ``step()`` to the start of the next. Under DDP and FSDP all ranks have just synchronized at
-that point, so a late rank and the waits that it causes fall into the same round.
+stepped; other optimizers do not count. Times are summed over *rounds*. A round lasts from the start
+of one such ``step()`` to the start of the next. Under DDP and FSDP all ranks have just synchronized
+at that point, so a late rank and the waits that it causes fall into the same round.
 
 Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a
-rank may wait for others is measured separately: from its last gradient to the end of its backward
+rank *may wait* for others is measured separately: from its last gradient to the end of its backward
 pass, in the collectives of fabric and FSDP, and until DDP has broadcast its buffers. The least
-such time of any rank is subtracted from that of each: the difference is what the rank waited, and
-the rest of the phase is its own. The others wait for the rank that waited least, in the phase
-where its own time most exceeds that of the fastest rank.
+such time of any rank is what the communication itself takes. The rest is the time that a rank has
+*waited*. The *own* time of a rank in a phase is the time of the phase without the waited time. The
+ranks that wait are delayed by the rank that waited least, in the phase where its own time most
+exceeds that of the fastest rank.
 
 On a CUDA device times are measured on its stream: an event is recorded at the start and the end of
 each span, and read only when the times are needed.
@@ -59,12 +60,12 @@ _END_OF_BATCHES = object()
 _KEPT_ROUNDS = 100
 _MAX_TRACE_SPANS = 40_000  # these are some megabytes in the job's store
 _SHOWN_DELAY = 0.01  # of a step: shorter delays are not shown
-_CLOCK_READINGS = 8
-_GRACE = 10.0  # seconds that rank 0 waits for the spans of the other ranks
+_CLOCK_READINGS = 8  # barriers, of which the fastest one counts
+_STORE_TIMEOUT = 10.0  # seconds that rank 0 waits for the spans of the other ranks
 
 # A point in time: nanoseconds, or an event on the stream of a CUDA device.
 Mark = Any
-# By phase: seconds in the phase, and seconds in which the rank may have waited for others.
+# By phase: [seconds in the phase, seconds in which the rank may have waited for others].
 PhaseSeconds = dict[str, list[float]]
 
 
@@ -73,12 +74,21 @@ class Wait(str):
 
 
 class _OpenSpan(NamedTuple):
+    """A span that has begun and has not ended."""
+
     name: str
     begin: Mark
 
 
 class _Span(NamedTuple):
-    """A finished span. ``outer`` is the name of the phase around it."""
+    """A finished span.
+
+    Attributes:
+        name: the name of the phase, or a :class:`Wait`.
+        outer: the name of the phase around it, or ``_OTHER``.
+        begin: the mark of its start.
+        end: the mark of its end.
+    """
 
     name: str
     outer: str
@@ -87,7 +97,15 @@ class _Span(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """See ``[Note: Timeline]``. The number is 0 if the round had work outside of the loop."""
+    """A finished round; see ``[Note: Timeline]``.
+
+    Attributes:
+        number: how many steps had ended at its end. 0 if the round is disturbed: it had work
+            outside of the loop, or a wait for the device.
+        begin: the mark of its start.
+        end: the mark of its end.
+        spans: the spans that ended in the round.
+    """
 
     number: int
     begin: Mark
@@ -108,6 +126,7 @@ class Timeline(SessionObserver):
 
     def __init__(self, session: Session) -> None:
         device = session.runtime.device
+        # The thread of the loop. Spans of other threads, such as savers, do not count.
         self._thread = get_ident()
         self._has_peers = session.runtime.world.world_size > 1
         self._is_cuda = device.type == "cuda"
@@ -117,19 +136,29 @@ class Timeline(SessionObserver):
         self.on_step: Callable[[int], None] | None = None
         self.trace: deque[_Span] = deque(maxlen=0)
         self.steps = 0
-        self._first_optimizer: int | None = None  # its id
+        # The id() of the first optimizer that was stepped, whose steps count.
+        self._first_optimizer_id: int | None = None
+        # When the latest gradient of the current backward pass was ready. None before the first.
         self._last_gradient: Mark | None = None
+        # Nested spans: the last one is the innermost.
         self._open: list[_OpenSpan] = []
+        # The finished spans of the current round.
         self._spans: list[_Span] = []
         self._rounds: deque[_Round] = deque(maxlen=_KEPT_ROUNDS)
         self._round_began = self.now()
         self._step_began = self._round_began
-        self._is_disturbed = True  # this round has work outside of the loop
+        # Whether the current round has work outside of the loop, as the first one has.
+        self._is_disturbed = True
+        # Removes the hooks when it is closed.
         self._hooks = ExitStack()
         self.is_active = True
         self._register_hooks(session)
 
     def _register_hooks(self, session: Session) -> None:
+        """Measure optimizer steps, backward passes and fabric's collectives, until :meth:`close`.
+
+        Forward passes are measured from :meth:`on_setup` on.
+        """
         undo = self._hooks.callback
         undo(setattr, self, "is_active", False)
         undo(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -142,6 +171,7 @@ class Timeline(SessionObserver):
 
     @contextmanager
     def _around_collective(self, call: object) -> Iterator[None]:
+        """Record the block, which runs one collective, as a wait. ``str(call)`` names it."""
         with self.during(Wait(call)):
             yield
 
@@ -152,7 +182,11 @@ class Timeline(SessionObserver):
 
     @override
     def on_setup(self, model: FabricModule) -> None:
-        """Record the forward passes of a module, and when its gradients and buffers are ready."""
+        """Record the forward passes of a module, and when its gradients and buffers are ready.
+
+        The session calls it for each module that is set up. A sharded module waits in FSDP's
+        collectives. Any other module may wait for gradients and buffers of DDP.
+        """
         contract = model._fabric_contract
         undo = self._hooks.callback
         self._watch("forward", model._fabric_hooks)
@@ -175,6 +209,8 @@ class Timeline(SessionObserver):
         return self._timed(batches) if self.is_active else batches
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches. The time in which each is fetched is a span ``"data"``."""
+        # The context manager as a decorator of next().
         fetch = self.during("data")(next)
         while True:
             batch = fetch(batches, _END_OF_BATCHES)
@@ -191,7 +227,7 @@ class Timeline(SessionObserver):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Record the block as a span."""
+        """Record the block as a span. A name that is a :class:`Wait` makes it a wait."""
         self._enter(name)
         try:
             yield
@@ -200,19 +236,23 @@ class Timeline(SessionObserver):
 
     @contextmanager
     def _recorded(self, name: str, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter ``context``, and record the time from before it to after it as a span."""
         with self.during(name), context:
             yield
 
     def totals(self) -> dict[int, PhaseSeconds]:
-        """Return the seconds in each phase of the latest rounds, by number.
+        """Return the seconds in each phase of the latest rounds, by number of the round.
 
         Disturbed and unfinished rounds are left out if there are others. Waits for the device.
         """
-        rounds = [finished for finished in self._rounds if finished.number]
+        rounds = [finished for finished in self._rounds if finished.number > 0]
         if not rounds:
             rounds = list(self._rounds)
         if not rounds:
-            rounds = [_Round(0, self._round_began, self.now(), self._spans)]
+            unfinished = _Round(
+                number=0, begin=self._round_began, end=self.now(), spans=self._spans
+            )
+            rounds = [unfinished]
         self.wait()
         totals: dict[int, PhaseSeconds] = {}
         for finished in rounds:
@@ -220,45 +260,57 @@ class Timeline(SessionObserver):
         return totals
 
     def wait(self) -> None:
-        """Wait for the device, and exclude this round."""
+        """Wait for the device. The current round does not count, since this disturbs it."""
         self._is_disturbed = True
         if self._is_cuda:
             torch.cuda.synchronize()
 
     def _watch(self, name: str, hooks: Hooks) -> None:
-        """Record what runs between the hooks as spans of this name."""
+        """Record what runs between the hooks as spans of this name, until :meth:`close`."""
         before = partial(self._enter, name)
         after = partial(self._exit, name)
+        # First in both lists: other hooks before the phase count as part of it, and other hooks
+        # after the phase do not.
         hooks.before.insert(0, before)
         hooks.after.insert(0, after)
         self._hooks.callback(hooks.before.remove, before)
         self._hooks.callback(hooks.after.remove, after)
 
     def _is_in_loop(self) -> bool:
-        """Return whether the loop's thread runs, or a backward pass, in a thread of autograd."""
+        """Return whether the caller runs in the loop's thread, or in a backward pass.
+
+        A backward pass may run in a thread of autograd, and belongs to the loop.
+        """
         return get_ident() == self._thread or is_in_backward()
 
     def _is_open(self, name: str) -> bool:
         return any(span.name == name for span in self._open)
 
     def _enter(self, name: str) -> None:
+        """Begin a span, inside of the spans that are open. Ignored outside of the loop."""
         if self._is_in_loop():
             if name == "backward":
                 self._last_gradient = None
             self._open.append(_OpenSpan(name, self.now()))
 
     def _exit(self, name: str, *_: object) -> None:
+        """End the innermost span of a name, and the spans inside of it.
+
+        Ignored if no such span is open, for example since it was begun before the hooks were there.
+        """
         if not self._is_in_loop() or not self._is_open(name):
             return
         end = self.now()
-        closed = None
-        while closed != name:  # an error may have left spans open
-            closed, begin = self._open.pop()
+        closed_name = None
+        # Inner spans are open only if an error skipped their end.
+        while closed_name != name:
+            closed_name, begin = self._open.pop()
             outer = _OTHER
             if self._open:
                 outer = self._open[-1].name
-            self._add(_Span(closed, outer, begin, end))
+            self._add(_Span(closed_name, outer, begin, end))
         if name == "backward" and self._last_gradient is not None:
+            # After its last gradient, the rank only waits for the reduction of gradients.
             self._add(_Span(Wait("gradients"), name, self._last_gradient, end))
 
     def _add(self, span: _Span) -> None:
@@ -266,35 +318,51 @@ class Timeline(SessionObserver):
         self.trace.append(span)
 
     def _note_gradient(self, *_: object) -> None:
+        """Record the time. A hook of each parameter, which runs when its gradient is computed."""
         self._last_gradient = self.now()
 
     def _note_buffers(self, *_: object) -> None:
+        """Record the time since the forward pass began as a wait.
+
+        A hook before the forward of the user's module, which DDP runs once it has broadcast the
+        buffers.
+        """
         if self._open and self._open[-1].name == "forward":
             begin = self._open[-1].begin
             self._add(_Span(Wait("buffers"), "forward", begin, self.now()))
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
+        """Begin the span of an optimizer's step. A hook of torch for all optimizers.
+
+        The step of the first optimizer also ends the round.
+        """
         if self._is_open("optimizer"):
-            return  # torch calls the hooks again for the base class's step
-        if self._first_optimizer is None:
-            self._first_optimizer = id(optimizer)
-        if self._first_optimizer == id(optimizer):
+            return  # torch calls the hooks again if step() calls the step() of its base class
+        if self._first_optimizer_id is None:
+            self._first_optimizer_id = id(optimizer)
+        if self._first_optimizer_id == id(optimizer):
             self._end_round()
         self._enter("optimizer")
 
     def _end_round(self) -> None:
+        """Keep the current round, and begin the next one."""
         now = self.now()
         number = 0 if self._is_disturbed else self.steps
-        self._rounds.append(_Round(number, self._round_began, now, self._spans))
+        finished = _Round(number=number, begin=self._round_began, end=now, spans=self._spans)
+        self._rounds.append(finished)
         self._round_began = now
         self._spans = []
         self._is_disturbed = False
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
+        """End the span of an optimizer's step. A hook of torch for all optimizers.
+
+        The step of the first optimizer also ends the step of the loop.
+        """
         if not self._is_open("optimizer"):
             return
         self._exit("optimizer")
-        if self._first_optimizer != id(optimizer):
+        if self._first_optimizer_id != id(optimizer):
             return
         now = self.now()
         self.trace.append(_Span(f"step {self.steps}", "", self._step_began, now))
@@ -305,24 +373,34 @@ class Timeline(SessionObserver):
 
 
 def _record_event(device: torch.device) -> Mark:
+    """Record an event on the current stream of a CUDA device. The event is read later."""
     return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def _nanoseconds(begin: Mark, end: Mark) -> float:
+    """Return the time between two marks. Events of a device must have been waited for."""
     if isinstance(begin, int):
         return end - begin
-    return 1e6 * begin.elapsed_time(end)
+    milliseconds = begin.elapsed_time(end)
+    return 1e6 * milliseconds
 
 
 def _seconds_by_phase(finished: _Round) -> PhaseSeconds:
-    """Return the seconds in each phase of a round, without those of phases inside of it."""
+    """Return the seconds in each phase of a round, without those of phases inside of it.
+
+    The seconds of all phases add up to the duration of the round.
+    """
+    # The first number is the time in the phase. The second one is the time of possible waits.
     totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     totals[_OTHER][0] = _nanoseconds(finished.begin, finished.end) / 1e9
     for span in finished.spans:
         seconds = _nanoseconds(span.begin, span.end) / 1e9
-        if isinstance(span.name, Wait):
+        is_wait = isinstance(span.name, Wait)
+        if is_wait:
+            # A wait is part of the phase around it.
             totals[span.outer][1] += seconds
         else:
+            # The phase around it begins with the whole time, from which this phase is taken out.
             totals[span.name][0] += seconds
             totals[span.outer][0] -= seconds
     return dict(totals)
@@ -335,9 +413,10 @@ class Timings(NamedTuple):
         steps: number of steps measured: the latest, at most 100. A step ends with each ``step()``
             of the first optimizer that was stepped; without any, everything is one step.
         seconds: duration of a step. All times are averages over the steps.
-        own: each phase's time by rank, without the time that the rank waited for others.
+        own: the time of each rank, by phase, without the time that the rank waited for others.
         waited: the time that each rank waited for others.
-        delays: by rank and phase, how long the others waited because of it, the longest first.
+        delays: by rank and phase, how long the other ranks waited because of that rank in that
+            phase, the longest first.
     """
 
     steps: int
@@ -352,6 +431,7 @@ class Timings(NamedTuple):
         return next(iter(self.delays), None)
 
     def __str__(self) -> str:
+        """Return a table with a row for each phase, and a line for each delay that matters."""
         ranks = len(self.waited)
         lines = [
             f"{self.steps} step(s) of {1e3 * self.seconds:.1f} ms on {ranks} rank(s)",
@@ -371,11 +451,15 @@ class Timings(NamedTuple):
 
 
 def _time_and_rank(times: Sequence[float], seconds: float) -> str:
+    """Return a time in milliseconds and, in brackets, the first rank that has this time."""
     return f"{1e3 * seconds:.1f} ({times.index(seconds)})"
 
 
 def _latest_timeline(session: Session) -> Timeline | None:
-    """Return the timeline of a session that measures now, or else measured last."""
+    """Return the timeline that observes a session, or that has observed it last.
+
+    None if there was no timeline.
+    """
     for observer in session.observers:
         if isinstance(observer, Timeline):
             return observer
@@ -395,63 +479,82 @@ def timings(session: Session) -> Timings:
             problem="nothing has been measured",
             suggestion="Fabric(timings=True), profile()",
         )
-    totals = session.runtime.communicator.gather_objects(timeline.totals())
-    numbers: list[int] = []
-    for number in totals[0]:
-        if all(number in rank_totals for rank_totals in totals):
-            numbers.append(number)
-    names: dict[str, None] = {}  # in order of appearance
-    for number in numbers:
-        for rank_totals in totals:
-            names.update(dict.fromkeys(rank_totals[number]))
-    phases = list(names)
-    seconds, waitable = _as_tensors(totals, numbers, phases)
-    waits = waitable - waitable.amin(1, keepdim=True)
+    totals_by_rank = session.runtime.communicator.gather_objects(timeline.totals())
+    # The rounds that all ranks have kept, and that no rank has disturbed.
+    round_numbers: list[int] = []
+    for number in totals_by_rank[0]:
+        if all(number in totals for totals in totals_by_rank):
+            round_numbers.append(number)
+    phase_set: dict[str, None] = {}  # a dict keeps the order of appearance
+    for number in round_numbers:
+        for totals in totals_by_rank:
+            phase_set.update(dict.fromkeys(totals[number]))
+    phases = list(phase_set)
+    # Both have the dimensions (rounds, ranks, phases).
+    seconds, possible_waits = _as_tensors(totals_by_rank, round_numbers, phases)
+    # The least time of any rank is the communication itself; see [Note: Timeline].
+    waits = possible_waits - possible_waits.amin(1, keepdim=True)
     own = seconds - waits
     waited = waits.sum(2)
+    mean_own = own.mean(0)
     return Timings(
-        steps=len(numbers),
+        steps=len(round_numbers),
         seconds=float(seconds.sum(2).mean()),
-        own=dict(zip(phases, own.mean(0).T.tolist(), strict=True)),
+        own=dict(zip(phases, mean_own.T.tolist(), strict=True)),
         waited=waited.mean(0).tolist(),
         delays=_delays(own, waited, phases),
     )
 
 
 def _as_tensors(
-    totals: Sequence[Mapping[int, PhaseSeconds]], numbers: list[int], phases: list[str]
+    totals_by_rank: Sequence[Mapping[int, PhaseSeconds]],
+    round_numbers: list[int],
+    phases: list[str],
 ) -> tuple[Tensor, Tensor]:
-    """Return the seconds in phases and those of possible waits, by round, rank and phase."""
+    """Return the seconds in phases, and the seconds of possible waits.
+
+    Both tensors have the shape (rounds, ranks, phases). A phase that a rank did not have is 0.
+
+    Args:
+        totals_by_rank: for each rank, its seconds by number of the round and phase.
+        round_numbers: the rounds to return, which all ranks have.
+        phases: the names of the phases.
+    """
     rows: list[list[list[list[float]]]] = []
-    for number in numbers:
+    for number in round_numbers:
         row: list[list[list[float]]] = []
-        for rank_totals in totals:
-            in_round = rank_totals[number]
-            row.append([in_round.get(phase, [0.0, 0.0]) for phase in phases])
+        for totals in totals_by_rank:
+            phase_seconds = totals[number]
+            row.append([phase_seconds.get(phase, [0.0, 0.0]) for phase in phases])
         rows.append(row)
-    seconds, waitable = torch.tensor(rows, dtype=torch.float64).unbind(-1)
-    return seconds, waitable
+    seconds, possible_waits = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    return seconds, possible_waits
 
 
 def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, str], float]:
     """Return how long the others waited for a rank in a phase, the longest first.
 
     Args:
-        own: seconds that a rank did not wait, by round, rank and phase.
-        waited: seconds that a rank waited, by round and rank.
+        own: seconds that a rank did not wait, with shape (rounds, ranks, phases).
+        waited: seconds that a rank waited, with shape (rounds, ranks).
         phases: the names of the phases.
+
+    Returns:
+        By rank and phase, the mean seconds of another rank in a round. Empty for one rank.
     """
     rounds, ranks = waited.shape
     delays: defaultdict[tuple[int, str], float] = defaultdict(float)
     if ranks == 1:
         return delays
     for own_seconds, waits in zip(own, waited, strict=True):
+        # The rank that waited least came last, so the other ranks waited for it.
         last_rank = int(waits.argmin())
         excess = own_seconds[last_rank] - own_seconds.amin(0)
         phase = phases[int(excess.argmax())]
         others_waited = float((waits - waits.min()).sum())
         delays[last_rank, phase] += others_waited / (ranks - 1) / rounds
-    return dict(sorted(delays.items(), key=lambda item: -item[1]))
+    longest_first = sorted(delays.items(), key=lambda item: -item[1])
+    return dict(longest_first)
 
 
 @contextmanager
@@ -466,32 +569,35 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     Args:
         session: the session of this process.
         path: the file, written on rank 0; ``.json`` may be omitted.
-        steps: a contiguous range, counted from 0 at the start of the context; None for all. A step
-            ends with each ``step()`` of the first optimizer that was stepped.
+        steps: a contiguous range, counted from 0 at the start of the context. None records all
+            steps. A step ends with each ``step()`` of the first optimizer that was stepped.
 
     Raises:
-        ConfigurationError, UsageError: ``steps`` is no such range; another profile is active.
-        OSError: rank 0 cannot write there; the other ranks raise a UsageError.
+        ConfigurationError: ``steps`` is not a contiguous range.
+        UsageError: another profile is active, or rank 0 cannot write the file.
+        OSError: this is rank 0, and it cannot write the file.
     """
-    request = f"fabric.profile({path!r}, {steps=})"
+    call_text = f"fabric.profile({path!r}, {steps=})"
     if steps is None:
-        steps = range(2**62)
+        steps = range(2**62)  # without an end
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
         raise ConfigurationError(
-            request, expected="steps that follow each other, from 0 on, such as range(10, 20)"
+            call_text, expected="steps that follow each other, from 0 on, such as range(10, 20)"
         )
     timeline = _latest_timeline(session)
     if timeline is not None and timeline.on_step is not None:
-        raise UsageError(request, problem="another profile is under way")
+        raise UsageError(call_text, problem="another profile is under way")
     target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
     communicator = session.runtime.communicator
     with rank_zero_first(communicator):
         if session.runtime.store.rank == 0:
+            # Opened now for its error: the trace is written only at the end.
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
     clock = _synchronize_clocks(communicator)
     with ExitStack() as stack:
-        if timeline is None or not timeline.is_active:
+        is_measuring = timeline is not None and timeline.is_active
+        if timeline is None or not is_measuring:
             timeline = stack.enter_context(closing(Timeline(session)))
             session.attach(timeline)
         stack.enter_context(closing(_Profile(session.runtime, timeline, steps, clock, target)))
@@ -499,15 +605,15 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
 
 
 class _Clock(NamedTuple):
-    """See ``[Note: Clocks]``. Both are nanoseconds.
+    """How this process's clock relates to rank 0's; see ``[Note: Clocks]``.
 
     Attributes:
-        start: the time on rank 0's clock at which the trace begins.
-        lag: how far this process's clock is ahead of rank 0's.
+        start: the time on rank 0's clock at which the trace begins, in nanoseconds.
+        lead: how far this process's clock is ahead of rank 0's, in nanoseconds.
     """
 
     start: int
-    lag: int
+    lead: int
 
 
 def _synchronize_clocks(communicator: Communicator) -> _Clock:
@@ -518,11 +624,12 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
         entries.append(time_ns())
         communicator.barrier("fabric.profile")
         exits.append(time_ns())
-    first_entries = communicator.broadcast_object(entries, 0)
-    lags: list[int] = []
-    for first_entry, exited in zip(first_entries, exits, strict=True):
-        lags.append(exited - first_entry)
-    return _Clock(first_entries[0], min(lags))
+    entries_of_rank0 = communicator.broadcast_object(entries, 0)
+    # Each is the difference of the clocks plus the duration of a barrier. The least one is nearest.
+    leads: list[int] = []
+    for entered, exited in zip(entries_of_rank0, exits, strict=True):
+        leads.append(exited - entered)
+    return _Clock(start=entries_of_rank0[0], lead=min(leads))
 
 
 class _Profile:
@@ -530,10 +637,10 @@ class _Profile:
 
     Args:
         runtime: the runtime of this process.
-        timeline: measures this process.
-        steps: as for :func:`profile`.
+        timeline: measures this process. The profile sets its ``on_step`` and ``trace``.
+        steps: the steps to record, counted from the construction of the profile.
         clock: the clock of the trace.
-        target: the file.
+        target: the file of the trace.
     """
 
     def __init__(
@@ -550,37 +657,45 @@ class _Profile:
         self._collectives: list[ProfiledCollective] = []
         self._add_metadata("process_name", f"rank {self._store.rank}")
         self._add_metadata("thread_name", "phases")
-        self._ends = ExitStack()
-        self._ends.callback(self._write)
+        # What happens at the end, in reverse order: the trace is written last.
+        self._at_end = ExitStack()
+        self._at_end.callback(self._write)
         timeline.on_step = self._on_step
+        # Begins at once if the steps begin at 0.
         self._on_step(timeline.steps)
 
     def close(self) -> None:
-        """Write the trace, unless that is done."""
-        self._ends.close()
+        """Write the trace, unless it has been written."""
+        self._at_end.close()
 
-    def _on_step(self, finished: int) -> None:
-        step = finished - self._steps_before
+    def _on_step(self, finished_steps: int) -> None:
+        """Begin or end to record. The timeline calls it after each step of the loop."""
+        step = finished_steps - self._steps_before
         if step == self._steps.start:
             self._begin()
         elif step == self._steps.stop:
-            self._ends.close()
+            self._at_end.close()
 
     def _begin(self) -> None:
-        """Begin to record. The callbacks run in reverse order at the end."""
+        """Begin to record spans and collectives.
+
+        At the end, in reverse order: wait for the device, end the profile of collectives, and add
+        the events of both.
+        """
         timeline = self._timeline
+        # The device must be idle, so that the mark and time_ns() below are the same moment.
         timeline.wait()
         timeline.trace = deque(maxlen=_MAX_TRACE_SPANS)
-        self._ends.callback(self._add_recorded, timeline.now(), time_ns())
-        self._ends.enter_context(profiled(self._device, self._collectives))
-        self._ends.callback(timeline.wait)
+        self._at_end.callback(self._add_recorded, timeline.now(), time_ns())
+        self._at_end.enter_context(profiled(self._device, self._collectives))
+        self._at_end.callback(timeline.wait)
 
     def _add_recorded(self, mark: Mark, began: int) -> None:
-        """Add the events of what was recorded.
+        """Add the events of the spans and collectives that were recorded.
 
         Args:
-            mark: a mark of the timeline.
-            began: the time of the mark, on this process's clock.
+            mark: a mark of the timeline, to which the marks of spans are compared.
+            began: the time of the mark, on this process's clock, in nanoseconds.
         """
         for span in self._timeline.trace:
             begin = began + _nanoseconds(mark, span.begin)
@@ -593,37 +708,52 @@ class _Profile:
             self._add("e", collective.name, collective.end, track=1, id=pair)
 
     def _add(self, kind: str, name: str, time: float, track: int, **options: Any) -> None:
-        """Add an event at a time on this process's clock, in nanoseconds."""
+        """Add an event of the trace, in the format of ``chrome://tracing``.
+
+        Args:
+            kind: ``"X"`` for a span with a duration, ``"b"`` and ``"e"`` for the begin and the end
+                of an event that may overlap others.
+            name: the text that is shown.
+            time: a time on this process's clock, in nanoseconds. The trace has microseconds.
+            track: the line below the process on which the event is shown.
+            **options: more fields of the event.
+        """
         event = {
             "ph": kind,
             "name": name,
             "cat": "fabric",
             "pid": self._store.rank,
             "tid": track,
-            "ts": (time - self._clock.lag - self._clock.start) / 1e3,
+            "ts": (time - self._clock.lead - self._clock.start) / 1e3,
         }
         self._events.append({**event, **options})
 
     def _add_metadata(self, kind: str, name: str) -> None:
+        """Add the name of this process or of its track of phases."""
         event = {"ph": "M", "name": kind, "pid": self._store.rank, "tid": 0, "args": {"name": name}}
         self._events.append(event)
 
     def _write(self) -> None:
-        """Publish the events of this rank. Rank 0 writes those of all ranks."""
+        """Publish the events of this rank in the job's store. Rank 0 writes those of all ranks.
+
+        Runs once, at the end of the profile. Not collective: ranks may end early or not at all.
+        """
         self._timeline.on_step = None
         self._timeline.trace = deque(maxlen=0)
+        # The same on all ranks, and another one for each profile.
         topic = f"trace/{self._clock.start}"
         try:
             self._store.publish(topic, self._events)
             if self._store.rank == 0:
                 self._write_of_all_ranks(topic)
-        # An error must not end the job or hide another error.
+        # A warning only: an error must not end the job, or hide an error of the profiled block.
         except (OSError, RuntimeError) as error:
             warnings.warn(f"{self._target} was not written: {error}", stacklevel=2)
 
     def _write_of_all_ranks(self, topic: str) -> None:
+        """Write the events that the ranks have published. Warns of ranks that are missing."""
         ranks = range(self._store.size)
-        events_by_rank = self._store.read(topic, ranks, _GRACE)
+        events_by_rank = self._store.read(topic, ranks, _STORE_TIMEOUT)
         trace: list[dict[str, Any]] = []
         for events in events_by_rank.values():
             trace.extend(events)
