@@ -1,5 +1,6 @@
 """In checked mode, calls that differ raise on every rank, and calls that agree never raise."""
 
+import os
 import random
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fabric._plan import resolve_plan
 from fabric._torch import default_store
@@ -572,6 +574,81 @@ def run_program(fabric, folder):
 @pytest.mark.timeout(120)
 def test_programs_that_agree_raise_nothing(tmp_path):
     assert run_in_ranks(run_program, tmp_path, ranks=3, check_collectives=True) == [0, 1, 2]
+
+
+# -- phases of training ---------------------------------------------------------------------------
+
+
+def set_up(fabric, model):
+    fabric.setup_module(nn.Linear(2, 1))
+
+
+def forward_and_backward(fabric, model):
+    fabric.backward(model(torch.ones(4, 2)).mean())
+
+
+def save(fabric, model):
+    fabric.save("checkpoint", {"model": model})
+
+
+def reduce_beside_a_phase(fabric, run_phase, folder):
+    """Reduce on rank 0 while rank 1 is in a phase; return the error and the seconds it took."""
+    os.chdir(folder)
+    model = fabric.setup_module(nn.Linear(2, 1))
+    loss = model(torch.ones(4, 2)).mean()
+    started = time.monotonic()
+    if fabric.global_rank == 0:
+        text = outcome(lambda: fabric.all_reduce(1.0))
+    elif run_phase is None:
+        text = outcome(lambda: fabric.backward(loss))
+    else:
+        text = outcome(lambda: run_phase(fabric, model))
+    return TimedOutcome(text, time.monotonic() - started)
+
+
+@pytest.mark.parametrize(
+    ("run_phase", "phase"),
+    [
+        (set_up, "setup of Linear"),
+        (forward_and_backward, "forward of Linear"),
+        (save, "save"),
+        (None, "backward"),
+    ],
+)
+def test_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(run_phase, phase, tmp_path):
+    results = run_in_ranks(reduce_beside_a_phase, run_phase, tmp_path, check_collectives=True)
+    for text, seconds in results:
+        assert text.startswith("CollectiveMismatchError: ")
+        assert "rank 0: all_reduce(mean of " in text or "rank 0 makes no further calls: " in text
+        assert f"{phase} at " in text
+        assert seconds < 20
+
+
+def train_with_different_local_steps(fabric):
+    """Differ between ranks only where nothing is synchronized."""
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    x = torch.ones(4, 2)
+    for _ in range(fabric.global_rank):
+        with torch.no_grad():
+            model(x)
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(x).mean())
+    for _ in range(2):
+        fabric.backward(model(x).mean())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+    with fabric.join(model):
+        for _ in range(1 + fabric.global_rank):
+            fabric.backward(model(x).mean())
+            optimizer.step()
+    return fabric.all_reduce(1, reduce_op="sum")
+
+
+def test_phases_without_synchronization_may_differ_in_checked_mode():
+    options = {"check_collectives": True, "check_training": False}
+    assert run_in_ranks(train_with_different_local_steps, **options) == [2, 2]
 
 
 # -- on and off -----------------------------------------------------------------------------------

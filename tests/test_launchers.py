@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from fabric import Fabric
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import LAUNCHERS, InlineLauncher, LaunchSpec
 from fabric.world import World
@@ -285,3 +286,10 @@ def test_unknown_sizes_are_refused():
 
 def test_launch_spec_is_plain_data():
     assert pickle.loads(pickle.dumps(ALL)) == ALL
+
+
+def test_launch_at_a_prompt_asks_for_a_function(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(UsageError, match=r"fabric\.launch\(main") as caught:
+        Fabric(accelerator="cpu", devices=2).launch()
+    assert "popen" not in str(caught.value)

@@ -10,10 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
+from fabric import Fabric
 from fabric.errors import RankFailedError
 from fabric.launchers import LAUNCHERS, LaunchSpec
 from tests.faults.jobs import within
+from tests.ranks import outcome, run_in_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
 sys.path.insert(0, str(SCRIPTS))
@@ -242,3 +247,59 @@ def test_a_script_without_a_guard_is_told_to_have_one(popen, method):
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr
     assert not re.search("freeze_support|bootstrapping", done.stderr)
+
+
+# -- a rank that aborts ---------------------------------------------------------------------------
+
+
+def reduce_unequal_lengths(fabric: Fabric) -> None:
+    fabric.barrier()
+    length = 4 if fabric.global_rank == 0 else 100_000
+    dist.all_reduce(torch.ones(length))
+
+
+def test_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() -> None:
+    with pytest.raises(RankFailedError, match="was killed by SIGABRT") as caught:
+        run_in_ranks(reduce_unequal_lengths, launcher="forkserver")
+    text = str(caught.value)
+    assert "FABRIC_CHECK=1" in text
+    for rank in range(2):
+        call = (
+            rf"    rank {rank}: .*test_launchers_failures.py:\d+: dist\.all_reduce\(torch\.ones\("
+        )
+        assert re.search(call, text)
+    assert text.count("hread 0x") == 1
+    assert "fabric-watchdog" not in text
+
+
+# -- children of ranks ----------------------------------------------------------------------------
+
+
+class MetricsOfJob(Dataset[float]):
+    """A dataset whose items are collectives."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return self._fabric.all_reduce(float(index))
+
+
+def collectives_of_children(fabric: Fabric) -> tuple[str, str]:
+    in_worker = outcome(lambda: list(DataLoader(MetricsOfJob(fabric), num_workers=1)))
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, outcome(fabric.barrier).encode())
+        os._exit(0)
+    os.wait()
+    return in_worker, os.read(reading, 10_000).decode()
+
+
+def test_a_collective_in_a_child_of_a_rank_is_an_error() -> None:
+    for in_worker, in_child in run_in_ranks(collectives_of_children):
+        assert in_worker.startswith("UsageError: Caught UsageError in DataLoader worker process 0.")
+        assert "all_reduce in process " in in_worker
+        assert in_child.startswith("UsageError: barrier in process ")

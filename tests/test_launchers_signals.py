@@ -175,3 +175,34 @@ def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_
     imports = "import sys; from fabric.launchers.rank import exit_process"
     done = run(f"{imports}; sys.stdout = {made[stream]}; exit_process({code})")
     assert (done.stderr, done.returncode) == ("", expected)
+
+
+LAUNCHES_FORKS = """
+import signal
+import time
+from fabric import Fabric
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests run under nohup
+
+def train(fabric):
+    try:
+        print("ready\\n", end="", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(0.2)
+        print("finally\\n", end="", flush=True)
+
+Fabric(accelerator="cpu", devices=2, launcher="fork").launch(train)
+"""
+
+
+def test_a_closed_terminal_leaves_the_finally_blocks_their_time():
+    command = [sys.executable, "-c", LAUNCHES_FORKS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        assert job.stdout.readline() == "ready\n"
+        job.send_signal(signal.SIGHUP)
+        output, _ = job.communicate(timeout=30)
+        assert output == "finally\n" * 2
+        assert job.returncode == 128 + signal.SIGHUP

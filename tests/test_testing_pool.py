@@ -234,3 +234,62 @@ def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path)
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(20)
     assert_no_files_left(tmp_path)
+
+
+# -- what a call leaves for the next --------------------------------------------------------------
+
+
+def test_a_call_ends_in_time_when_a_stopped_rank_reads_nothing(pool: RankPool) -> None:
+    [_, stopped] = pool.run(lambda fabric: os.getpid())
+    os.kill(stopped, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s"):
+        pool.run(lambda fabric, data: None, bytes(5_000_000), timeout=0.5)
+    assert time.monotonic() - start < 10
+
+
+def fail_with_a_note(fabric: Fabric) -> None:
+    error = ValueError("the loss is not a number")
+    error.add_note("in epoch 3")
+    raise error
+
+
+def test_the_headline_of_an_error_with_a_note_shows_the_error(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        pool.run(fail_with_a_note)
+    assert "rank 0 of 2 raised ValueError: the loss is not a number\n" in str(caught.value)
+    assert "in epoch 3" in caught.value.traceback
+
+
+def folder_and_environment(fabric: Fabric) -> tuple[str, dict[str, str]]:
+    return os.getcwd(), dict(os.environ)
+
+
+def change_folder_and_environment(fabric: Fabric, folder: str) -> None:
+    os.chdir(folder)
+    os.environ["LEAKED"] = "1"
+    del os.environ["PATH"]
+
+
+def test_the_next_call_has_the_folder_and_the_environment_of_the_first(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    before = pool.run(folder_and_environment)
+    pool.run(change_folder_and_environment, str(tmp_path))
+    assert pool.run(folder_and_environment) == before
+
+
+def fork_a_sleeping_child(fabric: Fabric) -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_children_of_a_rank_end_with_it() -> None:
+    with RankPool(1) as pool:
+        [child] = pool.run(fork_a_sleeping_child)
+        process = psutil.Process(child)
+    _, alive = psutil.wait_procs([process], timeout=10)
+    assert alive == []

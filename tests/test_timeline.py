@@ -1,12 +1,13 @@
-"""Where the time of a step goes: the table, the rank that others wait for, and the trace."""
+"""Timings name the phase and the rank that a step waits for, and a trace shows every rank."""
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from fabric import Fabric
 from fabric.errors import ConfigurationError, UsageError
 from tests.ranks import outcome, run_in_ranks
 
-SLEEP = 0.05  # of the slow rank, which is what is measured
+SLEEP = 0.05  # seconds that the slow rank sleeps in a phase
 PHASES = ("data", "forward", "backward", "optimizer", "save")
 
 
-class Slow:
-    """Sleeps in one phase."""
+class SleepsIn:
+    """Sleeps when it is called with one phase."""
 
     def __init__(self, phase: str | None) -> None:
         self.phase = phase
@@ -34,7 +35,7 @@ class Slow:
 
 
 class Batches(Dataset[Tensor]):
-    def __init__(self, slow: Slow, length: int) -> None:
+    def __init__(self, slow: SleepsIn, length: int) -> None:
         self.slow = slow
         self.length = length
 
@@ -47,7 +48,7 @@ class Batches(Dataset[Tensor]):
 
 
 class Model(nn.Module):
-    def __init__(self, slow: Slow) -> None:
+    def __init__(self, slow: SleepsIn) -> None:
         super().__init__()
         self.slow = slow
         self.first = nn.Linear(4, 8)
@@ -63,7 +64,7 @@ class Model(nn.Module):
 
 
 class Descent(torch.optim.SGD):
-    slow = Slow(None)
+    slow = SleepsIn(None)
 
     def step(self, closure: Any = None) -> Any:
         self.slow("optimizer")
@@ -71,7 +72,7 @@ class Descent(torch.optim.SGD):
 
 
 class Extra:
-    def __init__(self, slow: Slow) -> None:
+    def __init__(self, slow: SleepsIn) -> None:
         self.slow = slow
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,8 +85,9 @@ class Extra:
 def loop(
     fabric: Fabric, steps: int = 8, phase: str | None = None, folder: str = ""
 ) -> Iterator[int]:
-    """A training loop, step by step, of which rank 0 is slow in one phase."""
-    slow = Slow(phase if fabric.global_rank == 0 else None)
+    """Train, and yield after each step. Rank 0 is slow in one phase."""
+    slow_phase = phase if fabric.global_rank == 0 else None
+    slow = SleepsIn(slow_phase)
     module = Model(slow)
     model, optimizer = fabric.setup(module, Descent(module.parameters(), lr=0.1))
     optimizer.slow = slow
@@ -101,22 +103,32 @@ def loop(
 
 
 def seconds_without_core() -> float:
-    """How long this thread has waited for a core since it began, which is late as much as one that sleeps."""
-    counts = Path("/proc/thread-self/schedstat")  # Linux has it
-    return int(counts.read_text().split()[1]) / 1e9 if counts.exists() else 0.0
+    """Return how long this thread has waited for a core since it began.
+
+    A rank that waits for a core is as late as one that sleeps. Linux counts the time.
+    """
+    counts = Path("/proc/thread-self/schedstat")
+    if not counts.exists():
+        return 0.0
+    nanoseconds = counts.read_text().split()[1]
+    return int(nanoseconds) / 1e9
 
 
-def slowest_of(fabric: Fabric, folder: str, tries: int) -> list[tuple[str, object]]:
-    found = []
-    for phase in PHASES * tries:
-        for _ in range(5):  # until others have left the ranks their cores
+def slowest_of(fabric: Fabric, folder: str, repetitions: int) -> list[tuple[str, object]]:
+    """Return for each phase, in which rank 0 was slow, which rank and phase were reported."""
+    reports = []
+    for phase in PHASES * repetitions:
+        checkpoints = folder if phase == "save" else ""
+        # Repeat the measurement until other processes have left the ranks their cores.
+        for _ in range(5):
             before = seconds_without_core()
             with fabric.profile(f"{folder}/{phase}", steps=range(2, 7)):
-                list(loop(fabric, 8, phase, folder if phase == "save" else ""))
-            if fabric.all_reduce(seconds_without_core() - before, reduce_op="max") < SLEEP:
+                list(loop(fabric, 8, phase, checkpoints))
+            waited = fabric.all_reduce(seconds_without_core() - before, reduce_op="max")
+            if waited < SLEEP:
                 break
-        found.append((phase, fabric.timings().slowest))
-    return found
+        reports.append((phase, fabric.timings().slowest))
+    return reports
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -132,24 +144,24 @@ def test_a_rank_that_sleeps_is_named_every_time(strategy: str, tmp_path: Path) -
         assert actual == [(phase, (0, phase)) for phase in PHASES * 5]
 
 
-def measured(fabric: Fabric) -> tuple[Any, str]:
+def timings_of_loop(fabric: Fabric) -> tuple[Any, str]:
     for _ in loop(fabric, phase="data"):
         pass
-    found = fabric.timings()
-    return found, str(found)
+    timings = fabric.timings()
+    return timings, str(timings)
 
 
 def test_a_fabric_with_timings_says_where_its_steps_go() -> None:
-    for actual, text in run_in_ranks(measured, timings=True):
-        assert actual.slowest == (0, "data")
-        assert actual.steps == 7  # the first one was under way
-        assert actual.own["data"][0] >= SLEEP > actual.own["data"][1]
-        assert (
-            actual.own["forward"][1] < SLEEP < actual.waited[1]
-        )  # DDP sends the buffers of rank 0
-        assert sum(actual.own[name][1] for name in actual.own) + actual.waited[1] == pytest.approx(
-            actual.seconds, rel=0.2
-        )
+    for timings, text in run_in_ranks(timings_of_loop, timings=True):
+        assert timings.slowest == (0, "data")
+        assert timings.steps == 7  # the first step had begun before
+        assert timings.own["data"][0] >= SLEEP > timings.own["data"][1]
+        # DDP sends the buffers of rank 0 in the forward pass, where rank 1 waits.
+        assert timings.own["forward"][1] < SLEEP < timings.waited[1]
+        seconds_of_rank_1 = timings.waited[1]
+        for seconds_by_rank in timings.own.values():
+            seconds_of_rank_1 += seconds_by_rank[1]
+        assert seconds_of_rank_1 == pytest.approx(timings.seconds, rel=0.2)
         assert "ms a step for rank 0, in data" in text
 
 
@@ -157,35 +169,47 @@ def test_a_fabric_with_timings_says_where_its_steps_go() -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, which is as Perfetto's and Chrome's format says."""
+    """Return the events of a trace, and check them by the format of Perfetto and Chrome."""
     trace = json.loads(path.read_text())
     assert trace["displayTimeUnit"] == "ms"
-    begun = set()
+    started = set()
     for event in trace["traceEvents"]:
         assert isinstance(event["name"], str)
-        assert type(event["pid"]) is type(event["tid"]) is int
-        kind = event["ph"]
-        if kind == "M":
+        assert type(event["pid"]) is int
+        assert type(event["tid"]) is int
+        if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name")
             assert isinstance(event["args"]["name"], str)
             continue
         assert event["ts"] >= 0
-        assert kind != "X" or event["dur"] >= 0
         key = (event["cat"], event.get("id"), event["pid"], event["name"])
-        assert kind in "Xb" or key in begun, "it ends before it begins"
-        begun |= {key} if kind == "b" else set()
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        elif event["ph"] == "b":
+            started.add(key)
+        else:
+            assert key in started, "it ends before it begins"
     return trace["traceEvents"]
 
 
-def ends(event: dict[str, Any]) -> tuple[float, float]:
-    return event["ts"], round(event["ts"] + event["dur"], 3)  # nanoseconds
+class Span(NamedTuple):
+    """An event that lasts, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
 
 
-def spans(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
-    return [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+def spans(events: list[dict[str, Any]], rank: int) -> list[Span]:
+    spans_of_rank = []
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == rank:
+            end = round(event["ts"] + event["dur"], 3)  # to nanoseconds
+            spans_of_rank.append(Span(event["name"], event["ts"], end))
+    return spans_of_rank
 
 
-def traced(fabric: Fabric, path: str, steps: range | None) -> None:
+def write_trace(fabric: Fabric, path: str, steps: range | None) -> None:
     with fabric.profile(path, steps):
         for number in loop(fabric, folder=path):
             fabric.barrier(f"after step {number}")
@@ -195,42 +219,47 @@ def traced(fabric: Fabric, path: str, steps: range | None) -> None:
 def test_a_trace_has_the_phases_and_collectives_of_every_rank(
     strategy: str, tmp_path: Path
 ) -> None:
-    run_in_ranks(traced, str(tmp_path / "new" / "trace"), range(2, 5), strategy=strategy)
-    events = read(tmp_path / "new" / "trace.json")
+    path = tmp_path / "new" / "trace"
+    run_in_ranks(write_trace, str(path), range(2, 5), strategy=strategy)
+    events = read(path.with_suffix(".json"))
     for rank in range(2):
-        names = [event["name"] for event in spans(events, rank)]
+        names = [span.name for span in spans(events, rank)]
         assert {"step 2", "step 3", "step 4", *PHASES} <= set(names)
         assert not {"step 1", "step 5"} & set(names)
-        assert names.count("backward") == names.count("optimizer") == 3
+        assert names.count("backward") == 3
+        assert names.count("optimizer") == 3
         assert any("barrier('after step 3') at " in name for name in names)
-        calls = [event["name"] for event in events if event["ph"] == "b" and event["pid"] == rank]
-        assert {name.partition(":")[0] for name in calls} == {"gloo"}
-        assert {"process_name": f"rank {rank}", "thread_name": "phases"} == {
-            event["name"]: event["args"]["name"]
-            for event in events
-            if event["ph"] == "M" and event["pid"] == rank
-        }
-        for one in spans(events, rank):  # one lies inside of another or outside
-            for other in spans(events, rank):
-                (begin, end), (first, last) = ends(one), ends(other)
-                assert not (begin < first < end < last), (one, other)
+        titles = {}
+        for event in events:
+            if event["pid"] != rank:
+                continue
+            if event["ph"] == "b":
+                assert event["name"].startswith("gloo:")
+            if event["ph"] == "M":
+                titles[event["name"]] = event["args"]["name"]
+        assert titles == {"process_name": f"rank {rank}", "thread_name": "phases"}
+
+
+def test_a_span_lies_inside_of_another_or_outside(tmp_path: Path) -> None:
+    run_in_ranks(write_trace, str(tmp_path / "trace"), range(2, 5))
+    events = read(tmp_path / "trace.json")
+    for rank in range(2):
+        for left, right in itertools.permutations(spans(events, rank), 2):
+            overlaps = left.begin < right.begin < left.end < right.end
+            assert not overlaps, (left, right)
 
 
 def test_the_clocks_of_a_trace_are_those_of_rank_0(tmp_path: Path) -> None:
-    run_in_ranks(traced, str(tmp_path / "trace"), range(2, 5))
+    run_in_ranks(write_trace, str(tmp_path / "trace"), range(2, 5))
     events = read(tmp_path / "trace.json")
-    waits = [
-        [event for event in spans(events, rank) if "barrier" in event["name"]] for rank in range(2)
-    ]
-    for mine, others in zip(*waits, strict=True):
-        (begin, end), (first, last) = ends(mine), ends(others)
-        assert (
-            max(begin, first) < min(end, last) + 1e3
-        )  # nobody leaves a barrier before all have come
+    first = [span for span in spans(events, 0) if "barrier" in span.name]
+    second = [span for span in spans(events, 1) if "barrier" in span.name]
+    for left, right in zip(first, second, strict=True):
+        # No rank leaves a barrier before all ranks have come, but for a millisecond of clocks.
+        assert max(left.begin, right.begin) < min(left.end, right.end) + 1e3
 
 
-def stopped(fabric: Fabric, folder: str) -> list[str]:
-    """Profiles that end in other ways than by the last of their steps."""
+def end_profiles_early(fabric: Fabric, folder: str) -> None:
     with fabric.profile(f"{folder}/break", range(2, 100)):
         for number in loop(fabric):
             if number == 4:
@@ -240,35 +269,60 @@ def stopped(fabric: Fabric, folder: str) -> list[str]:
     with suppress(ZeroDivisionError), fabric.profile(f"{folder}/one rank"):
         list(loop(fabric, 2))
         assert 1 / fabric.global_rank
+
+
+def profile_evaluation(fabric: Fabric, folder: str) -> None:
+    model = fabric.setup(nn.Linear(4, 1))
+    batches = Batches(SleepsIn("data"), 4 * fabric.world_size)
+    loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=2))
     with fabric.profile(f"{folder}/evaluation"), torch.no_grad():
-        model = fabric.setup(nn.Linear(4, 1))
-        for batch in fabric.setup_dataloaders(
-            DataLoader(Batches(Slow("data"), 4 * fabric.world_size), batch_size=2)
-        ):
+        for batch in loader:
             model(batch)
-    found = fabric.timings()
-    assert (found.steps, found.own["data"][0] >= 2 * SLEEP) == (1, True)
+    timings = fabric.timings()
+    assert timings.steps == 1
+    assert timings.own["data"][0] >= 2 * SLEEP
+
+
+def refused_profiles(fabric: Fabric, folder: str) -> tuple[str, str]:
+    """Return the errors of a profile inside of another, and of a folder that is a file."""
     with fabric.profile(f"{folder}/again"):
         list(loop(fabric, 2))
-        inside = outcome(lambda: fabric.profile(f"{folder}/inside").__enter__())
+        nested = outcome(lambda: fabric.profile(f"{folder}/inside").__enter__())
     (Path(folder) / "a file").touch()
-    return [inside, outcome(lambda: fabric.profile(f"{folder}/a file/trace").__enter__())]
+    return nested, outcome(lambda: fabric.profile(f"{folder}/a file/trace").__enter__())
+
+
+def names_by_file(folder: Path) -> dict[str, set[str]]:
+    names = {}
+    for path in folder.glob("*.json"):
+        names[path.stem] = {event["name"] for event in read(path)}
+    return names
 
 
 def test_a_profile_that_ends_early_writes_what_it_has(tmp_path: Path) -> None:
-    errors = run_in_ranks(stopped, str(tmp_path))
-    names = {path.stem: {event["name"] for event in read(path)} for path in tmp_path.glob("*.json")}
-    assert names.keys() == {"break", "never", "one rank", "evaluation", "again"}
+    run_in_ranks(end_profiles_early, str(tmp_path))
+    names = names_by_file(tmp_path)
+    assert names.keys() == {"break", "never", "one rank"}
     assert {"step 2", "step 3", "step 4"} <= names["break"]
     assert names["never"] == {"process_name", "thread_name"}
     assert {"step 0", "step 1", "optimizer"} <= names["one rank"]
-    assert {"data", "forward"} <= names["evaluation"]
-    assert all("another profile is under way" in inside for inside, _ in errors)
-    assert [unwritable.partition(":")[0] for _, unwritable in errors] == [
-        "FileExistsError",
-        "UsageError",
-    ]
-    assert "FileExistsError" in errors[1][1]
+
+
+def test_an_evaluation_is_profiled_too(tmp_path: Path) -> None:
+    run_in_ranks(profile_evaluation, str(tmp_path))
+    assert {"data", "forward"} <= names_by_file(tmp_path)["evaluation"]
+
+
+def test_a_nested_profile_and_a_path_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    first, second = run_in_ranks(refused_profiles, str(tmp_path))
+    for nested, _ in (first, second):
+        assert "another profile is under way" in nested
+    _, unwritable = first
+    assert unwritable.startswith("FileExistsError")
+    _, unwritable = second
+    assert unwritable.startswith("UsageError")
+    assert "FileExistsError" in unwritable
+    assert names_by_file(tmp_path).keys() == {"again"}
 
 
 @pytest.mark.parametrize("steps", [range(0), range(-3, 2), range(0, 10, 2), 5, [1, 2]])
@@ -293,50 +347,54 @@ def test_without_a_measurement_there_are_no_timings() -> None:
 
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 2)])
 def test_one_process_is_measured_too(strategy: str, devices: int, tmp_path: Path) -> None:
-    torch.optim.SGD(
-        [torch.nn.Parameter(torch.zeros(1))]
-    )  # from now on the hooks of its subclasses are called twice
+    # The first SGD wraps its step: from then on the hooks of subclasses are called twice.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     with Fabric(accelerator="cpu", strategy=strategy, devices=devices) as fabric:
         with fabric.profile(tmp_path / "trace.json"):
             list(loop(fabric, phase="backward"))
-        actual = fabric.timings()
-    assert actual.own["backward"][0] >= SLEEP
-    assert {"data", "forward", "backward", "optimizer", "other"} == actual.own.keys()
-    assert (actual.slowest, actual.waited) == (None, [0.0])
-    assert "the others wait" not in str(actual)
+        timings = fabric.timings()
+    assert timings.own["backward"][0] >= SLEEP
+    assert timings.own.keys() == {"data", "forward", "backward", "optimizer", "other"}
+    assert timings.slowest is None
+    assert timings.waited == [0.0]
+    assert "the others wait" not in str(timings)
     assert {"step 0", "step 7"} <= {event["name"] for event in read(tmp_path / "trace.json")}
 
 
+def set_up_linear(fabric: Fabric) -> Any:
+    module = nn.Linear(1, 1)
+    return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+
 def test_steps_are_those_of_the_optimizer_that_stepped_first() -> None:
+    x = torch.ones(1, 1)
     with Fabric(accelerator="cpu", devices=1, timings=True) as fabric:
-        modules = [nn.Linear(1, 1) for _ in range(2)]
-        pairs = [
-            fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules
-        ]
+        accumulating, accumulating_optimizer = set_up_linear(fabric)
+        model, optimizer = set_up_linear(fabric)
         for _ in range(5):
-            for _, (model, optimizer) in zip(range(3), 2 * pairs[:1] + pairs[1:], strict=True):
-                fabric.backward(model(torch.ones(1, 1)).sum())
-                if model is pairs[1][0] or _ == 1:  # accumulates gradients of the first
-                    optimizer.step()
+            fabric.backward(accumulating(x).sum())
+            fabric.backward(accumulating(x).sum())
+            accumulating_optimizer.step()
+            fabric.backward(model(x).sum())
+            optimizer.step()
         assert fabric.timings().steps == 4
 
 
 def test_nothing_is_left_of_a_profile(tmp_path: Path) -> None:
     with Fabric(accelerator="cpu", devices=1, check_training=False) as fabric:
-        model, optimizer = fabric.setup(
-            module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1)
-        )
+        model, optimizer = set_up_linear(fabric)
 
         def step() -> None:
             fabric.backward(model(torch.ones(1, 1)).sum())
             optimizer.step()
 
-        before = after_some(step)
+        before = calls_of(step)
         with fabric.profile(tmp_path / "trace"):
-            assert after_some(step) > before
-        assert after_some(step) == before
+            assert calls_of(step) > before
+        assert calls_of(step) == before
 
 
-def after_some(step: Callable[[], Any]) -> int:
+def calls_of(step: Callable[[], Any]) -> int:
+    """Return how many Python calls a step makes, after a first step."""
     step()
     return count_calls(step, number=3)

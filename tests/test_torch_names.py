@@ -1,8 +1,8 @@
-"""What fabric relies on in names of torch that are private or were renamed."""
+"""Names of torch that are private or were renamed do what fabric needs of them."""
 
 import copy
 import pickle
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +30,13 @@ def group():
 
 
 def test_a_backward_pass_is_noticed_from_inside():
-    seen = []
+    answers = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(_torch.is_in_backward()))
-    seen.append(_torch.is_in_backward())
+    x.register_hook(lambda grad: answers.append(_torch.is_in_backward()))
+    answers.append(_torch.is_in_backward())
     x.sum().backward()
-    seen.append(_torch.is_in_backward())
-    assert seen == [False, True, False]
+    answers.append(_torch.is_in_backward())
+    assert answers == [False, True, False]
 
 
 def test_the_functions_by_which_a_compiler_is_known_are_there():
@@ -45,14 +45,13 @@ def test_the_functions_by_which_a_compiler_is_known_are_there():
         "_dynamo/convert_frame.py": "\ndef _compile(",
         "_inductor/compile_fx.py": "\ndef compile_fx_inner(",
     }
-    assert all(
-        text in (Path(torch.__file__).parent / file).read_text() for file, text in sources.items()
-    )
+    for file, text in sources.items():
+        assert text in (Path(torch.__file__).parent / file).read_text()
 
 
 def test_loaders_that_are_iterated_over_are_found_while_they_are():
     dataset = data.TensorDataset(torch.ones(4))
-    actual = []
+    counts = []
     for options in (
         {},
         {"shuffle": True},
@@ -60,45 +59,46 @@ def test_loaders_that_are_iterated_over_are_found_while_they_are():
         {"sampler": data.WeightedRandomSampler([1.0], 1)},
     ):
         for _ in data.DataLoader(dataset, **options):
-            actual.append(_torch.datasets_iterated_in_full().count("TensorDataset"))
+            counts.append(_torch.datasets_iterated_in_full().count("TensorDataset"))
             break
-    assert actual == [1, 1, 1, 0]
+    assert counts == [1, 1, 1, 0]
 
 
 def test_changes_in_place_are_counted():
     x = torch.ones(2)
-    seen = []
+    versions = []
     for change in (x.clone, x.zero_, lambda: x[0].add_(1)):
         change()
-        seen.append(_torch.in_place_version(x))
-    assert seen == [0, 1, 2]
+        versions.append(_torch.in_place_version(x))
+    assert versions == [0, 1, 2]
 
 
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
-    seen = []
+    gradients = []
     x = torch.ones(1, requires_grad=True)
     y = torch.ones(1, requires_grad=True)
-    made = y * 2
-    made.register_hook(
-        lambda grad: _torch.at_end_of_backward(lambda: seen.append((x.grad, y.grad)))
+    doubled = y * 2
+    doubled.register_hook(
+        lambda grad: _torch.at_end_of_backward(lambda: gradients.append((x.grad, y.grad)))
     )
-    (x + made).sum().backward()
-    assert seen == [(x.grad, y.grad)]
+    (x + doubled).sum().backward()
+    assert gradients == [(x.grad, y.grad)]
 
 
 def test_hooks_of_a_parameter_are_shared_with_another():
-    one = nn.Parameter(torch.ones(1))
-    other = nn.Parameter(torch.ones(1))
-    seen = []
-    one.register_hook(lambda grad: grad * 2)
-    one.register_post_accumulate_grad_hook(lambda each: seen.append(each))
-    _torch.share_gradient_hooks(one, other)
-    _torch.share_accumulation_hooks(one, other)
-    removed = one.register_hook(lambda grad: grad * 0)
-    other.register_hook(lambda grad: grad + 1)
-    removed.remove()
-    other.sum().backward()
-    assert (other.grad.tolist(), seen[0] is other) == ([3.0], True)
+    source = nn.Parameter(torch.ones(1))
+    target = nn.Parameter(torch.ones(1))
+    accumulated = []
+    source.register_hook(lambda grad: grad * 2)
+    source.register_post_accumulate_grad_hook(accumulated.append)
+    _torch.share_gradient_hooks(source, target)
+    _torch.share_accumulation_hooks(source, target)
+    handle = source.register_hook(lambda grad: grad * 0)
+    target.register_hook(lambda grad: grad + 1)
+    handle.remove()
+    target.sum().backward()
+    assert target.grad.tolist() == [3.0]
+    assert accumulated[0] is target
 
 
 def test_one_level_of_a_registered_type_is_opened_and_no_more():
@@ -121,20 +121,19 @@ def test_torchs_own_return_types_are_registered():
     assert type(rebuild(values)) is torch.return_types.max
 
 
-def gathers_and_scatters(fabric):
+def gather_and_reduce_scatter(fabric):
     rank = fabric.global_rank
     gathered = torch.empty(4)
     _torch.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]))
-    part = torch.empty(2)
-    _torch.reduce_scatter_into(part, torch.arange(4.0) * (rank + 1))
-    return gathered.tolist(), part.tolist()
+    scattered = torch.empty(2)
+    _torch.reduce_scatter_into(scattered, torch.arange(4.0) * (rank + 1))
+    return gathered.tolist(), scattered.tolist()
 
 
 @pytest.mark.timeout(60)
 def test_renamed_collectives_fill_the_output_without_a_warning():
-    first, second = Fabric(devices=2, strategy="ddp_forkserver").launch(
-        gathers_and_scatters, return_all=True
-    )
+    fabric = Fabric(devices=2, strategy="ddp_forkserver")
+    first, second = fabric.launch(gather_and_reduce_scatter, return_all=True)
     assert first == ([0.0, 0.5, 1.0, 1.5], [0.0, 3.0])
     assert second == ([0.0, 0.5, 1.0, 1.5], [6.0, 9.0])
 
@@ -147,34 +146,37 @@ def test_renamed_collectives_do_not_warn_in_this_release(group):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
-def test_unscaling_multiplies_in_place_and_notes_what_is_not_finite(dtype, bad):
-    grads = [torch.full((3,), 8.0, dtype=dtype), torch.full((2, 2), 4.0, dtype=dtype)]
-    if bad is not None:
-        grads[1][0, 0] = bad
-    actual = torch.zeros(1)
-    _torch.unscale_and_check(grads, actual, torch.tensor([0.25]))
-    assert grads[0].tolist() == [2.0] * 3
-    assert grads[1][1, 1] == 1.0
-    assert actual.item() == (0.0 if bad is None else 1.0)
+@pytest.mark.parametrize(
+    ("value", "expected_found_inf"), [(4.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)]
+)
+def test_unscaling_multiplies_in_place_and_notes_a_value_that_is_not_finite(
+    dtype, value, expected_found_inf
+):
+    gradients = [torch.full((3,), 8.0, dtype=dtype), torch.full((2, 2), 4.0, dtype=dtype)]
+    gradients[1][0, 0] = value
+    found_inf = torch.zeros(1)
+    _torch.unscale_and_check(gradients, found_inf, torch.tensor([0.25]))
+    assert gradients[0].tolist() == [2.0] * 3
+    assert gradients[1][1, 1] == 1.0
+    assert found_inf.item() == expected_found_inf
 
 
 def test_unscaling_does_not_clear_an_earlier_finding():
-    actual = torch.ones(1)
-    _torch.unscale_and_check([torch.ones(1)], actual, torch.ones(1))
-    assert actual.item() == 1.0
+    found_inf = torch.ones(1)
+    _torch.unscale_and_check([torch.ones(1)], found_inf, torch.ones(1))
+    assert found_inf.item() == 1.0
 
 
 def test_the_scale_grows_after_the_interval_and_backs_off_at_once():
     scale = torch.tensor([8.0])
     tracker = torch.zeros(1, dtype=torch.int32)
-    good = torch.zeros(1)
-    bad = torch.ones(1)
-    seen = []
-    for found in (good, good, good, bad, good):
-        _torch.backoff_or_grow(scale, tracker, found, 2.0, 0.5, 2)
-        seen.append((scale.item(), tracker.item()))
-    assert seen == [(8.0, 1), (16.0, 0), (16.0, 1), (8.0, 0), (8.0, 1)]
+    finite = torch.zeros(1)
+    infinite = torch.ones(1)
+    scales_and_trackers = []
+    for found_inf in (finite, finite, finite, infinite, finite):
+        _torch.backoff_or_grow(scale, tracker, found_inf, 2.0, 0.5, 2)
+        scales_and_trackers.append((scale.item(), tracker.item()))
+    assert scales_and_trackers == [(8.0, 1), (16.0, 0), (16.0, 1), (8.0, 0), (8.0, 1)]
 
 
 def test_the_scale_does_not_grow_to_infinity():
@@ -194,22 +196,23 @@ def test_many_tensors_are_multiplied_in_place(dtype):
     assert all(tensor.dtype is dtype for tensor in tensors)
 
 
-def test_a_sharded_tensor_gives_its_local_part_and_its_whole(group):
+def test_a_sharded_tensor_gives_its_shard_and_the_full_tensor(group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    whole = torch.arange(4.0)
-    sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+    full = torch.arange(4.0)
+    sharded = distribute_tensor(full, init_device_mesh("cpu", (1,)), [Shard(0)])
     local = _torch.local_tensor(sharded)
     assert type(local) is torch.Tensor
     local.mul_(2)
     assert _torch.full_tensor(sharded).tolist() == [0.0, 2.0, 4.0, 6.0]
-    other = _torch.dtensor_like(sharded, torch.ones(4))
-    assert (other.placements, other.device_mesh) == (sharded.placements, sharded.device_mesh)
-    assert _torch.full_tensor(other).tolist() == [1.0] * 4
+    similar = _torch.dtensor_like(sharded, torch.ones(4))
+    assert similar.placements == sharded.placements
+    assert similar.device_mesh == sharded.device_mesh
+    assert _torch.full_tensor(similar).tolist() == [1.0] * 4
 
 
-def test_a_plain_tensor_is_its_own_local_part_and_whole():
+def test_a_plain_tensor_is_its_own_shard_and_full_tensor():
     tensor = nn.Parameter(torch.ones(1))
     assert _torch.local_tensor(tensor) is tensor
     assert _torch.full_tensor(tensor) is tensor
@@ -230,9 +233,8 @@ def test_the_store_of_the_group_is_the_one_it_was_made_with(group):
 
 def test_a_group_that_exists_gets_another_timeout(group):
     _torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=7))
-    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(
-        seconds=7
-    )
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=7)
 
 
 def test_a_compiled_module_gives_back_the_original():
@@ -291,11 +293,11 @@ def test_a_module_that_was_compiled_in_place_is_known():
 
 def test_a_graph_knows_the_operations_behind_it():
     x = torch.ones(1, requires_grad=True)
-    begin = _torch.next_sequence_number()
-    made = x.exp()
-    assert _torch.next_sequence_number() == begin + 1
-    assert begin in _torch.sequence_numbers_behind((made + x.sin()).sum())
-    assert begin not in _torch.sequence_numbers_behind(x.exp().sum())
+    first_number = _torch.next_sequence_number()
+    exponential = x.exp()
+    assert _torch.next_sequence_number() == first_number + 1
+    assert first_number in _torch.sequence_numbers_behind((exponential + x.sin()).sum())
+    assert first_number not in _torch.sequence_numbers_behind(x.exp().sum())
 
 
 def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
@@ -334,21 +336,24 @@ def test_an_unserializable_hook_is_left_out_of_a_pickle_without_a_warning():
     copied = pickle.loads(pickle.dumps(weight))
     copied.sum().backward()
     weight.sum().backward()
-    assert (weight.grad.item(), copied.grad.item()) == (2.0, 1.0)
+    assert weight.grad.item() == 2.0
+    assert copied.grad.item() == 1.0
 
 
 def test_rows_with_versions_of_their_own_share_memory_and_nothing_else():
-    whole = torch.arange(3.0)
+    base = torch.arange(3.0)
     with _torch.untracked_views():
-        first, second, third = whole.unbind()
+        first, second, third = base.unbind()
     loss = torch.ones((), requires_grad=True) * first
     second.add_(5)
     loss.backward()
-    assert whole.tolist() == [0.0, 6.0, 2.0]
-    assert (second._version, third._version, third._is_view()) == (1, 0, False)
+    assert base.tolist() == [0.0, 6.0, 2.0]
+    assert second._version == 1
+    assert third._version == 0
+    assert not third._is_view()
 
 
-def test_a_whole_gradient_that_was_not_reduced_is_known(group):
+def test_a_full_gradient_that_was_not_reduced_is_known(group):
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
@@ -358,9 +363,8 @@ def test_a_whole_gradient_that_was_not_reduced_is_known(group):
     assert _torch.unreduced_parameters(model) == []
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    assert {id(parameter) for parameter in _torch.unreduced_parameters(model)} == {
-        id(parameter) for parameter in model.parameters()
-    }
+    unreduced = {id(parameter) for parameter in _torch.unreduced_parameters(model)}
+    assert unreduced == {id(parameter) for parameter in model.parameters()}
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
     assert _torch.unreduced_parameters(model) == []
@@ -439,79 +443,85 @@ def test_plans_for_a_mesh_are_forgotten(group):
     assert not _redistribute._gen_transform_infos.cache_info().currsize
 
 
-class Seen(_torch.DispatchMode):
+class AllocationMode(_torch.DispatchMode):
+    """Notes for each operator whether it allocates its outputs."""
+
     def __init__(self):
         super().__init__()
-        self.allocating = {}
+        self.allocates = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.allocating[str(func)] = _torch.allocates_outputs(func)
+        self.allocates[str(func)] = _torch.allocates_outputs(func)
         return func(*args, **(kwargs or {}))
 
 
 def test_a_dispatch_mode_sees_operators_and_which_of_them_allocate():
-    with Seen() as seen:
+    with AllocationMode() as mode:
         (torch.ones(2).add_(1)[:1] * 2).split(1)
-    expected = {
-        "ones.default": True,
-        "add_.Tensor": False,
-        "slice.Tensor": False,
-        "mul.Tensor": True,
-    }
-    assert seen.allocating == {
-        f"aten.{name}": made for name, made in {**expected, "split.Tensor": False}.items()
+    assert mode.allocates == {
+        "aten.ones.default": True,
+        "aten.add_.Tensor": False,
+        "aten.slice.Tensor": False,
+        "aten.mul.Tensor": True,
+        "aten.split.Tensor": False,
     }
 
 
 def test_fake_ranks_and_tensors_go_through_what_real_ones_do():
-    seen = []
+    collectives = []
 
-    class Traced(_torch.DispatchMode):
+    class FakeMode(_torch.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if found := tool_names.collective_of(func, args):
-                seen.append((found[0].strip("_"), found[1].size()))
+            collective = tool_names.collective_of(func, args)
+            if collective is not None:
+                collectives.append((collective[0].strip("_"), collective[1].size()))
             return tool_names.run_fake(mode, func, args, kwargs or {})
 
-    with tool_names.fake_ranks(3) as mode, mode, Traced():
+    with tool_names.fake_ranks(3) as mode, mode, FakeMode():
         layer = nn.Linear(4, 4)
         assert layer.to("cpu") is layer, "nothing refers to its parameters weakly"
-        assert [layer.weight.sum().item(), bool(layer.weight.any())] == [1.0, True]
+        assert layer.weight.sum().item() == 1.0
+        assert bool(layer.weight.any())
         dist.all_reduce(layer.weight.detach())
         with _torch.real_tensors():
             assert torch.arange(2).tolist() == [0, 1]
         numbers = torch.empty(2, dtype=torch.int32)
     assert isinstance(layer.weight, _torch.FakeTensor)
     assert not isinstance(numbers, _torch.FakeTensor)
-    assert seen == [("allreduce", 3)]
+    assert collectives == [("allreduce", 3)]
     assert not dist.is_initialized()
 
 
-def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
+class OperatorCounts(_torch.DispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(3, 2), (1000, 1)])
+def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made(ranks, rows):
     from torch.distributed.fsdp import fully_shard
 
-    made = []
-
-    class Counted(_torch.DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    for ranks, rows in ((3, 2), (1000, 1)):
-        with tool_names.fake_ranks(ranks), Counted(), tool_names.Rank0Chunks():
-            layer = fully_shard(nn.Linear(2, 5))
-            assert [parameter.to_local().shape[0] for parameter in layer.parameters()] == [
-                rows,
-                rows,
-            ]
-            assert len(torch.ones(3).chunk(5)) == len(torch.chunk(torch.ones(3), 5)) == 3
-    assert made.count("aten.new_empty.default") <= 2 * 2 * 2
+    with tool_names.fake_ranks(ranks), OperatorCounts() as operators, tool_names.Rank0Chunks():
+        layer = fully_shard(nn.Linear(2, 5))
+        for parameter in layer.parameters():
+            assert parameter.to_local().shape[0] == rows
+        assert len(torch.ones(3).chunk(5)) == 3
+        assert len(torch.chunk(torch.ones(3), 5)) == 3
+    assert operators.calls["aten.new_empty.default"] <= 4
 
 
 def test_collectives_are_profiled_and_operators_are_not(group):
-    found = []
-    with tool_names.profiled(torch.device("cpu"), found):
+    spans = []
+    with tool_names.profiled(torch.device("cpu"), spans):
         dist.all_reduce(torch.ones(2) + 1)
-    [(name, begin, end)] = found
+    [(name, begin, end)] = spans
     assert name == "gloo:all_reduce"
     assert 0 < end - begin < 60e9
 
@@ -519,18 +529,18 @@ def test_collectives_are_profiled_and_operators_are_not(group):
 def test_the_collectives_of_a_sharded_module_are_made_within_a_context():
     from torch.distributed.fsdp import fully_shard
 
-    entered = []
+    names = []
 
     @contextmanager
-    def note(name):
-        entered.append(name)
+    def note_name(name):
+        names.append(name)
         yield
 
     with tool_names.fake_ranks(2):
         model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
         for _ in range(2):
             with ExitStack() as undo:
-                tool_names.wrap_collectives(model, note, undo)
+                tool_names.wrap_collectives(model, note_name, undo)
                 model(torch.ones(1, 2)).sum().backward()
             model(torch.ones(1, 2)).sum().backward()
-    assert entered == 2 * ["all_gather", "reduce_scatter"]
+    assert names == 2 * ["all_gather", "reduce_scatter"]

@@ -28,7 +28,7 @@ class Frozen:
 
 
 class Output(OrderedDict):
-    """Like the model outputs of a well-known library: an ordered dict that is registered and reads as attributes."""
+    """A registered ordered dict with attributes, as model outputs of other libraries are."""
 
     def __init__(self, **entries: Any) -> None:
         super().__init__(entries)
@@ -36,7 +36,7 @@ class Output(OrderedDict):
 
 
 class Wrapped(dict):
-    """A mapping that announces one child only."""
+    """A mapping that registers only one of its entries as a child."""
 
 
 class Colour(enum.Enum):
@@ -46,11 +46,13 @@ class Colour(enum.Enum):
 
 pytree.register_pytree_node(
     Output,
-    lambda out: (list(out.values()), list(out)),
-    lambda v, k: Output(**dict(zip(k, v, strict=True))),
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(**dict(zip(names, values, strict=True))),
 )
 pytree.register_pytree_node(
-    Wrapped, lambda w: ([w["only"]], None), lambda v, _: Wrapped(only=v[0], built=True)
+    Wrapped,
+    lambda wrapped: ([wrapped["only"]], None),
+    lambda values, _: Wrapped(only=values[0], built=True),
 )
 
 
@@ -67,31 +69,35 @@ def collections() -> list[Any]:
         defaultdict(list, b=[x], a=[y]),
         deque([x, y], maxlen=4),
         Output(loss=y, logits=x),
-        {2: x, "one": y, (1, "a"): 3},
+        {2: x, "key": y, (1, "a"): 3},
         torch.max(torch.eye(2), 0),
         torch.Size([1, 2]),
     ]  # fmt: skip
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if dataclasses.is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+def is_equal(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(actual, expected)
+    if dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            if not is_equal(getattr(actual, field.name), getattr(expected, field.name)):
+                return False
+        return True
+    if isinstance(expected, dict):
+        has_same_keys = list(actual) == list(expected)
+        return has_same_keys and all(is_equal(actual[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple | deque):
+        return len(actual) == len(expected) and all(map(is_equal, actual, expected))
+    return actual == expected
 
 
 @pytest.mark.parametrize("index", range(len(collections())))
 def test_a_collection_comes_back_as_it_was(index):
     tree = collections()[index]
     leaves, structure = flatten(tree)
-    back = unflatten(structure, leaves)
-    assert type(back) is type(tree)
-    assert same(tree, back)
+    rebuilt = unflatten(structure, leaves)
+    assert type(rebuilt) is type(tree)
+    assert is_equal(rebuilt, tree)
     assert len(leaf_paths(structure)) == len(leaves)
 
 
@@ -100,13 +106,16 @@ def test_tensors_of_a_collection_are_mapped_and_nothing_else(index):
     tree = collections()[index]
     mapped = map_tensors(lambda tensor: tensor + 1, tree)
     assert type(mapped) is type(tree)
-    before = flatten(tree)[0]
-    after = flatten(mapped)[0]
-    for old, new in zip(before, after, strict=True):
-        assert torch.equal(new, old + 1) if isinstance(old, torch.Tensor) else new is old
+    leaves, _ = flatten(tree)
+    mapped_leaves, _ = flatten(mapped)
+    for leaf, mapped_leaf in zip(leaves, mapped_leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            assert torch.equal(mapped_leaf, leaf + 1)
+        else:
+            assert mapped_leaf is leaf
 
 
-def test_what_does_not_change_comes_back_itself():
+def test_a_collection_that_does_not_change_comes_back_itself():
     cache = [torch.ones(1), {"filled later": []}, Batch(torch.ones(2)), Output(a=torch.ones(1))]
     assert map_tensors(lambda tensor: tensor, cache) is cache
     batch = Batch(torch.ones(2))
@@ -114,18 +123,19 @@ def test_what_does_not_change_comes_back_itself():
     assert batch.image.dtype is torch.float32
 
 
-def test_extras_of_a_container_survive():
+def test_attributes_of_a_container_survive():
     assert flatten(defaultdict(int, a=1))[0] == [1]
     mapped = map_tensors(lambda tensor: tensor + 1, defaultdict(list, a=torch.ones(1)))
     assert mapped.default_factory is list
     assert map_tensors(lambda tensor: tensor + 1, deque([torch.ones(1)], maxlen=4)).maxlen == 4
     output = map_tensors(lambda tensor: tensor + 1, Output(loss=torch.ones(())))
-    assert output.loss == 2 == output["loss"]
+    assert output.loss == 2
+    assert output["loss"] == 2
     assert map_tensors(lambda tensor: tensor + 1, Frozen(torch.ones(1))).length == 3
 
 
 def test_a_registered_mapping_decides_what_its_children_are():
-    wrapped = Wrapped(only=1, other=2)
+    wrapped = Wrapped(only=1, hidden=2)
     leaves, structure = flatten(wrapped)
     assert leaves == [1]
     assert unflatten(structure, [5]) == {"only": 5, "built": True}
@@ -150,10 +160,11 @@ IDENTITY_B = object()
 def test_order_of_insertion_does_not_matter(keys):
     forward = {key: str(key) for key in keys}
     backward = {key: str(key) for key in reversed(keys)}
-    assert flatten(forward)[0] == flatten(backward)[0]
-    assert leaf_paths(flatten(forward)[1]) == leaf_paths(flatten(backward)[1])
-    leaves, structure = flatten(backward)
-    assert list(unflatten(structure, leaves)) == list(reversed(keys))
+    leaves, structure = flatten(forward)
+    backward_leaves, backward_structure = flatten(backward)
+    assert leaves == backward_leaves
+    assert leaf_paths(structure) == leaf_paths(backward_structure)
+    assert list(unflatten(backward_structure, backward_leaves)) == list(reversed(keys))
 
 
 def test_keys_are_ordered_by_type_name_then_value():
@@ -162,15 +173,22 @@ def test_keys_are_ordered_by_type_name_then_value():
 
 def test_keys_that_only_identity_tells_apart_keep_the_order_of_insertion():
     weights = [torch.nn.Parameter(torch.tensor([value, 1.0])) for value in (3.0, 1.0, 2.0)]
-    assert flatten({weight: place for place, weight in enumerate(weights)})[0] == [0, 1, 2]
-    assert flatten({IDENTITY_B: 0, IDENTITY_A: 1})[0] == [0, 1]
-    assert flatten({print: 0, len: 1, flatten: 2})[0] == [1, 0, 2]
+    leaves, _ = flatten(dict(zip(weights, (0, 1, 2), strict=True)))
+    assert leaves == [0, 1, 2]
+    leaves, _ = flatten({IDENTITY_B: 0, IDENTITY_A: 1})
+    assert leaves == [0, 1]
+
+
+def test_functions_as_keys_are_ordered_by_type_and_name():
+    leaves, _ = flatten({print: 0, len: 1, flatten: 2})
+    assert leaves == [1, 0, 2]
 
 
 def test_paths_are_written_as_code():
     tree = {"losses": [1, Point(2, 3)], "b": Batch(4, (5,)), 7: Output(loss=6)}
-    paths = leaf_paths(flatten(tree)[1], "x")
-    assert [eval(path, {"x": tree}) for path in paths] == flatten(tree)[0]  # noqa: S307 - our own text
+    leaves, structure = flatten(tree)
+    paths = leaf_paths(structure, "x")
+    assert [eval(path, {"x": tree}) for path in paths] == leaves  # noqa: S307 - our own text
     assert "x['losses'][1].y" in paths
     assert leaf_paths(flatten(3)[1], "x") == ["x"]
 
@@ -185,10 +203,10 @@ def test_sets_classes_and_modules_are_leaves():
 class Movable:
     def __init__(self, result: Any) -> None:
         self.result = result
-        self.asked = None
+        self.device = None
 
     def to(self, device: torch.device) -> Any:
-        self.asked = device
+        self.device = device
         return self.result
 
 
@@ -198,22 +216,27 @@ def test_objects_that_can_move_are_asked_to():
     result = to_device({"a": moved, "b": [in_place]}, CPU)
     assert result["a"] == "moved"
     assert result["b"][0] is in_place
-    assert moved.asked == in_place.asked == CPU
+    assert moved.device == CPU
+    assert in_place.device == CPU
 
 
 @pytest.mark.parametrize("index", range(len(collections())))
-def test_moving_keeps_the_type_and_what_is_there_already(index):
+def test_moving_keeps_the_type_and_the_leaves_that_are_on_the_device(index):
     tree = collections()[index]
     moved = to_device(tree, CPU)
     assert type(moved) is type(tree)
-    assert all(new is old for old, new in zip(flatten(tree)[0], flatten(moved)[0], strict=True))
+    leaves, _ = flatten(tree)
+    moved_leaves, _ = flatten(moved)
+    for leaf, moved_leaf in zip(leaves, moved_leaves, strict=True):
+        assert moved_leaf is leaf
 
 
 def test_every_tensor_of_a_batch_moves():
     batch = {"x": [torch.ones(1)], "y": Batch(torch.ones(2), "label"), "p": Point(torch.ones(1), 1)}
     moved = to_device(batch, torch.device("meta"))
-    kinds = [leaf.device.type for leaf in flatten(moved)[0] if isinstance(leaf, torch.Tensor)]
-    assert kinds == ["meta"] * 3
+    leaves, _ = flatten(moved)
+    device_types = [leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert device_types == ["meta"] * 3
     assert moved["y"].label == "label"
     assert batch["x"][0].device == CPU
 
