@@ -1,4 +1,4 @@
-"""What a law is about, how many examples it gets, and how hypothesis is told."""
+"""Laws of collectives, and their check by hypothesis."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,22 @@ from fabric.testing import World
 
 @dataclass(frozen=True)
 class Subject:
-    """Worlds by size, and what has the collectives on a rank: its fabric, or something broken in its place."""
+    """The collectives that a law is about.
+
+    Attributes:
+        world: returns the world of a size, whose ranks run functions.
+        collectives: returns the collectives of a rank, which are those of its fabric by default.
+    """
 
     world: Callable[[int], World]
     collectives: Callable[[Fabric], Any] = lambda fabric: fabric
 
     def run(self, size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``fn(collectives, *args)`` on every rank, and return the results by rank."""
         collectives = self.collectives
-        return self.world(size).run(lambda fabric, *own: fn(collectives(fabric), *own), *args)
+        return self.world(size).run(
+            lambda fabric, *rank_args: fn(collectives(fabric), *rank_args), *args
+        )
 
 
 Draw = Callable[..., Any]
@@ -28,15 +36,18 @@ Law = Callable[[Subject, Draw], None]
 
 
 def profile(examples: int) -> settings:
-    """The same examples in every run; no deadline for one, since ranks share the machine; nothing written to disk."""
+    """Return settings with the same examples in every run, and nothing written to disk.
+
+    An example has no deadline, since the ranks share the machine.
+    """
     return settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
         print_blob=False,
-        # Not explained: that costs as many examples again, and every failing one may cost new
-        # processes.
+        # The phase "explain" is left out: it costs as many examples again, and every failing
+        # example may cost new processes.
         phases=[Phase.generate, Phase.shrink],
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -44,7 +55,7 @@ def profile(examples: int) -> settings:
 
 
 def check(law: Law, subject: Subject, examples: int) -> None:
-    """Raise with the simplest counterexample that was found, unless the law holds."""
+    """Raise AssertionError with the simplest counterexample, unless the law holds."""
 
     @profile(examples)
     @given(st.data())

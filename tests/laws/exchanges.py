@@ -1,4 +1,4 @@
-"""Laws of values that change hands."""
+"""Laws of collectives that move values between ranks."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from fabric.testing import PerRank, assert_same, oracles
 from fabric.testing import generators as gen
 from tests.laws.base import Draw, Subject
-from tests.laws.operations import around
+from tests.laws.operations import pass_around_ring
 from tests.laws.values import objects, rows
 
 
@@ -18,16 +18,16 @@ def all_gather_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
     values = draw(gen.per_rank_trees(size), "values")
     if concat:
         values = PerRank([oracles.all_gather([value])[0] for value in values.values])
-    found = subject.run(size, lambda fabric, x: fabric.all_gather(x, concat=concat), values)
-    assert_same(found, oracles.all_gather(values.values, concat=concat))
+    results = subject.run(size, lambda fabric, x: fabric.all_gather(x, concat=concat), values)
+    assert_same(results, oracles.all_gather(values.values, concat=concat))
 
 
 def ragged_gathers_agree_with_their_oracle(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     values = draw(gen.per_rank_tensors(size, gen.dtypes(), ragged=True), "values")
-    how = draw(st.sampled_from(["ragged", "concat"]), "how")
-    found = subject.run(size, lambda fabric, x: fabric.all_gather(x, **{how: True}), values)
-    assert_same(found, oracles.all_gather(values.values, **{how: True}))
+    option = {draw(st.sampled_from(["ragged", "concat"]), "option"): True}
+    results = subject.run(size, lambda fabric, x: fabric.all_gather(x, **option), values)
+    assert_same(results, oracles.all_gather(values.values, **option))
 
 
 def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> None:
@@ -35,51 +35,52 @@ def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> 
     src = draw(st.integers(0, size - 1), "src")
     values = draw(gen.per_rank(objects(), size), "values")
 
-    def twice(fabric: Any, x: Any) -> tuple[Any, Any]:
-        once = fabric.broadcast(x, src)
-        return once, fabric.broadcast(once, src)
+    def run_twice(fabric: Any, x: Any) -> tuple[Any, Any]:
+        first_results = fabric.broadcast(x, src)
+        return first_results, fabric.broadcast(first_results, src)
 
-    once, again = zip(*subject.run(size, twice, values), strict=True)
-    assert_same(list(once), oracles.broadcast(values.values, src))
-    assert_same(again, once)
+    first_results, second_results = zip(*subject.run(size, run_twice, values), strict=True)
+    assert_same(list(first_results), oracles.broadcast(values.values, src))
+    assert_same(second_results, first_results)
 
 
 def gather_undoes_scatter(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     src = draw(st.integers(0, size - 1), "src")
     dst = draw(st.integers(0, size - 1), "dst")
-    parts = draw(st.lists(objects(), min_size=size, max_size=size), "parts")
+    messages = draw(st.lists(objects(), min_size=size, max_size=size), "messages")
 
-    def there_and_back(fabric: Any) -> tuple[Any, Any]:
-        own = fabric.scatter(parts if fabric.global_rank == src else None, src)
-        return own, fabric.gather(own, dst)
+    def scatter_and_gather(fabric: Any) -> tuple[Any, Any]:
+        sent = None
+        if fabric.global_rank == src:
+            sent = messages
+        message = fabric.scatter(sent, src)
+        return message, fabric.gather(message, dst)
 
-    scattered, gathered = zip(*subject.run(size, there_and_back), strict=True)
-    assert_same(list(scattered), parts)
-    assert_same(list(gathered), oracles.gather(parts, dst))
+    scattered, gathered = zip(*subject.run(size, scatter_and_gather), strict=True)
+    assert_same(list(scattered), messages)
+    assert_same(list(gathered), oracles.gather(messages, dst))
 
 
-def all_to_all_twice_is_nothing(subject: Subject, draw: Draw) -> None:
+def all_to_all_twice_changes_nothing(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     values = draw(rows(size, "sum"), "values")
 
-    def twice(fabric: Any, x: Any) -> tuple[Any, Any]:
-        once = fabric.all_to_all(x)
-        return once, fabric.all_to_all(once)
+    def run_twice(fabric: Any, x: Any) -> tuple[Any, Any]:
+        first_results = fabric.all_to_all(x)
+        return first_results, fabric.all_to_all(first_results)
 
-    once, again = zip(*subject.run(size, twice, values), strict=True)
-    assert_same(list(once), oracles.all_to_all(values.values))
-    assert_same(list(again), list(values.values))
+    first_results, second_results = zip(*subject.run(size, run_twice, values), strict=True)
+    assert_same(list(first_results), oracles.all_to_all(values.values))
+    assert_same(list(second_results), list(values.values))
 
 
-def all_to_all_takes_rows_as_they_lie(subject: Subject, draw: Draw) -> None:
+def all_to_all_takes_rows_of_any_strides(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     shape = (size, *draw(gen.shapes(max_dims=2)))
     values = draw(gen.per_rank_tensors(size, gen.dtypes(), shape), "values")
-    assert_same(
-        subject.run(size, lambda fabric, x: fabric.all_to_all(x), values),
-        oracles.all_to_all(values.values),
-    )
+    results = subject.run(size, lambda fabric, x: fabric.all_to_all(x), values)
+    assert_same(results, oracles.all_to_all(values.values))
 
 
 def messages_arrive_in_their_order(subject: Subject, draw: Draw) -> None:
@@ -88,24 +89,26 @@ def messages_arrive_in_their_order(subject: Subject, draw: Draw) -> None:
     dst = draw(st.integers(0, size - 1).filter(lambda rank: rank != src), "dst")
     messages = draw(st.lists(objects(), max_size=4), "messages")
 
-    def talk(fabric: Any) -> list[Any] | None:
+    def send_or_receive(fabric: Any) -> list[Any] | None:
         if fabric.global_rank == src:
             for message in messages:
                 fabric.send(message, dst)
-        return [fabric.recv(src) for _ in messages] if fabric.global_rank == dst else None
+        if fabric.global_rank == dst:
+            return [fabric.recv(src) for _ in messages]
+        return None
 
-    assert_same(
-        subject.run(size, talk), [messages if rank == dst else None for rank in range(size)]
-    )
+    expected: list[list[Any] | None] = [None] * size
+    expected[dst] = messages
+    assert_same(subject.run(size, send_or_receive), expected)
 
 
-def a_message_that_goes_all_around_comes_home(subject: Subject, draw: Draw) -> None:
+def a_message_that_goes_around_the_ring_returns(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     values = draw(gen.per_rank(gen.tensors(gen.dtypes()), size), "values")
 
     def travel(fabric: Any, x: Tensor) -> Tensor:
         for _ in range(size):
-            x = around(fabric, x, None, size)
+            x = pass_around_ring(fabric, x, None, size)
         return x
 
     assert_same(subject.run(size, travel, values), list(values.values))
@@ -116,8 +119,8 @@ LAWS = (
     ragged_gathers_agree_with_their_oracle,
     a_broadcast_of_a_broadcast_changes_nothing,
     gather_undoes_scatter,
-    all_to_all_twice_is_nothing,
-    all_to_all_takes_rows_as_they_lie,
+    all_to_all_twice_changes_nothing,
+    all_to_all_takes_rows_of_any_strides,
     messages_arrive_in_their_order,
-    a_message_that_goes_all_around_comes_home,
+    a_message_that_goes_around_the_ring_returns,
 )

@@ -1,6 +1,10 @@
-"""State machines: collectives one after the other, each on the results of earlier ones; and calls that differ."""
+"""State machines that write programs of collectives.
 
-from collections.abc import Callable
+One writes collectives that take the results of earlier collectives. The other writes calls, one of
+which a rank makes differently.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,41 +17,65 @@ from fabric.errors import CollectiveMismatchError
 from fabric.testing import PerRank, assert_same, oracles
 from fabric.testing import generators as gen
 from tests.laws.base import Subject
-from tests.laws.operations import EVERY, Operation, own_group, reduction
+from tests.laws.operations import OPERATIONS, Operation, make_groups, reduction
 
-# Those that return what has the shape of their argument, so that each can follow each; integers
-# wrap, and stay exact.
+
+def _gather_last(fabric: Any, value: Any, group: Any, size: int) -> Any:
+    return fabric.all_gather(value, group)[-1]
+
+
+def _gather_and_broadcast(fabric: Any, value: Any, group: Any, size: int) -> Any:
+    """Gather on the first rank, and broadcast the value of the last."""
+    last = None
+    gathered = fabric.gather(value, 0, group)
+    if gathered is not None:
+        last = gathered[-1]
+    return fabric.broadcast(last, 0, group)
+
+
+def _broadcast_from_last(values: Sequence[Any]) -> list[Any]:
+    return oracles.broadcast(values, len(values) - 1)
+
+
+def _barrier(fabric: Any, value: Any, group: Any, size: int) -> Any:
+    fabric.barrier(group=group)
+    return value
+
+
+def _reduce_scatter_and_all_gather(fabric: Any, value: Any, group: Any, size: int) -> Any:
+    row = fabric.reduce_scatter(value, group, "sum")
+    return fabric.all_gather(row, group)
+
+
+# Operations whose result has the shape of their argument, so that each can follow any other.
+# Integers wrap, and stay exact.
 CHAINED = {
     **{f"all_reduce {op}": reduction(op) for op in gen.REDUCE_OPS if op != "mean"},
-    **{name: EVERY[name] for name in ("broadcast", "scatter", "send and recv")},
-    "all_gather": Operation(
-        lambda fabric, value, group, size: fabric.all_gather(value, group)[-1],
-        lambda values: oracles.broadcast(values, len(values) - 1),
-    ),
-    "gather and broadcast": Operation(
-        lambda fabric, value, group, size: fabric.broadcast(
-            (fabric.gather(value, 0, group) or [None])[-1], 0, group
-        ),
-        lambda values: oracles.broadcast(values, len(values) - 1),
-    ),
-    "barrier": Operation(
-        lambda fabric, value, group, size: (fabric.barrier(group=group), value)[1], list
-    ),
+    "broadcast": OPERATIONS["broadcast"],
+    "scatter": OPERATIONS["scatter"],
+    "send and recv": OPERATIONS["send and recv"],
+    "all_gather": Operation(_gather_last, _broadcast_from_last),
+    "gather and broadcast": Operation(_gather_and_broadcast, _broadcast_from_last),
+    "barrier": Operation(_barrier, list),
 }
-# These need a row for each rank, and so all ranks.
-CHAINED_IN_THE_WORLD = {
-    "all_to_all": EVERY["all_to_all"],
+# Operations that need a row for each rank, and so all ranks.
+CHAINED_OF_ALL_RANKS = {
+    "all_to_all": OPERATIONS["all_to_all"],
     "reduce_scatter and all_gather": Operation(
-        lambda fabric, value, group, size: fabric.all_gather(
-            fabric.reduce_scatter(value, group, "sum"), group
-        ),
-        lambda values: oracles.all_reduce(values, "sum"),
+        _reduce_scatter_and_all_gather, lambda values: oracles.all_reduce(values, "sum")
     ),
 }
 
 
 class Step(NamedTuple):
-    """An operation on the result of an earlier step, counted from 0; or values to begin with."""
+    """Values to begin with, or an operation on the result of an earlier step.
+
+    Attributes:
+        values: the values, or None for an operation.
+        operation: the operation, or None for values.
+        source: the index of the earlier step.
+        in_group: whether the operation is made in the group of the rank.
+    """
 
     values: PerRank | None = None
     operation: Operation | None = None
@@ -55,24 +83,31 @@ class Step(NamedTuple):
     in_group: bool = False
 
 
-def played(fabric: Any, steps: list[Step], groups: list[list[int]]) -> list[Tensor]:
-    """The result of every step on this rank, looked at when all are done."""
-    own = own_group(fabric, groups) if any(step.in_group for step in steps) else None
-    found: list[Tensor] = []
+def run_program(fabric: Any, steps: list[Step], groups: list[list[int]]) -> list[Tensor]:
+    """Run the steps on this rank, and return the results, which later steps may have changed."""
+    group_of_rank = None
+    if any(step.in_group for step in steps):
+        group_of_rank = make_groups(fabric, groups)
+    results: list[Tensor] = []
     for step in steps:
         if step.values is not None:
-            found.append(step.values.values[fabric.global_rank])
-        elif step.operation is not None:
-            group = own if step.in_group else None
-            size = fabric.world_size if group is None else group.size
-            found.append(step.operation.call(fabric, found[step.source], group, size))
-    if own is not None:
-        own.close()
-    return found
+            results.append(step.values.values[fabric.global_rank])
+            continue
+        assert step.operation is not None
+        source = results[step.source]
+        if step.in_group:
+            assert group_of_rank is not None
+            size = group_of_rank.size
+            results.append(step.operation.call(fabric, source, group_of_rank, size))
+        else:
+            results.append(step.operation.call(fabric, source, None, fabric.world_size))
+    if group_of_rank is not None:
+        group_of_rank.close()
+    return results
 
 
 def interleaved(subject: Subject) -> type[RuleBasedStateMachine]:
-    """A machine that writes a program of collectives with its results; real ranks then run it in one go."""
+    """Return a machine that writes a program and its expected results, and then runs it on ranks."""
 
     class Interleaved(RuleBasedStateMachine):
         results = Bundle("results")
@@ -86,37 +121,39 @@ def interleaved(subject: Subject) -> type[RuleBasedStateMachine]:
 
         @rule(target=results, data=st.data())
         def values(self, data: st.DataObject) -> int:
-            values = data.draw(
-                gen.per_rank_tensors(self.size, torch.int64, (self.size, 2)), "values"
-            )
+            shape = (self.size, 2)
+            values = data.draw(gen.per_rank_tensors(self.size, torch.int64, shape), "values")
             return self._add(Step(values), list(values.values))
 
         @rule(target=results, name=st.sampled_from(list(CHAINED)), source=results)
-        def in_world(self, name: str, source: int) -> int:
-            return self._add(
-                Step(None, CHAINED[name], source), CHAINED[name].oracle(self.expected[source])
-            )
+        def on_all_ranks(self, name: str, source: int) -> int:
+            operation = CHAINED[name]
+            return self._add(Step(None, operation, source), operation.oracle(self.expected[source]))
 
-        @rule(target=results, name=st.sampled_from(list(CHAINED_IN_THE_WORLD)), source=results)
+        @rule(target=results, name=st.sampled_from(list(CHAINED_OF_ALL_RANKS)), source=results)
         def by_rows(self, name: str, source: int) -> int:
-            operation = CHAINED_IN_THE_WORLD[name]
+            operation = CHAINED_OF_ALL_RANKS[name]
             return self._add(Step(None, operation, source), operation.oracle(self.expected[source]))
 
         @rule(target=results, name=st.sampled_from(list(CHAINED)), source=results)
         def in_group(self, name: str, source: int) -> int:
-            oracle = CHAINED[name].oracle
-            step = Step(None, CHAINED[name], source, in_group=True)
-            return self._add(step, oracles.in_groups(oracle, self.expected[source], self.groups))
+            operation = CHAINED[name]
+            step = Step(None, operation, source, in_group=True)
+            expected = oracles.in_groups(operation.oracle, self.expected[source], self.groups)
+            return self._add(step, expected)
 
         def _add(self, step: Step, expected: list[Tensor]) -> int:
+            """Add a step with its expected results by rank, and return its index."""
             self.steps.append(step)
             self.expected.append(expected)
             return len(self.steps) - 1
 
         def teardown(self) -> None:
-            if self.steps:
-                found = subject.run(self.size, played, self.steps, self.groups)
-                assert_same(found, [list(own) for own in zip(*self.expected, strict=True)])
+            if not self.steps:
+                return
+            actual = subject.run(self.size, run_program, self.steps, self.groups)
+            expected_by_rank = [list(results) for results in zip(*self.expected, strict=True)]
+            assert_same(actual, expected_by_rank)
 
     return Interleaved
 
@@ -132,8 +169,8 @@ class Call(NamedTuple):
     root: int = 0
 
 
-# What the ranks of an operation have to agree in, besides the operation.
-AGREED = {
+# The fields of a call that the ranks have to agree in, besides the operation.
+AGREED_FIELDS = {
     "all_reduce": ("reduce_op", "shape", "dtype", "key"),
     "reduce_scatter": ("reduce_op", "shape", "dtype", "key"),
     "all_gather": ("shape", "dtype", "key"),
@@ -143,17 +180,19 @@ AGREED = {
     "gather": ("root",),
     "barrier": ("key",),
 }
-OTHER = Call("", reduce_op="max", shape=(1, 2), dtype=torch.float64, key="y", root=1)
+CHANGED_FIELDS = Call("", reduce_op="max", shape=(1, 2), dtype=torch.float64, key="y", root=1)
 
 
-def changed(call: Call, how: str) -> Call:
-    """The call as a rank makes it that differs."""
-    operations = list(AGREED)
-    another = operations[operations.index(call.operation) - 1]
-    return call._replace(**{how: another if how == "operation" else getattr(OTHER, how)})
+def changed(call: Call, field: str) -> Call:
+    """Return the call with another value of a field."""
+    if field == "operation":
+        operations = list(AGREED_FIELDS)
+        previous = operations[operations.index(call.operation) - 1]
+        return call._replace(operation=previous)
+    return call._replace(**{field: getattr(CHANGED_FIELDS, field)})
 
 
-def made(fabric: Fabric, call: Call, group: Any) -> None:
+def make_call(fabric: Fabric, call: Call, group: Any) -> None:
     value = {call.key: torch.zeros(call.shape, dtype=call.dtype)}
     rows = {call.key: torch.zeros(group.size, *call.shape, dtype=call.dtype)}
     actions: dict[str, Callable[[], Any]] = {
@@ -169,65 +208,82 @@ def made(fabric: Fabric, call: Call, group: Any) -> None:
     actions[call.operation]()
 
 
-def outcome(
-    fabric: Fabric, calls: list[Call], groups: list[list[int]], rank: int, at: int, how: str
+class Difference(NamedTuple):
+    """The call that one rank makes differently.
+
+    Attributes:
+        rank: the rank, or -1 if all ranks agree.
+        index: the index of the call, or -1.
+        field: the field of the call that the rank changes, or "missing" for a call left out.
+    """
+
+    rank: int = -1
+    index: int = -1
+    field: str = ""
+
+
+def outcome_of_calls(
+    fabric: Fabric, calls: list[Call], groups: list[list[int]], difference: Difference
 ) -> str:
-    """What this rank sees of calls of which ``rank`` makes the one at ``at`` in another way, or leaves it out."""
-    own = own_group(fabric, groups)
+    """Make the calls in the group of this rank, and return "error" for a mismatch, else "fine"."""
+    group = make_groups(fabric, groups)
     try:
-        for place, call in enumerate(calls):
-            differs = (fabric.global_rank, place) == (rank, at)
+        for index, call in enumerate(calls):
+            differs = fabric.global_rank == difference.rank and index == difference.index
             if not differs:
-                made(fabric, call, own)
-            elif how != "missing":
-                made(fabric, changed(call, how), own)
-        fabric.barrier("the end", own)
+                make_call(fabric, call, group)
+            elif difference.field != "missing":
+                make_call(fabric, changed(call, difference.field), group)
+        fabric.barrier("the end", group)
     except CollectiveMismatchError:
-        return "told"
+        return "error"
     return "fine"
 
 
-def disagreeing(checked: Callable[..., list[Any]]) -> type[RuleBasedStateMachine]:
-    """A machine that writes calls, of which one rank makes one differently.
+def disagreeing(run_checked: Callable[..., list[Any]]) -> type[RuleBasedStateMachine]:
+    """Return a machine that writes calls, at most one of which a rank makes differently.
 
-    ``checked(size, fn, *args)`` runs ``fn(fabric, *args)`` on ranks with checks on, in a process
-    group of its own: after a mismatch the ranks are out of step.
+    Args:
+        run_checked: ``run_checked(size, fn, *args)`` runs ``fn(fabric, *args)`` on ranks in checked
+            mode, in a process group of its own: after a mismatch the ranks are out of step.
     """
 
     class Disagreeing(RuleBasedStateMachine):
         @initialize(data=st.data())
         def begin(self, data: st.DataObject) -> None:
             self.size = data.draw(gen.world_sizes(min_size=2), "size")
-            self.groups = data.draw(
-                gen.partitions(self.size).filter(lambda groups: max(map(len, groups)) > 1), "groups"
-            )
+            partitions = gen.partitions(self.size)
+            has_group_of_several = partitions.filter(lambda groups: max(map(len, groups)) > 1)
+            self.groups = data.draw(has_group_of_several, "groups")
             self.calls: list[Call] = []
-            self.rank = -1
-            self.at = -1
-            self.how = ""
+            self.difference = Difference()
 
-        @rule(operation=st.sampled_from(list(AGREED)))
+        @rule(operation=st.sampled_from(list(AGREED_FIELDS)))
         def agree(self, operation: str) -> None:
             self.calls.append(Call(operation))
 
-        @precondition(lambda self: not self.how)
-        @rule(operation=st.sampled_from(list(AGREED)), data=st.data())
+        @precondition(lambda self: self.difference.rank == -1)
+        @rule(operation=st.sampled_from(list(AGREED_FIELDS)), data=st.data())
         def disagree(self, operation: str, data: st.DataObject) -> None:
-            accompanied = [rank for group in self.groups if len(group) > 1 for rank in group]
-            self.rank = data.draw(st.sampled_from(accompanied), "rank")
-            self.how = data.draw(
-                st.sampled_from(["operation", "missing", *AGREED[operation]]), "how"
-            )
-            self.at = len(self.calls)
+            ranks: list[int] = []
+            for group in self.groups:
+                if len(group) > 1:
+                    ranks += group
+            rank = data.draw(st.sampled_from(ranks), "rank")
+            fields = ["operation", "missing", *AGREED_FIELDS[operation]]
+            field = data.draw(st.sampled_from(fields), "field")
+            self.difference = Difference(rank, len(self.calls), field)
             self.calls.append(Call(operation))
 
         def teardown(self) -> None:
             if not self.calls:
                 return
-            found = checked(
-                self.size, outcome, self.calls, self.groups, self.rank, self.at, self.how
-            )
-            [group] = [group for group in self.groups if self.rank in group] or [[]]
-            assert found == ["told" if rank in group else "fine" for rank in range(self.size)]
+            expected = ["fine"] * self.size
+            for group in self.groups:
+                if self.difference.rank in group:
+                    for rank in group:
+                        expected[rank] = "error"
+            args = (self.calls, self.groups, self.difference)
+            assert run_checked(self.size, outcome_of_calls, *args) == expected
 
     return Disagreeing

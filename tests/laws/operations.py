@@ -1,4 +1,4 @@
-"""The collectives by name, each with its oracle, in one form: of a value that each rank has, in a group."""
+"""The collectives by name, with their oracles. Each takes a value of each rank, and a group."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,24 +7,34 @@ from fabric.testing import oracles
 
 
 class Operation(NamedTuple):
-    """``call(fabric, value, group, size)`` on a rank of a group of ``size``; ``oracle(values)`` for all of it."""
+    """A collective, and what it has to return.
+
+    Attributes:
+        call: takes the fabric, the value of this rank, the group or None, and the group's size.
+        oracle: takes the values of all ranks, and returns their results.
+    """
 
     call: Callable[[Any, Any, Any, int], Any]
     oracle: Callable[[Sequence[Any]], list[Any]]
 
 
-def own_group(fabric: Any, groups: Sequence[Sequence[int]]) -> Any:
-    """The group of this rank, of several that share the world; every rank makes all of them."""
-    [own] = [group for ranks in groups if (group := fabric.new_group(ranks))]
-    return own
+def make_groups(fabric: Any, groups: Sequence[Sequence[int]]) -> Any:
+    """Make all groups, and return the one that this rank is a member of. Collective."""
+    joined = None
+    for ranks in groups:
+        group = fabric.new_group(ranks)
+        if group:
+            joined = group
+    return joined
 
 
-def around(fabric: Any, value: Any, group: Any, size: int) -> Any:
-    """What the rank before has sent to this one, in a ring."""
-    rank = fabric.global_rank if group is None else group.rank
+def pass_around_ring(fabric: Any, value: Any, group: Any, size: int) -> Any:
+    """Send a value to the next rank of a ring, and return what the previous rank sent."""
     if size == 1:
         return value
-    if rank % 2:
+    rank = fabric.global_rank if group is None else group.rank
+    # Odd ranks receive first, so that not all ranks wait for a receiver.
+    if rank % 2 == 1:
         received = fabric.recv((rank - 1) % size, group)
         fabric.send(value, (rank + 1) % size, group)
         return received
@@ -46,8 +56,8 @@ def _row_of_reduction(op: str) -> Operation:
     )
 
 
-# Sums and means of exact values, so that all of them have a gradient; of any collection.
-WHOLE = {
+# These take any tree, and have a gradient.
+ON_TREES = {
     "all_reduce sum": reduction("sum"),
     "all_reduce mean": reduction("mean"),
     "all_gather": Operation(
@@ -65,16 +75,16 @@ WHOLE = {
         lambda values: oracles.broadcast(values, len(values) - 1),
     ),
 }
-# Of tensors with a row for each rank.
-ROWS = {
+# These take tensors with a row for each rank.
+ON_ROWS = {
     "reduce_scatter sum": _row_of_reduction("sum"),
     "reduce_scatter mean": _row_of_reduction("mean"),
     "all_to_all": Operation(
         lambda fabric, value, group, size: fabric.all_to_all(value, group), oracles.all_to_all
     ),
 }
-# Of any object, which arrives detached.
-MESSAGES = {
+# These take any object, which arrives detached.
+ON_OBJECTS = {
     "scatter": Operation(
         lambda fabric, value, group, size: fabric.scatter([value] * size, size - 1, group),
         lambda values: oracles.broadcast(values, len(values) - 1),
@@ -83,8 +93,6 @@ MESSAGES = {
         lambda fabric, value, group, size: fabric.gather(value, size - 1, group),
         lambda values: oracles.gather(values, len(values) - 1),
     ),
-    "send and recv": Operation(
-        around, lambda values: [values[rank - 1] for rank in range(len(values))]
-    ),
+    "send and recv": Operation(pass_around_ring, lambda values: [values[-1], *values[:-1]]),
 }
-EVERY = {**WHOLE, **ROWS, **MESSAGES}
+OPERATIONS = {**ON_TREES, **ON_ROWS, **ON_OBJECTS}

@@ -1,4 +1,4 @@
-"""Collectives with a bug, each as somebody might write it, for the laws to find."""
+"""Collectives with a bug, as somebody might write it, for the laws to find."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fabric.tree import map_tensors
 
 
 class Broken:
-    """The collectives of a fabric, but for what a subclass does wrong."""
+    """The collectives of a fabric, except the one that a subclass overrides."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -21,22 +21,24 @@ class Broken:
 
 
 class IgnoresTheReduction(Broken):
-    """Always the sum."""
+    """Reduces by the sum, whatever reduction is passed."""
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         return self._fabric.all_reduce(data, group, "sum")
 
 
 class IgnoresStrides(Broken):
-    """Takes the memory of a tensor for its values, as gloo does."""
+    """Sends the memory of a tensor as if the tensor were contiguous, as gloo does."""
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        dense = map_tensors(lambda x: x.as_strided(x.shape, torch.empty(x.shape).stride()), data)
-        return self._fabric.all_reduce(dense, group, reduce_op)
+        def without_strides(x: Tensor) -> Tensor:
+            return x.as_strided(x.shape, torch.empty(x.shape).stride())
+
+        return self._fabric.all_reduce(map_tensors(without_strides, data), group, reduce_op)
 
 
 class TakesARowOfPadding(Broken):
-    """Pads to the longest, and cuts one row too late."""
+    """Pads to the longest tensor, and leaves one row of padding."""
 
     def all_gather(
         self, data: Any, group: Any = None, *, ragged: bool = False, concat: bool = False
@@ -44,8 +46,10 @@ class TakesARowOfPadding(Broken):
         lengths = self._fabric.all_gather(len(data), group)
         missing = data.new_zeros(max(lengths) - len(data), *data.shape[1:])
         rows = self._fabric.all_gather(torch.cat([data, missing]), group)
-        parts = [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]
-        return torch.cat(parts) if concat else parts
+        tensors = [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]
+        if concat:
+            return torch.cat(tensors)
+        return tensors
 
 
 class WorksInPlace(Broken):
@@ -53,27 +57,27 @@ class WorksInPlace(Broken):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         reduced = self._fabric.all_reduce(data, group, reduce_op)
-        return (
-            reduced if not isinstance(data, Tensor) or data.requires_grad else data.copy_(reduced)
-        )
+        if isinstance(data, Tensor) and not data.requires_grad:
+            return data.copy_(reduced)
+        return reduced
 
 
 class KeepsGradientsAtHome(Broken):
-    """The right values, with the gradient of the rank's own loss alone."""
+    """Returns the right values, with the gradient of the rank's own loss alone."""
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         return data + (self._fabric.all_reduce(data.detach(), group, reduce_op) - data.detach())
 
 
 class ReducesInTheWorld(Broken):
-    """Forgets the group."""
+    """Reduces over all ranks, whatever group is passed."""
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         return self._fabric.all_reduce(data, None, reduce_op)
 
 
 class ReusesItsBuffer(Broken):
-    """Returns the same tensor from every call, so that each overwrites the result of the one before."""
+    """Returns the same tensor from every call, so that a call overwrites the previous result."""
 
     def __init__(self, fabric: Fabric) -> None:
         super().__init__(fabric)
@@ -81,26 +85,29 @@ class ReusesItsBuffer(Broken):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         reduced = self._fabric.all_reduce(data, group, reduce_op)
-        return self._buffers.setdefault(reduced.shape, torch.empty_like(reduced)).copy_(reduced)
+        buffer = self._buffers.setdefault(reduced.shape, torch.empty_like(reduced))
+        return buffer.copy_(reduced)
 
 
 class IgnoresAWeight(Broken):
-    """The last rank's micro-batches count as one term each."""
+    """Counts each micro-batch of the last rank as one term, whatever its weight."""
 
     def backward(self, loss: Tensor, weight: Any) -> None:
         is_last = self._fabric.global_rank == self._fabric.world_size - 1
-        self._fabric.backward(loss, weight=0 * weight + 1 if is_last else weight)
+        if is_last:
+            weight = 0 * weight + 1
+        self._fabric.backward(loss, weight=weight)
 
 
 class DividesByTheWorldTwice(Broken):
-    """Takes the sum over the ranks for their mean."""
+    """Divides by the number of ranks, though the gradients are averaged over the ranks."""
 
     def backward(self, loss: Tensor, weight: Any) -> None:
         self._fabric.backward(loss / self._fabric.world_size, weight=weight)
 
 
-class DividesTheTailByAWholeWindow(Broken):
-    """By the configured number of micro-batches, also where the last window has fewer."""
+class DividesTheTailByAFullWindow(Broken):
+    """Divides the last window by the number of micro-batches of a full window."""
 
     def setup(self, module: nn.Module, optimizer: Optimizer) -> Any:
         self._number = 0

@@ -52,7 +52,7 @@ def test_an_update_in_float16_is_that_of_one_process_to_rounding_without_more_ov
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
-    [planted.IgnoresAWeight, planted.DividesByTheWorldTwice, planted.DividesTheTailByAWholeWindow],
+    [planted.IgnoresAWeight, planted.DividesByTheWorldTwice, planted.DividesTheTailByAFullWindow],
     ids=lambda value: value.__name__,
 )
 def test_a_loss_that_is_divided_by_the_wrong_number_breaks_the_law(

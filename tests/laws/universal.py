@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from fabric.testing import assert_same, oracles
 from fabric.testing import generators as gen
 from fabric.tree import flatten
 from tests.laws.base import Draw, Subject
-from tests.laws.operations import EVERY, MESSAGES, ROWS, WHOLE, own_group
+from tests.laws.operations import ON_OBJECTS, ON_ROWS, ON_TREES, OPERATIONS, make_groups
 from tests.laws.values import values_for
 
 
@@ -21,34 +21,53 @@ def every_collective_agrees_with_its_oracle_and_keeps_dtypes_and_structure(
 ) -> None:
     """The comparison is of types, keys, fields, lengths, shapes and dtypes, besides values."""
     size = draw(gen.world_sizes(), "size")
-    name = draw(st.sampled_from(list(EVERY)), "operation")
+    name = draw(st.sampled_from(list(OPERATIONS)), "operation")
     values = draw(values_for(name, size), "values")
-    operation = EVERY[name]
-    found = subject.run(size, lambda fabric, x: operation.call(fabric, x, None, size), values)
-    assert_same(found, operation.oracle(values.values))
+    operation = OPERATIONS[name]
+    results = subject.run(size, lambda fabric, x: operation.call(fabric, x, None, size), values)
+    assert_same(results, operation.oracle(values.values))
 
 
 def arguments_are_left_as_they_are(subject: Subject, draw: Draw) -> None:
-    """They are not written to, and no result shares memory with them."""
+    """Arguments are not written to, and no result shares memory with them."""
     size = draw(gen.world_sizes(), "size")
-    name = draw(st.sampled_from(list(EVERY)), "operation")
+    name = draw(st.sampled_from(list(OPERATIONS)), "operation")
     values = draw(values_for(name, size), "values")
-    operation = EVERY[name]
+    operation = OPERATIONS[name]
 
-    def observed(fabric: Any, x: Any) -> tuple[Any, Any, int, int]:
+    def observe_call(fabric: Any, x: Any) -> Observation:
         before = copy.deepcopy(x)
-        versions = sum(tensor._version for tensor in tensors_of(x))
+        version_before = version_of(x)
         result = operation.call(fabric, x, None, size)
-        written = sum(tensor._version for tensor in tensors_of(x)) - versions
-        # A message to oneself travels nowhere.
-        alone = size == 1 and name == "send and recv"
-        return before, x, written, 0 if alone else len(memory_of(x) & memory_of(result))
+        shared = memory_of(x) & memory_of(result)
+        return Observation(before, x, version_of(x) - version_before, len(shared))
 
-    for before, after, written, shared in subject.run(size, observed, values):
-        assert_same(after, before)
-        assert (written, shared) == (0, 0), (
-            f"written to {written} times, {shared} results share memory with them"
-        )
+    for observation in subject.run(size, observe_call, values):
+        assert_same(observation.after, observation.before)
+        assert observation.writes == 0
+        # On one process, a message to itself is the value itself.
+        if size > 1 or name != "send and recv":
+            assert observation.shared_storages == 0
+
+
+class Observation(NamedTuple):
+    """The arguments of a call before and after it.
+
+    Attributes:
+        before: a copy of the arguments, made before the call.
+        after: the arguments after the call.
+        writes: how often tensors of the arguments were changed in place.
+        shared_storages: how many storages are shared by the arguments and the result.
+    """
+
+    before: Any
+    after: Any
+    writes: int
+    shared_storages: int
+
+
+def version_of(tree: Any) -> int:
+    return sum(tensor._version for tensor in tensors_of(tree))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -56,47 +75,45 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def memory_of(tree: Any) -> set[int]:
-    """Where the storages of tensors begin; those without elements have none."""
+    """Return the addresses of the storages of tensors. An empty storage has address 0, and none."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(tree)} - {0}
 
 
 def groups_share_the_world(subject: Subject, draw: Draw) -> None:
-    """Each of several groups computes from the values of its members alone, at the same time as the others."""
+    """Groups that work at the same time compute from the values of their members alone."""
     size = draw(gen.world_sizes(), "size")
     groups = draw(gen.partitions(size), "groups")
-    name = draw(st.sampled_from([*WHOLE, *MESSAGES]), "operation")
+    name = draw(st.sampled_from([*ON_TREES, *ON_OBJECTS]), "operation")
     values = draw(values_for(name, size), "values")
-    operation = EVERY[name]
+    operation = OPERATIONS[name]
 
-    def in_own_group(fabric: Any, x: Any) -> Any:
-        own = own_group(fabric, groups)
-        result = operation.call(fabric, x, own, own.size)
-        own.close()
+    def run_in_group(fabric: Any, x: Any) -> Any:
+        group = make_groups(fabric, groups)
+        result = operation.call(fabric, x, group, group.size)
+        group.close()
         return result
 
-    assert_same(
-        subject.run(size, in_own_group, values),
-        oracles.in_groups(operation.oracle, values.values, groups),
-    )
+    results = subject.run(size, run_in_group, values)
+    assert_same(results, oracles.in_groups(operation.oracle, values.values, groups))
 
 
 def a_group_may_be_closed_at_once(subject: Subject, draw: Draw) -> None:
-    """Also when no member has yet talked to another."""
+    """A group may be closed before its members have exchanged anything."""
     size = draw(gen.world_sizes(min_size=2), "size")
     groups = draw(gen.partitions(size), "groups")
 
-    def made_and_closed(fabric: Any) -> None:
+    def make_and_close(fabric: Any) -> None:
         for _ in range(3):
-            own_group(fabric, groups).close()
+            make_groups(fabric, groups).close()
 
-    subject.run(size, made_and_closed)
+    subject.run(size, make_and_close)
 
 
 def gradients_are_those_of_the_sum_of_all_losses(subject: Subject, draw: Draw) -> None:
     """The reference is one process that computes the loss of every rank and adds them."""
     size = draw(gen.world_sizes(), "size")
-    name = draw(st.sampled_from([*WHOLE, *ROWS]), "operation")
-    operation = EVERY[name]
+    name = draw(st.sampled_from([*ON_TREES, *ON_ROWS]), "operation")
+    operation = OPERATIONS[name]
     shape = (size, *draw(gen.shapes(max_dims=2, min_side=1)))
     values = draw(gen.per_rank_tensors(size, torch.float64, shape), "values")
     weights = draw(gen.per_rank(st.integers(-3, 3), size), "weights")
@@ -108,36 +125,36 @@ def gradients_are_those_of_the_sum_of_all_losses(subject: Subject, draw: Draw) -
         return x.grad
 
     def losses(inputs: list[Tensor]) -> Sequence[Tensor]:
-        results = operation.oracle(inputs)
-        return [
-            (weight * own.square()).sum()
-            for own, weight in zip(results, weights.values, strict=True)
-        ]
+        losses_by_rank = []
+        for result, weight in zip(operation.oracle(inputs), weights.values, strict=True):
+            losses_by_rank.append((weight * result.square()).sum())
+        return losses_by_rank
 
-    found = subject.run(size, gradient, values, weights)
-    # A third has no exact double; whatever is a sum does.
+    results = subject.run(size, gradient, values, weights)
+    # A third is not an exact double. Sums of exact values are.
     rtol = 1e-12 if name.endswith("mean") else 0.0
-    assert_same(found, oracles.gradients(losses, values.values), rtol=rtol, atol=rtol)
+    assert_same(results, oracles.gradients(losses, values.values), rtol=rtol, atol=rtol)
 
 
 def gradients_stay_in_their_group(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(min_size=2), "size")
     groups = draw(gen.partitions(size), "groups")
-    name = draw(st.sampled_from([*WHOLE]), "operation")
-    operation = WHOLE[name]
+    name = draw(st.sampled_from([*ON_TREES]), "operation")
+    operation = ON_TREES[name]
     values = draw(
         gen.per_rank_tensors(size, torch.float64, gen.shapes(max_dims=1, min_side=1)), "values"
     )
 
     def gradient(fabric: Any, x: Tensor) -> Tensor | None:
         x = x.requires_grad_()
-        own = own_group(fabric, groups)
-        operation.call(fabric, x, own, own.size).square().sum().backward()
-        own.close()
+        group = make_groups(fabric, groups)
+        operation.call(fabric, x, group, group.size).square().sum().backward()
+        group.close()
         return x.grad
 
     def losses(inputs: list[Tensor]) -> list[Tensor]:
-        return [own.square().sum() for own in oracles.in_groups(operation.oracle, inputs, groups)]
+        results = oracles.in_groups(operation.oracle, inputs, groups)
+        return [result.square().sum() for result in results]
 
     rtol = 1e-12 if name.endswith("mean") else 0.0
     expected = oracles.gradients(losses, values.values)

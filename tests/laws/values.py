@@ -1,4 +1,4 @@
-"""Values to draw that several laws share; see fabric.testing.generators for the rest."""
+"""Strategies for values that several laws share, beside :mod:`fabric.testing.generators`."""
 
 from typing import Any
 
@@ -7,22 +7,30 @@ from hypothesis import strategies as st
 from fabric.testing import PerRank, oracles
 from fabric.testing import generators as gen
 
-# Of exact values: their products are rounded, and have a law of their own.
+# Reductions of exact values that are exact. Products are rounded, and have a law of their own.
 EXACT_OPS = tuple(op for op in gen.REDUCE_OPS if op != "product")
 
 
 def rows(size: int, reduce_op: str) -> st.SearchStrategy[PerRank]:
-    """For each rank a collection of tensors with a row for each rank, all rows drawn independently."""
+    """Return a strategy for trees of tensors with a row for each rank.
 
-    def stacked(values: PerRank) -> PerRank:
-        parts = [values.values[rank * size : (rank + 1) * size] for rank in range(size)]
-        return PerRank([oracles.all_gather(own)[0] for own in parts])
+    All rows are drawn independently: the values of ``size * size`` ranks are stacked.
+    """
 
-    return gen.per_rank_trees(size * size, reduce_op, with_numbers=False, max_leaves=3).map(stacked)
+    def stack_rows(values: PerRank) -> PerRank:
+        trees = []
+        for rank in range(size):
+            rows_of_rank = values.values[rank * size : (rank + 1) * size]
+            stacked, *_ = oracles.all_gather(rows_of_rank)
+            trees.append(stacked)
+        return PerRank(trees)
+
+    trees = gen.per_rank_trees(size * size, reduce_op, with_numbers=False, max_leaves=3)
+    return trees.map(stack_rows)
 
 
 def values_for(operation: str, size: int) -> st.SearchStrategy[PerRank]:
-    """What an operation of :mod:`tests.laws.operations` takes, in a group of ``size``."""
+    """Return a strategy for the values of an operation of :mod:`tests.laws.operations`."""
     op = "mean" if operation.endswith("mean") else "sum"
     if operation.startswith(("reduce_scatter", "all_to_all")):
         return rows(size, op)
@@ -32,8 +40,8 @@ def values_for(operation: str, size: int) -> st.SearchStrategy[PerRank]:
 
 
 def objects() -> st.SearchStrategy[Any]:
-    """What a message may hold: collections of tensors, numbers, and what is neither; another on each rank."""
-    leaves = st.one_of(
-        gen.tensors(gen.dtypes()), gen.numbers(), st.sampled_from(["text", None, b"bytes"])
+    """Return a strategy for trees of tensors, numbers and other objects."""
+    plain_objects = st.sampled_from(["text", None, b"bytes"])
+    return gen.trees(
+        st.one_of(gen.tensors(gen.dtypes()), gen.numbers(), plain_objects), max_leaves=3
     )
-    return gen.trees(leaves, max_leaves=3)
