@@ -396,7 +396,8 @@ class FSDPStrategy(ParallelStrategy):
         Collective if there is a module: a problem of one rank, or a model that differs between
         ranks, is an error on all ranks.
         """
-        check_optimizers(optimizers, self._shard_mesh().shape[-1], module, self._prepared_modules)
+        num_shards = self._shard_mesh().shape[-1]
+        check_optimizers(optimizers, num_shards, module=module, models=self._prepared_modules)
         if module is None:
             return
         root = uncompiled(module)
@@ -424,9 +425,8 @@ class FSDPStrategy(ParallelStrategy):
         check_shardable(root, self.is_global_zero, self._prepared_modules)
         # Called for its error: the option may choose no module.
         self._checkpointed_modules(root)
-        check_dtypes(
-            root, self._find_fsdp_modules(root), self._ignored_parameters, self.runtime.precision
-        )
+        fsdp_modules = self._find_fsdp_modules(root)
+        check_dtypes(root, fsdp_modules, self._ignored_parameters, self.runtime.precision)
         return None
 
     @override
