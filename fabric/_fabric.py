@@ -184,7 +184,8 @@ class Fabric:
         check_training: bool = True,
         timings: bool = False,
     ) -> None:
-        # Raises for arguments that cannot work. No process is started, and no device is touched.
+        """Check the arguments. No process is started, and no device is touched."""
+        # The plan is everything that is decided before a process starts.
         self._plan = resolve_plan(
             accelerator=accelerator,
             strategy=strategy,

@@ -139,6 +139,7 @@ class RankFailedError(FabricError, RuntimeError):
         FabricError.__init__(self, request, problem)
 
     def __str__(self) -> str:
+        """Return the message, and the traceback of the rank below it if the traceback is known."""
         text = FabricError.__str__(self)
         has_traceback = bool(self.traceback.strip())
         if has_traceback:

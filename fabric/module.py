@@ -78,6 +78,10 @@ class FabricModule(nn.Module):
         contract: GradientContract | None = None,
         guard: BypassGuard | None = None,
     ) -> None:
+        """Share the state of the user's module, and choose the forward pass.
+
+        A session calls this for ``setup``, and ``_rebuild`` for a copy or a pickle.
+        """
         # nn.Module.__init__ is not called. This object shares the parameters, buffers and
         # submodules of the user's module, and __getattr__ finds all other attributes there.
         user_module = uncompiled(module)

@@ -33,6 +33,7 @@ class JobStore:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        """Keep the store. No key is read or written."""
         self._store = store
         self.rank = rank
         self.size = size
