@@ -318,7 +318,8 @@ class Runtime:
         """
         # First, since the threads of the reporter and the checker use the store.
         self._closers.close()
-        # False if the group existed before all runtimes.
+        # The runtimes in this set use a process group that one of them has created. The set is
+        # empty if the group existed before.
         used_group_of_runtime = self in self._sharers_of_group
         self._sharers_of_group.discard(self)
         self._is_started = False
@@ -328,7 +329,9 @@ class Runtime:
             clear_mesh_caches()
         self.meshes.clear()
         self.store.close()
-        return used_group_of_runtime and not self._sharers_of_group and dist.is_initialized()
+        is_group_unused = used_group_of_runtime and not self._sharers_of_group
+        # The user may have destroyed the group already.
+        return is_group_unused and dist.is_initialized()
 
     def _connect(self) -> dist.Store:
         """Connect to the other processes, and return this runtime's part of the job's store.
