@@ -2,8 +2,9 @@
 
 ``position`` and ``spec`` define the terms, ``sharding`` selects the samples of a rank,
 ``saved_position`` saves where a loop is, ``copies`` moves batches, ``lockstep`` ends a loop on all
-ranks together, and ``loader`` is the loader that the user gets. ``gather``, ``accumulate`` and
-``join`` are what else the body of a loop may ask for.
+ranks together, and ``loader`` is the loader that the user gets. ``gather``, ``accumulate``,
+``metrics`` and ``join`` serve the body of a loop: results of all ranks, windows of micro-batches,
+and loops in which ranks have different numbers of batches.
 """
 
 from fabric.data.accumulate import Windows, check_no_window

@@ -44,6 +44,7 @@ class Windows:
     """
 
     def __init__(self, loader: FabricDataLoader, steps: int) -> None:
+        """Check the arguments. ``fabric.accumulate`` calls it; ``iter()`` begins the loop."""
         call_text = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
         if not isinstance(loader, FabricDataLoader):
             raise ArgumentTypeError(

@@ -79,6 +79,7 @@ class OverlappedCopies:
     """
 
     def __init__(self, device: torch.device, *, pins: bool, cuda: Any = torch.cuda) -> None:
+        """Make the side stream. :func:`mover` calls it for a loader on a CUDA device."""
         self._device = device
         self._pins = pins
         self._cuda = cuda

@@ -47,6 +47,7 @@ class JoinedPasses:
     """
 
     def __init__(self, guards: Sequence[BypassGuard], rank: int) -> None:
+        """Start the count at 0. The session calls it at the start of ``fabric.join``."""
         self.forward_count = 0
         self._guards = guards
         self._rank = rank

@@ -63,6 +63,7 @@ class RemainingBatches:
         position: EpochPosition,
         read_state: Callable[[EpochPosition], Any],
     ) -> None:
+        """Store the arguments, and fetch nothing. Called at the start of an iteration."""
         self.count = count
         self.position = position
         self._batches = batches
@@ -154,6 +155,7 @@ class Lockstep:
         connect: Callable[[str], Communicator] | None = None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
+        """Store the arguments. The session calls it once; the first loop connects the ranks."""
         self.size = size
         self._connect = connect
         self._modules = modules

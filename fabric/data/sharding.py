@@ -40,6 +40,7 @@ class SynchronizedStreams:
     """
 
     def __init__(self, streams: RandomStreams, from_rank0: FromRank0 | None, name: str) -> None:
+        """Store the arguments. Called when a loader is set up, on all ranks with one name."""
         self.streams = streams
         self._from_rank0 = from_rank0
         self._name = name
@@ -116,6 +117,7 @@ class ShardedSampler:
         streams: SynchronizedStreams,
         batch_sampler: BatchSampler | None,
     ) -> None:
+        """Store the arguments. Called on every rank when a loader is set up."""
         self.sampler = sampler
         self.rank = rank
         self.num_replicas = num_replicas

@@ -430,6 +430,7 @@ def _replace_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
 
 
 def _loader_generators(loader: DataLoader[Any]) -> tuple[torch.Generator, ...]:
+    """Return the generator that the user passed to the loader, or nothing."""
     if loader.generator is None:
         return ()
     return (loader.generator,)

@@ -420,6 +420,7 @@ class _Trace(DispatchMode):
     """
 
     def __init__(self, mode: Any) -> None:
+        """Start without storages and collectives. A dry run then enters the mode."""
         DispatchMode.__init__(self)
         self._mode = mode
         # By the id of torch's storage, which is removed when the storage is freed.

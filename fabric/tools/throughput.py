@@ -73,6 +73,7 @@ class Throughput:
     def __init__(
         self, fabric: Fabric, *, every: int = 50, warmup: int = 10, peak_flops: float | None = None
     ) -> None:
+        """Check the arguments. The time is measured from the end of the warm-up on."""
         is_valid = every >= 1 and warmup >= 1 and (peak_flops is None or peak_flops > 0)
         if not is_valid:
             raise ConfigurationError(
@@ -231,6 +232,7 @@ class _FlopCounter(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        """Read torch's table of formulas, by operator. :class:`Throughput` calls it."""
         DispatchMode.__init__(self)
         # Imported here, since ``import torch`` does not import this module, which takes time.
         from torch.utils.flop_counter import FlopCounterMode

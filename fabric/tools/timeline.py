@@ -125,6 +125,7 @@ class Timeline(SessionObserver):
     """
 
     def __init__(self, session: Session) -> None:
+        """Begin to measure the session. The caller then attaches the timeline to it."""
         device = session.runtime.device
         # The thread of the loop. Spans of other threads, such as savers, do not count.
         self._thread = get_ident()
@@ -646,6 +647,7 @@ class _Profile:
     def __init__(
         self, runtime: Runtime, timeline: Timeline, steps: range, clock: _Clock, target: Path
     ) -> None:
+        """Begin to record if the steps begin at 0. :func:`profile` calls it on every rank."""
         self._device = runtime.device
         self._store = runtime.store
         self._timeline = timeline
