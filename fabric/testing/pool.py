@@ -31,6 +31,7 @@ from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpi
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
 from fabric.seed import seed_everything
 from fabric.testing.base import (
+    FailureRole,
     Report,
     arguments_of_rank,
     check_arguments,
@@ -44,6 +45,8 @@ __all__ = ["RankPool"]
 
 _START_TIMEOUT = 120.0  # seconds for the ranks to connect
 _COLLECT_TIMEOUT = 0.15  # seconds for the other ranks to answer after one has failed
+# Seconds for the rank that caused a failure to answer, if all known failures are consequences.
+_CAUSE_TIMEOUT = 5.0
 _EXIT_TIMEOUT = 1.0  # seconds for the ranks to exit by themselves
 _STACK_TIMEOUT = 0.5  # seconds for a hanging rank to write its stack
 _PIPE_SIZE = 1 << 16  # bytes that can be sent before the receiver reads
@@ -257,6 +260,13 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
     if has_failed:
         # The rank that failed first may not be the cause: give the others time to reply.
         supervisor.collect_until(_COLLECT_TIMEOUT, have_all_answered)
+
+        def has_cause() -> bool:
+            """Return whether the cause is known, or no rank is left that could be the cause."""
+            return have_all_answered() or _has_failed_by_itself(supervisor)
+
+        if not has_cause():
+            supervisor.collect_until(_CAUSE_TIMEOUT, has_cause)
     reports: list[Report] = []
     for rank in supervisor.ranks:
         if "reply" in rank.messages:
@@ -272,14 +282,22 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
 
 def _has_failed(supervisor: Supervisor) -> bool:
     """Return whether any rank has raised, or has ended without a reply."""
-    for rank in supervisor.ranks:
-        if "reply" in rank.messages:
-            has_failed = rank.messages["reply"].report.has_failed
-        else:
-            has_failed = rank.poll()
-        if has_failed:
-            return True
-    return False
+    return any(_failure_role(rank) is not None for rank in supervisor.ranks)
+
+
+def _has_failed_by_itself(supervisor: Supervisor) -> bool:
+    """Return whether any rank has failed, and not because of another rank's failure."""
+    return any(_failure_role(rank) is FailureRole.POSSIBLE_CAUSE for rank in supervisor.ranks)
+
+
+def _failure_role(rank: RankProcess) -> FailureRole | None:
+    """Return the role of a rank that has failed, or None for a rank that has not failed."""
+    if "reply" in rank.messages:
+        report = rank.messages["reply"].report
+        return report.role if report.has_failed else None
+    if rank.poll():
+        return FailureRole.POSSIBLE_CAUSE
+    return None
 
 
 def _received_report(reply: _Reply) -> Report:
