@@ -164,7 +164,7 @@ REFUSALS: dict[str, tuple[Callable[[Job], Any], type[FabricError], list[str]]] =
     "setup of a scheduler": (
         lambda job: setup_with_a_positional_scheduler(job.fabric),
         UsageError,
-        ["StepLR", "neither", "setup(..., scheduler=...)"],
+        ["StepLR", "neither", "setup(..., scheduler=scheduler)"],
     ),
     "setup of a list": (
         lambda job: job.fabric.setup(Net(), [job.new_optimizer]),
