@@ -410,3 +410,19 @@ def test_a_tree_that_raises_while_it_is_taken_apart_raises_on_every_rank() -> No
     assert error_names == ["CollectiveMismatchError"] * 3 + ["ArgumentTypeError"] * 3 + ["2"]
     for text in [*first[3:6], *second[3:6]]:
         assert "LookupError: a" in text
+
+
+def broadcast_beside_gather(fabric: Fabric) -> list[str]:
+    if fabric.is_global_zero:
+        error = outcome(lambda: fabric.gather([1, 2]))
+    else:
+        error = outcome(lambda: fabric.broadcast([1, 2]))
+    return [error, str(fabric.all_reduce(1, reduce_op="sum"))]
+
+
+@pytest.mark.timeout(60)
+def test_a_broadcast_beside_a_gather_of_objects_is_an_error_on_every_rank() -> None:
+    for error, afterwards in run_in_ranks(broadcast_beside_gather):
+        assert error.startswith("CollectiveMismatchError")
+        assert "some ranks gather objects, and others broadcast an object" in error
+        assert afterwards == "2"

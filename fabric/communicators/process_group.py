@@ -20,13 +20,15 @@ from fabric.communicators.base import (
     Reduce,
     peer_mismatch_error,
 )
-from fabric.errors import UsageError
+from fabric.errors import CollectiveMismatchError, UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
 _MAX_DIRECT_GATHER_BYTES = 1 << 17  # of all rows together, which gloo sends straight to each rank
 _MAX_ONE_ROUND_BYTES = 16  # of a buffer that gloo reduces in one round
 
+_NO_SOURCE = -1  # in place of the source, in a collective of objects that has none
+_LENGTH_BYTES = 8  # of the length before a gathered message
 _MAX_INT64 = 2**63 - 1  # also the mask of all bits but the sign
 
 
@@ -213,16 +215,9 @@ class ProcessGroupCommunicator(Communicator):
         Raises:
             CollectiveMismatchError: the ranks pass different sources. Every rank raises it.
         """
-        # The source travels with the length, since ranks that pass different sources would not
-        # notice otherwise. Under MAX, src and -src become the highest and (negated) lowest source.
         # The length is 0 on the other ranks, so its maximum is the length at the source.
         local_length = 0 if message is None else len(message)
-        length_and_sources = torch.tensor([local_length, src, -src], device=self.device)
-        self.all_reduce(length_and_sources, Reduce.MAX)
-        length, highest_src, negated_lowest_src = length_and_sources.tolist()
-        lowest_src = -negated_lowest_src
-        if lowest_src != highest_src:
-            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest_src, highest_src])
+        length = self._agree_on_length(local_length, src)
         if message is not None:
             self.broadcast(to_tensor(message).to(self.device), src)
             return message
@@ -234,13 +229,52 @@ class ProcessGroupCommunicator(Communicator):
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Return the bytes of all ranks in rank order, on every rank. Collective.
 
-        The lengths may differ. They are gathered first, since an all-gather needs equal lengths.
+        The lengths may differ. An all-gather needs equal lengths, so the messages are padded.
+
+        Raises:
+            CollectiveMismatchError: another rank broadcasts an object. Every rank raises it.
         """
-        local_length = torch.tensor([len(message)], device=self.device)
-        lengths = self.all_gather(local_length).flatten().tolist()
-        padded_message = message.ljust(max(lengths), b"\0")
-        rows = self.all_gather(to_tensor(padded_message).to(self.device))
-        return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        longest = self._agree_on_length(len(message), _NO_SOURCE)
+        # Each row is the length of the message, the message, and padding.
+        length_prefix = len(message).to_bytes(_LENGTH_BYTES, "little")
+        padded_message = message.ljust(longest, b"\0")
+        rows = self.all_gather(to_tensor(length_prefix + padded_message).to(self.device))
+        messages: list[bytes] = []
+        for row in rows:
+            content = to_bytes(row)
+            length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+            messages.append(content[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        return messages
+
+    def _agree_on_length(self, local_length: int, src: int) -> int:
+        """Return the largest length of any rank, in bytes. Collective.
+
+        Every collective of objects begins with this exchange, so that ranks that make different
+        calls notice it. Messages of different forms would abort a rank under gloo.
+
+        Args:
+            local_length: the length on this rank.
+            src: the source of a broadcast, or ``_NO_SOURCE`` for a gather.
+
+        Raises:
+            CollectiveMismatchError: the ranks pass different sources. Every rank raises it.
+        """
+        # Under MAX, src and -src become the highest and the negated lowest source.
+        length_and_sources = torch.tensor([local_length, src, -src], device=self.device)
+        self.all_reduce(length_and_sources, Reduce.MAX)
+        length, highest_src, negated_lowest_src = length_and_sources.tolist()
+        lowest_src = -negated_lowest_src
+        if lowest_src == highest_src:
+            return length
+        if lowest_src != _NO_SOURCE:
+            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest_src, highest_src])
+        operation = "gather" if src == _NO_SOURCE else "broadcast"
+        raise CollectiveMismatchError(
+            f"{operation} of an object on rank {self.rank}",
+            problem="some ranks gather objects, and others broadcast an object",
+            expected="the same call on all ranks",
+            suggestion="FABRIC_CHECK=1, which compares the calls of the ranks",
+        )
 
     def _barrier(self, name: str) -> None:
         """Wait until every rank has called this. Collective.
