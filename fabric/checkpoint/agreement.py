@@ -63,11 +63,12 @@ def run_on_all_ranks(
     if largest_priority == 0:
         return result
     failed_rank = size - largest_priority
+    # The class that the other ranks raise. Callers handle the classes in _ERROR_CLASSES.
     error_class = CheckpointError
     if type(error) in _ERROR_CLASSES:
         error_class = type(error)
+    # Every rank has to pass a message, but only the message of failed_rank is sent.
     message = (f"{type(error).__name__}: {error}", error_class)
-    # Only the message of the failed rank is sent. The other ranks receive that message.
     text, error_class = communicator.broadcast_object(message, failed_rank)
     if error is not None:
         raise error
@@ -86,9 +87,10 @@ def gather_on_first(communicator: Communicator, value: T) -> list[T]:
     # gather() needs the same length on all ranks. Unpickling ignores the padding.
     padded = bytearray(pickled.ljust(longest, b"\0"))
     buffer = torch.frombuffer(padded, dtype=torch.uint8)
+    # On rank 0 a tensor with one row for each rank, None on other ranks.
     rows = communicator.gather(buffer.to(communicator.device), 0)
     if rows is None:
-        return []  # this is not rank 0
+        return []
     values: list[T] = []
     for row in rows.cpu():
         values.append(pickle.loads(tensor_bytes(row)))  # noqa: S301 - from a rank of this job

@@ -58,7 +58,8 @@ class PendingSave:
     def exception(self) -> BaseException | None:
         """Wait for the end of the save, and return its error or None. Not a collective.
 
-        No other call raises the error afterward.
+        The caller now knows the error, so the next save or load, or the end of the job, does not
+        raise it again.
         """
         error = self._future.exception()
         self.is_raised = True
@@ -146,6 +147,7 @@ class StagingBuffers:
         The copy of a DTensor is a DTensor with a copy of the local shard. The copy of any other
         tensor has the same attributes and the same ``requires_grad``.
         """
+        # A conjugate or negative view is a flag, which a copy of the memory would lose.
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
         # Only a dense tensor is a view of one storage.
         is_dense = local.layout is torch.strided and not local.is_quantized
@@ -157,6 +159,7 @@ class StagingBuffers:
         if is_dtensor:
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
+            # Without a gradient at first: an integer tensor, which is valid here, refuses one.
             copied = nn.Parameter(copied, requires_grad=False)
         # torch.save() writes the attributes that were set on a tensor, too.
         vars(copied).update(copy.deepcopy(vars(tensor)))
@@ -197,7 +200,8 @@ class StagingBuffers:
             word = torch.uint8
         source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
         buffer.view(word).copy_(source.view(word))
-        return _StorageCopy(buffer, source)
+        # The source keeps the storage alive: no other storage gets its address during this copy.
+        return _StorageCopy(buffer=buffer, source=source)
 
 
 class AsyncSaver:
@@ -220,7 +224,9 @@ class AsyncSaver:
         """
         self.background_communicator = background_communicator
         self.buffers = StagingBuffers()
+        # The save that may be running.
         self.pending: PendingSave | None = None
+        # Files that stay open until the last save of the job has ended, such as locks.
         self.files = ExitStack()
 
     def join(self) -> None:

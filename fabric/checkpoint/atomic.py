@@ -39,6 +39,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
     """
     request = f"write {str(path)!r}"
     if isinstance(path, RemotePath):
+        # replace() uploads the file at the end of its block.
         with write_errors(request), path.replace() as file:
             yield file
         return
@@ -46,6 +47,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
     with write_errors(request):
         _check_is_file(request, target)
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Removes the temporary files of earlier saves to the same target that were killed.
         clear_temporaries(target.parent, re.escape(target.name))
         _drop_from_page_cache(target)
         file = _open_temporary(target)
@@ -54,7 +56,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
         with write_errors(request):
             file.flush()
             os.fsync(file.fileno())
-            # The file is still open, so that the lock is held until the file has its final name.
+            # The temporary file is locked while it is open, so it is renamed before it is closed.
             os.replace(file.name, target)
     finally:
         # After a success the temporary name is gone, and unlink() fails. If unlink() fails after an
@@ -148,7 +150,7 @@ def sync_folder(folder: Path) -> None:
 def write_errors(request: str) -> AbstractContextManager[None]:
     """Return a context that converts errors of torch and the file system in a save.
 
-    The context must end before the save is committed: the text says that nothing was replaced.
+    The context must end before the save is committed: the error says that nothing was replaced.
     ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
     converted.
 
@@ -191,10 +193,10 @@ def read_errors(request: str) -> AbstractContextManager[None]:
 def _convert_errors(
     error_class: type[CheckpointError], request: str, problem: str, expected: str, suggestion: str
 ) -> Iterator[None]:
-    """Raise an ``error_class`` in place of an error of the block that fabric does not define.
+    """Convert errors of the block to ``error_class``, except fabric's own and a MemoryError.
 
-    The new error has the other arguments. Its problem is ``problem``, followed by the class and the
-    first line of the error of the block.
+    The new error gets the other arguments. Its problem is ``problem``, followed by the class and
+    the first line of the original error.
     """
     try:
         yield
@@ -203,5 +205,7 @@ def _convert_errors(
     except Exception as error:
         # torch may append a C++ stack to the first line.
         first_line, _, _ = str(error).strip().partition("\n")
-        problem = f"{problem}: {type(error).__name__}: {first_line}"
-        raise error_class(request, problem, expected, suggestion) from error
+        full_problem = f"{problem}: {type(error).__name__}: {first_line}"
+        raise error_class(
+            request, full_problem, expected=expected, suggestion=suggestion
+        ) from error

@@ -46,9 +46,10 @@ def consolidate(
             appended. With the suffix ``.safetensors`` the weights of one model are written,
             otherwise all entries, as :class:`fabric.checkpoint.FullCheckpoint` writes them.
         key: for weights, the entry that is the model. By default the only possible one.
-        max_shard_gb: write weights to a folder ``output`` (by default ``directory`` with
-            ``-weights`` appended), as Hugging Face's libraries read them: files of at most this
-            many GB, or of one tensor, and their index. By default one file is written.
+        max_shard_gb: the largest size of a file in GB, to write weights to several files. Then
+            ``output`` is a folder (by default ``directory`` with ``-weights`` appended) with the
+            files and their index, as Hugging Face's libraries read them. A tensor that is larger
+            gets a file of its own. By default one file is written.
 
     Returns:
         The file or folder that was written.
@@ -66,11 +67,13 @@ def consolidate(
     request = f"fabric consolidate {source} -o {output}"
     if key:
         request += f" --key {key}"
-    if max_shard_gb is not None and output.exists():
+    writes_folder = max_shard_gb is not None
+    if writes_folder and output.exists():
         problem = f"{str(output)!r} exists, and weights that stay there would be read too"
         raise CheckpointError(request, problem)
     reader = ShardedCheckpoint().open(source)
-    writes_weights = max_shard_gb is not None or output.suffix == ".safetensors"
+    writes_weights = writes_folder or output.suffix == ".safetensors"
+    # The names of the entries to write.
     names = list(reader.content)
     if writes_weights:
         names = [_model_entry(request, reader.content, key)]
@@ -89,19 +92,23 @@ def consolidate(
     if max_shard_gb is None:
         _write_weights(request, output, tensors)
     else:
-        _write_weights_folder(request, output, tensors, max_bytes=max_shard_gb * 1e9)
+        max_bytes = max_shard_gb * 1e9  # decimal GB, as in Hugging Face's libraries
+        _write_weights_folder(request, output, tensors, max_bytes=max_bytes)
     return output
 
 
 def _default_output(source: Location, is_folder: bool) -> Path:
-    """Return the path beside a sharded checkpoint, or in the working folder for a remote one.
+    """Return the path to write to if the user gave none.
 
-    ``source`` is the sharded checkpoint. ``is_folder`` is whether the output is a folder of
-    weights.
+    The path is beside the checkpoint or, for a remote checkpoint, in the working folder.
+
+    Args:
+        source: the sharded checkpoint.
+        is_folder: whether the output is a folder of weights.
     """
     base = source
     if not isinstance(source, Path):
-        base = source.name  # a RemotePath
+        base = source.name  # the name alone is relative to the working folder
     suffix = "-weights" if is_folder else ".pt"
     return Path(os.path.abspath(base) + suffix)
 
@@ -133,10 +140,10 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
 
 
 def _is_model_state(entry: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping has tensors, and no mappings or sequences.
+    """Return whether a mapping looks like the state dict of a module.
 
-    So has the state dict of a module, beside which there may be plain extra values. The state dict
-    of an optimizer has mappings.
+    It has to contain tensors, and may contain plain extra values. It must not contain mappings or
+    sequences, which the state dict of an optimizer contains.
     """
     types = {type(value) for value in entry.values()}
     if Tensor not in types:
@@ -167,7 +174,8 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
     Args:
         request: what the user asked for, for errors.
         folder: the folder of the file.
-        meta: a meta tensor with the shape and dtype of the result. A small result is in memory.
+        meta: a meta tensor with the shape and dtype of the result. If it is small, the result is
+            allocated in memory instead.
     """
     if meta.nbytes < _MAPPED_BYTES:
         return torch.empty_like(meta, device="cpu")
@@ -176,7 +184,8 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
         if hasattr(os, "posix_fallocate"):
             # Without this, on a full disk a write to the mapping would kill this process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, meta.nbytes)
-        # from_file() needs a name. The mapping remains valid after the file is closed.
+        # from_file() needs a path, and the file has no name: this path stands for its descriptor.
+        # The mapping remains valid after the file is closed.
         name = f"/dev/fd/{file.fileno()}"
         tensor = torch.from_file(name, shared=True, size=meta.numel(), dtype=meta.dtype)
         return tensor.view(meta.shape)
@@ -185,8 +194,8 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
 def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file of full tensors, given by name.
 
-    The format has no shared memory: tied tensors are written twice. ``request`` is what the user
-    asked for, for errors.
+    The format cannot say that tensors share memory, so tied tensors are written twice. ``request``
+    is what the user asked for, for errors.
     """
     chunks = {}
     for name, tensor in tensors.items():
@@ -220,13 +229,18 @@ def _write_weights_folder(
 
 
 def _group_by_size(tensors: Mapping[str, Tensor], max_bytes: float) -> list[dict[str, Tensor]]:
-    """Return groups of tensors that have at most ``max_bytes`` each, or one tensor."""
+    """Split tensors into groups of at most ``max_bytes`` each, in their order.
+
+    A tensor that is larger than ``max_bytes`` is a group of its own.
+    """
     groups: list[dict[str, Tensor]] = [{}]
-    size = 0
+    size_of_last_group = 0
     for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.nbytes > max_bytes:
+        fits = size_of_last_group + tensor.nbytes <= max_bytes
+        last_is_empty = not groups[-1]
+        if not fits and not last_is_empty:
             groups.append({})
-            size = 0
+            size_of_last_group = 0
         groups[-1][name] = tensor
-        size += tensor.nbytes
+        size_of_last_group += tensor.nbytes
     return groups

@@ -98,7 +98,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         ArgumentTypeError: a value cannot be stored in a sharded checkpoint.
     """
     flat = FlatState(entries=[], stored_names={}, tensors={})
-    # The name of the first tensor by its memory.
+    # By the key of a tensor's memory, the name of the first tensor with this memory.
     first_names: dict[Any, str] = {}
 
     def convert(path: KeyPath, item: PlainValue) -> Json:
@@ -114,7 +114,8 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         # itself.
         while name in flat.tensors or name == "__metadata__":
             name = f"{name}#{len(flat.tensors)}"
-        # A tensor that is empty on this rank has no memory that identifies it.
+        # The key is None for a tensor that is empty on this rank. Such a tensor shares no memory,
+        # so its own name serves as the key.
         key = memory_key(item) or name
         stored_name = first_names.setdefault(key, name)
         flat.tensors[name] = item
@@ -171,6 +172,7 @@ def to_json(
     tag = f"${kind.__name__}"
     if _is_exact_in_json(value):
         return value
+    # A scalar that needs a tag, such as a complex number or a dtype.
     if kind in _SCALARS:
         return {tag: _SCALARS[kind].write(value)}
     # A subclass of the user's may have the name of a collection, and so the same tag.
@@ -180,7 +182,7 @@ def to_json(
         return convert(path, value)
     enclosing = (*enclosing, id(value))
     if isinstance(value, dict):
-        return _dict_to_json(value, tag, convert, path, enclosing)
+        return _dict_to_json(value, tag=tag, convert=convert, path=path, enclosing=enclosing)
     if kind is set:
         # An item of a set has no key or index, so that a load could not find it by its path. An
         # ellipsis in the path says so.
@@ -189,7 +191,7 @@ def to_json(
     for index, item in enumerate(value):
         items.append(to_json(item, convert, (*path, index), enclosing))
     if kind is list:
-        return items
+        return items  # the one collection that JSON has itself
     return {tag: items}
 
 
@@ -205,6 +207,7 @@ def _is_exact_in_json(value: PlainValue) -> bool:
 
 def _dict_to_json(
     value: dict[Any, PlainValue],
+    *,
     tag: str,
     convert: _Convert,
     path: KeyPath,
@@ -212,20 +215,20 @@ def _dict_to_json(
 ) -> dict[str, Json]:
     """Return a dict as JSON under ``tag``: a list of pairs, and the attributes of the dict.
 
-    torch sets attributes on the state dict of a module: the versions of its layers. See
-    :func:`to_json` for the other arguments; ``enclosing`` includes the dict itself.
+    The attributes are kept for the state dict of a module, on which torch sets the versions of the
+    layers. See :func:`to_json` for the other arguments; ``enclosing`` includes the dict itself.
     """
     pairs = []
     for key, item in value.items():
         # The ellipsis says that the value is in a key, see [Note: key path].
         json_key = to_json(key, convert, (*path, ..., key), enclosing)
         pairs.append([json_key, to_json(item, convert, (*path, key), enclosing)])
-    result: dict[str, Json] = {tag: pairs}
+    tagged: dict[str, Json] = {tag: pairs}
     # An exact dict has no attributes. An OrderedDict or a Counter may have some.
     attributes = getattr(value, "__dict__", None)
     if attributes:
-        result["attributes"] = to_json(attributes, convert, (*path, ..., "__dict__"), enclosing)
-    return result
+        tagged["attributes"] = to_json(attributes, convert, (*path, ..., "__dict__"), enclosing)
+    return tagged
 
 
 def from_json(
@@ -239,11 +242,11 @@ def from_json(
         value: JSON.
         read_tensor: ``read_tensor(name, existing)`` returns the tensor stored under ``name``. Here
             ``existing`` is the value at the same path of the argument ``existing``, or None.
-        existing: a value of the same structure to read into, or None. Tensors that its dicts lack
-            are left out of the result.
+        existing: a value of the same structure to read into, or None. Stored tensors that its dicts
+            lack are left out of the result.
     """
     if isinstance(value, list):
-        # Without ``existing``, whose dicts alone are matched: the tensors in a list are new.
+        # Only values in dicts are matched with ``existing``: a list gets new tensors.
         return [from_json(item, read_tensor) for item in value]
     if not isinstance(value, dict):
         return value
@@ -251,6 +254,7 @@ def from_json(
     tag, content = next(iter(value.items()))
     if tag == "$tensor" and read_tensor is not None:
         return read_tensor(content, existing)
+    # A scalar, or a tensor whose values are in the JSON.
     if tag in _READERS:
         return _READERS[tag](content)
     if tag in ("$tuple", "$set"):
@@ -262,7 +266,9 @@ def from_json(
         is_stored_tensor = isinstance(item, dict) and "$tensor" in item
         if not isinstance(existing, Mapping):
             mapping[key] = from_json(item, read_tensor)
-        elif key in existing or not is_stored_tensor:
+            continue
+        should_leave_out = is_stored_tensor and key not in existing
+        if not should_leave_out:
             mapping[key] = from_json(item, read_tensor, existing.get(key))
     if "attributes" in value:
         vars(mapping).update(from_json(value["attributes"]))
