@@ -332,6 +332,19 @@ def test_the_memory_of_a_staged_copy_is_kept_for_the_next_one_of_the_same_size()
     assert len(addresses & copy_and_free(1000, 2000, 3000)) == 2
 
 
+def test_a_staged_copy_after_a_failed_one_has_the_present_values() -> None:
+    class Uncopyable:
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            raise TypeError("it cannot be copied")
+
+    buffers = StagingBuffers()
+    tensor = torch.zeros(3)
+    with pytest.raises(TypeError, match="it cannot be copied"):
+        buffers.copy({"x": tensor, "object": Uncopyable()})
+    tensor.fill_(1)
+    assert torch.equal(buffers.copy({"x": tensor})["x"], torch.ones(3))
+
+
 def test_a_staged_copy_is_freed_without_the_garbage_collector() -> None:
     tensor = torch.ones(2)
     copied = StagingBuffers().copy({"x": tensor})

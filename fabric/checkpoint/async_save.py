@@ -124,22 +124,29 @@ class StagingBuffers:
         """
         leaves, _ = flatten(state)
         copied_tensors: dict[int, Any] = {}
-        with torch.no_grad():
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    copied_tensors[id(leaf)] = self._copy_tensor(leaf)
-        # deepcopy() takes the copy of an object from its memo, the second argument, if the memo has
-        # the object's id. So it uses the copies of tensors, and copies only other objects itself.
-        copied_state = copy.deepcopy(state, copied_tensors)
-        # Buffers that this copy did not use are freed: the next state is likely to be like this
-        # one.
+        try:
+            with torch.no_grad():
+                for leaf in leaves:
+                    if isinstance(leaf, Tensor):
+                        copied_tensors[id(leaf)] = self._copy_tensor(leaf)
+            # deepcopy() takes the copy of an object from its memo, the second argument, if the memo
+            # has the object's id. So it uses the copies of tensors, and copies other objects.
+            return copy.deepcopy(state, copied_tensors)
+        finally:
+            # Also after an error: the next copy must not take the values of this one.
+            self._release_buffers()
+
+    def _release_buffers(self) -> None:
+        """Make the buffers of the present copy available to the next copy, and end the copy.
+
+        Buffers that this copy did not use are freed: the next state is likely to be like this one.
+        """
         self._unused_buffers.clear()
         for storage_copy in self._copies.values():
             buffer = storage_copy.buffer
             kind = _BufferKind(buffer.nbytes, buffer.is_pinned())
             self._unused_buffers[kind].append(buffer)
         self._copies.clear()
-        return copied_state
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the CPU.
