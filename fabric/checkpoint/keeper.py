@@ -123,6 +123,7 @@ class Checkpoints:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._running_session = running_session
         self._keep = keep
+        # The last background save, which may be running.
         self._pending: PendingSave | None = None
         # Names of checkpoints that the next _publish() removes.
         self._stale: list[str] = []
@@ -132,12 +133,15 @@ class Checkpoints:
             communicator = coordinator.communicator
             self._communicator = communicator
             self._io = coordinator.io
+            # Closed at the end of the job.
             job_files = coordinator.saver.files
 
         def validate() -> Location:
+            """Return the path of the folder, or raise if an argument is not valid."""
             _check_arguments(self._request, keep, best)
             return locate(folder)
 
+        # run_on_all_ranks() raises on every rank if its step fails on any rank.
         self._path = run_on_all_ranks(communicator, self._request, validate)
         # The name of the metric of the best checkpoint, and a function that returns whether a value
         # of the metric is at least as good as another value.
@@ -156,7 +160,7 @@ class Checkpoints:
         # The number of the last save. The name of each checkpoint begins with its number.
         newest_name = max(self._metrics, default="0")
         self._number = int(newest_name.partition("-")[0])
-        # A killed job may have left text files that name older checkpoints.
+        # Write the text files again: a killed job may have left the names of older checkpoints.
         self._publish(communicator)
 
     def _open_folder(self, job_files: ExitStack) -> "tuple[_RunFolder | None, dict[str, _Metrics]]":
@@ -239,11 +243,12 @@ class Checkpoints:
             name = f"{self._number:08}-step-{step_on_first.number}"
 
             def check() -> None:
+                """Raise unless a save is allowed now, and all ranks save the same step."""
                 coordinator.check()
                 self._check_same(request, step_here, step_on_first)
 
-            # The coordinator calls check() before it reads the state, and enters the context
-            # commit() around the writing.
+            # A coordinator for this save alone. It calls check() on each rank before it reads the
+            # state, and enters the context commit(communicator) around the writing.
             commit = partial(self._commit, name, step_on_first.metrics)
             saving_coordinator = replace(coordinator, check=check, commit=commit)
             self._pending = saving_coordinator.save(self._path / name, state, async_=async_)
@@ -258,9 +263,12 @@ class Checkpoints:
             ConfigurationError: the step is negative, or ``metrics`` is not None and lacks the
                 metric of the best checkpoint.
         """
-        values = metrics_as_floats({} if metrics is None else metrics)
+        values: _Metrics = {}
+        if metrics is not None:
+            values = metrics_as_floats(metrics)
         # index() refuses a float, and accepts an integer of numpy.
         number = operator.index(step)
+        # A save without any metrics is allowed, and is never the best one.
         lacks_best_metric = (
             metrics is not None
             and self._best_metric is not None
@@ -312,27 +320,30 @@ class Checkpoints:
         # If the block raises, the name stays here, and the next save removes what was written.
         self._stale.append(name)
         yield
-        # A format of the user's may write in the background, too.
+        # A format of the user's may write in the background, and wait() raises its error.
         run_on_all_ranks(communicator, self._request, self._io.wait)
         self._stale.remove(name)
         self._metrics[name] = metrics
         self._rotate(communicator)
         values = {"step": _step_number(name), **metrics}
-        _report_to_ray(self._path / name, values, communicator.rank == 0)
+        # Does nothing outside of Ray. Collective in a job of Ray.
+        _report_to_ray(self._path / name, values, is_first=communicator.rank == 0)
 
     def _rotate(
         self, communicator: Communicator, metrics_files: Mapping[str, str] | None = None
     ) -> None:
         """Remove all checkpoints but the newest of different steps and the best one. Collective.
 
-        ``metrics_files`` are written too, see :meth:`_publish`.
+        ``metrics_files`` has the content of metrics files to write before, by file name. None for
+        no files.
         """
         # self._metrics has the oldest checkpoint first. So of several checkpoints of the same step,
         # the newest one stays in this dict.
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
-        # The best checkpoint is None, which is not a name, if there is none.
-        retained = {*newest[-self._keep :], self._best_checkpoint()}
+        retained: set[str | None] = set(newest[-self._keep :])
+        # None if there is no best checkpoint. No checkpoint has this name.
+        retained.add(self._best_checkpoint())
         for name in list(self._metrics):
             if name not in retained:
                 del self._metrics[name]
@@ -344,18 +355,20 @@ class Checkpoints:
     ) -> None:
         """Write ``latest`` and ``best``, and then remove the stale checkpoints. Collective.
 
-        Rank 0 writes and removes. ``metrics_files`` has the content of other text files by name.
+        Rank 0 writes and removes. ``metrics_files`` has the content of metrics files to write, by
+        file name. None for no files.
         """
 
         def publish_on_first_rank() -> None:
+            """Write and remove on rank 0, which alone has a ``_RunFolder``."""
             if self._folder is None:
-                return  # only rank 0 has a folder
+                return
             texts = self._latest_and_best()
             if metrics_files is not None:
                 texts.update(metrics_files)
             self._folder.publish(texts, self._stale)
 
-        # Raises on every rank if rank 0 fails. The stale checkpoints are then removed next time.
+        # Raises on every rank if rank 0 fails. The next call then removes the stale checkpoints.
         run_on_all_ranks(communicator, self._request, publish_on_first_rank)
         self._stale.clear()
 
@@ -414,16 +427,19 @@ class Checkpoints:
             CheckpointError: no checkpoint is intact, or the newest intact one does not fit
                 ``state``. Nothing has been changed.
         """
-        skipped: list[str] = []
+        # A sentence about each damaged checkpoint, which _load_newest() adds.
+        problems: list[str] = []
         with self._running_session("load").checkpoints(phase="load") as coordinator:
+            # A pending save may be writing the newest checkpoint.
             coordinator.join_pending()
-            name = self._load_newest(coordinator, state, skipped)
+            name = self._load_newest(coordinator, state, problems)
         if name is None:
             return None
-        if skipped and self._communicator.rank == 0:
-            warnings.warn(f"{name} is restored; {join_names(skipped)}", stacklevel=2)
+        if problems and self._communicator.rank == 0:
+            warnings.warn(f"{name} is restored; {join_names(problems)}", stacklevel=2)
         # Moved to the end of the dict: the restored checkpoint counts as the newest.
         self._metrics[name] = self._metrics.pop(name)
+        # The text file ``latest`` gets the name of the restored checkpoint.
         self._publish(self._communicator)
         return _step_number(name)
 
@@ -431,7 +447,7 @@ class Checkpoints:
         self,
         coordinator: CheckpointCoordinator,
         state: MutableMapping[str, Any],
-        skipped: list[str],
+        problems: list[str],
     ) -> str | None:
         """Load the newest intact checkpoint, and return its name. Collective.
 
@@ -439,7 +455,7 @@ class Checkpoints:
             coordinator: loads a checkpoint on all ranks. A damaged one raises the same class of
                 error on all ranks, so that all ranks skip the same checkpoints.
             state: names and objects to restore.
-            skipped: gets a sentence about each newer checkpoint that is not intact.
+            problems: gets a sentence about each newer checkpoint that is not intact.
 
         Returns:
             The name, or None if there is no checkpoint.
@@ -451,15 +467,15 @@ class Checkpoints:
             try:
                 coordinator.load(self._path / name, state)
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
-                skipped.append(f"{self._path / name} is passed over: {error.problem}")
-                # Without metrics it is never the best checkpoint.
+                problems.append(f"{self._path / name} is passed over: {error.problem}")
+                # A checkpoint without metrics is never the best one.
                 self._metrics[name] = {}
             else:
                 return name
-        if skipped:
+        if problems:
             request = f"restore from {str(self._path)!r}"
             raise CheckpointError(
-                request, problem=join_names(skipped), expected="a checkpoint that is intact"
+                request, problem=join_names(problems), expected="a checkpoint that is intact"
             )
         return None
 
@@ -510,10 +526,12 @@ class _RunFolder:
         self._request = request
         self._path = path
         self._io = io
-        # A checkpoint of one of fabric's own formats may be in the other one: a run may go on with
-        # another strategy. A format of the user's has its own method to remove a checkpoint.
+        # Whether the format is fabric's own. Then a checkpoint may be a file or a folder, since a
+        # run may go on with another strategy. Checkpoints in a format of the user's are removed by
+        # its own method.
         self._is_builtin = isinstance(io, FullCheckpoint | ShardedCheckpoint)
-        # What the lock file contains while this job owns the folder.
+        # What the lock file contains while this job owns the folder. Raises if another job has
+        # locked the folder.
         self._owner = _lock_folder(request, path, job_files)
         # The content of each text file that this object has written, by name.
         self._written: dict[str, str] = {}
@@ -549,10 +567,10 @@ class _RunFolder:
         path = self._path / name
         if not self._is_builtin or not path.is_dir():
             return path.exists()
-        # First the temporary index of a killed save: clean() leaves the files of a save alone while
-        # its temporary index exists.
+        # First remove the temporary index of a killed save: while it exists, clean() does not
+        # remove the files of that save.
         clear_temporaries(path, re.escape(INDEX))
-        # A load reports an index that is damaged.
+        # A damaged index is not reported here: a load of the checkpoint reports it.
         with suppress(DamagedCheckpointError):
             clean(path)
         return (path / INDEX).is_file()
@@ -576,8 +594,8 @@ class _RunFolder:
         Raises:
             CheckpointError: another job has taken the folder.
         """
-        # An object store cannot lock a file. There, the lock file only names the job that owns the
-        # folder, and another job may have replaced the file.
+        # An object store cannot lock a file. So the lock file in it only names the job that owns
+        # the folder, and another job may have replaced the lock file.
         if isinstance(self._path, RemotePath):
             owner = (self._path / _LOCK).read_bytes()
             if owner != self._owner:
@@ -634,7 +652,7 @@ def _lock_folder(request: str, folder: Location, job_files: ExitStack) -> bytes:
         return owner
     folder.mkdir(parents=True, exist_ok=True)
     # The file stays open, and so locked, until the job ends. The mode "a" keeps the content, which
-    # names the owner. The file is not buffered, so that other processes see a new owner at once.
+    # names the present owner. The file is not buffered: other processes see a new owner at once.
     lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
     job_files.enter_context(lock)
     try:
@@ -645,7 +663,7 @@ def _lock_folder(request: str, folder: Location, job_files: ExitStack) -> bytes:
         problem = f"{lock.read().decode()} saves into it"
         raise CheckpointError(request, problem, expected="a folder for each job") from error
     except OSError as error:
-        # The file system has no locks.
+        # The file system has no locks. The job goes on without one.
         text = f"{request}: no lock tells whether another job saves into it: {error}"
         warnings.warn(text, stacklevel=2)
     lock.truncate(0)

@@ -128,6 +128,7 @@ class ShardedCheckpoint:
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
         rank = communicator.rank
+        is_first = rank == 0
         # "memory://..." is a file system of fsspec in the memory of one process.
         if communicator.size > 1 and str(path).startswith("memory:"):
             problem = (
@@ -142,7 +143,8 @@ class ShardedCheckpoint:
         # If anything raises before _commit(), the stack leaves the context of _replace_folder()
         # with the error, and the old checkpoint stays.
         with ExitStack() as stack:
-            save = write_on_all_ranks(_begin, stack, request, path, rank == 0)
+            save = write_on_all_ranks(_begin, stack, request, path, is_first)
+            # Rank 0 describes the save, and every rank gets this description.
             target = None
             if save is not None:
                 target = _Target(save.folder, save.id, flat.stored_names)
@@ -217,9 +219,10 @@ def _write_on_all_ranks(
 
 
 def _begin(stack: ExitStack, request: str, path: Location, is_first: bool) -> _FolderSave | None:
-    """Begin a save into a folder on rank 0, and return it. None on other ranks.
+    """Begin a save into a folder on rank 0, and return the save. Return None on other ranks.
 
-    To close ``stack`` commits the save. If the block of ``stack`` raises, nothing is committed.
+    The save is committed when ``stack`` is closed. If the block of ``stack`` raises, nothing is
+    committed. ``request`` is what the user asked for. ``is_first`` is whether this is rank 0.
     """
     if not is_first:
         return None
@@ -230,9 +233,9 @@ def _begin(stack: ExitStack, request: str, path: Location, is_first: bool) -> _F
 def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
     """Yield a folder to fill, and the index file to write last. See ``[Note: commit of a folder]``.
 
-    If several processes fill the folder, one of them calls this. The end of the block commits the
-    save. When the block raises, the checkpoint is unchanged. ``request`` is what the user asked
-    for, for errors.
+    Rank 0 calls it, even if several ranks fill the folder. The end of the block commits the save.
+    When the block raises, the checkpoint is unchanged. ``request`` is what the user asked for, for
+    errors.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
@@ -295,6 +298,7 @@ def _write_rank(
         )
     files: _Files = {}
     for number, chunks in enumerate(_chunks_of_files(target, rank, tensors)):
+        # Only a rank with several chunks of a tensor writes more than one file.
         suffix = ""
         if number > 0:
             suffix = f"-{number}"
@@ -303,10 +307,10 @@ def _write_rank(
             files[name] = write_safetensors(file, chunks)
     if per_rank:
         name = f"rank-{rank:05}-{target.id}.json"
-        text = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
+        content = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
         with _data_file(target.folder, name) as file:
-            file.write(text)
-        files[name] = DataFile(checksum=zlib.crc32(text), chunks={})
+            file.write(content)
+        files[name] = DataFile(checksum=zlib.crc32(content), chunks={})
     return files
 
 
@@ -406,6 +410,7 @@ def _commit(
     files: _Files = {}
     for files_of_rank in files_of_ranks:
         files.update(files_of_rank)
+    # Tensors with the same memory have the same stored name, and are described once.
     tensors = {name: flat.tensors[name] for name in flat.stored_names.values()}
     _check_complete(request, tensors, files)
     descriptions = {}
@@ -475,11 +480,11 @@ def remove_folder(folder: Location) -> None:
 
 
 def clean(folder: Location) -> None:
-    """Remove the data files of all saves but the committed one, and rename those of this one.
+    """Remove the data files of saves that are not committed, and give the others their final names.
 
-    This is the last step of a save, see ``[Note: commit of a folder]``. It is also called before a
-    save, in case the last one was interrupted. The index names the committed save. Files that a
-    process is still writing stay.
+    The index names the committed save. Files that a process is still writing stay. This is the last
+    step of a save, see ``[Note: commit of a folder]``. It is also called before a save, in case the
+    last one was interrupted.
     """
     # The ID of the save of each data file that no process is writing.
     finished_files: dict[Location, str] = {}
@@ -507,4 +512,5 @@ def clean(folder: Location) -> None:
             if save_id != committed_id:
                 path.unlink()
             elif isinstance(path, Path) and path.suffix == ".tmp":
+                # The final name is the name without ".tmp". A remote file has it already.
                 os.replace(path, path.with_suffix(""))

@@ -111,7 +111,8 @@ class StateDicts:
         """
         prepared = self.prepared_module(module)
         expected = self.strategy.get_module_state_dict(prepared, sharded=True)
-        # The names of the prepared module, which may contain wrapper modules of torch.compile.
+        # The values get the names of the prepared module. These may contain the wrapper modules of
+        # torch.compile, which a checkpoint leaves out.
         renamed = uncompiled_state(content, expected)
         self.strategy.load_module_state_dict(prepared, renamed, strict)
 
@@ -151,10 +152,10 @@ class StateDicts:
             module_state: the result of :meth:`of_module`.
             is_first: whether this is rank 0. Other ranks get an empty dict.
         """
-        result: Any = {}
+        full_state: Any = {}
         if is_first:
             # A shallow copy keeps the versions of layers that torch attaches to a state dict.
-            result = copy.copy(module_state)
+            full_state = copy.copy(module_state)
         copies: dict[Any, Any] = {}
         for name, value in module_state.items():
             # One full tensor at a time, to bound the memory. Every rank takes part.
@@ -165,8 +166,8 @@ class StateDicts:
             key = memory_key(value) or name
             if key not in copies:
                 copies[key] = map_tensors(_copy_to_cpu, full)
-            result[name] = copies[key]
-        return result
+            full_state[name] = copies[key]
+        return full_state
 
     def back_up(self, state: MutableState, names: Iterable[str], undo: ExitStack) -> None:
         """Have ``undo`` restore entries to their present state, and the random states.
@@ -189,6 +190,7 @@ class StateDicts:
             if isinstance(value, nn.Module):
                 if should_copy_modules:
                     copied = map_tensors(_clone_unless_lazy, self.of_module(value))
+                    # Not strict: a module may leave values out of its own state.
                     undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
                 # Not a copy: a load gives an optimizer new tensors, and leaves the old ones alone.

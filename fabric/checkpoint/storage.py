@@ -132,7 +132,8 @@ Location = Path | RemotePath
 def locate(path: str | os.PathLike[str]) -> Any:
     """Resolve a user's path to an absolute :data:`Location`.
 
-    A later ``chdir`` does not affect the result.
+    A later ``chdir`` does not affect the result. The type is Any, since a checkpoint format of the
+    user takes a ``Path`` and gets a ``RemotePath`` for a path with a scheme.
 
     Raises:
         ConfigurationError: the path is not a valid file name.
@@ -142,8 +143,9 @@ def locate(path: str | os.PathLike[str]) -> Any:
     match = _PATH.fullmatch(text)
     assert match is not None, "the path may be any text"
     _check_path(text, match)
-    if match["slashes"] != "//":
-        return Path(text).absolute()  # a path without a scheme
+    has_scheme = match["slashes"] == "//"
+    if not has_scheme:
+        return Path(text).absolute()
     if match["scheme"] in ("file", "local"):
         return Path(match["path"]).absolute()
     # Without a slash at the end, the last component is the name.
