@@ -242,7 +242,7 @@ class Fabric:
         ``"model_parallel"`` has one from the start, and ``"fsdp"`` after ``setup``.
         """
         meshes = self._ensure_session("device_mesh").runtime.meshes
-        # The mesh of the strategy is the first one that was made.
+        # The strategy makes its mesh before any other mesh is made.
         return next(iter(meshes.values()), None)
 
     @property
@@ -316,8 +316,8 @@ class Fabric:
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
-        # Raises in a process that imports the script of the launching process: each process of the
-        # job would start a job of its own.
+        # A rank imports the user's script to find the function to run. This raises if the script
+        # calls launch() while it is imported: each rank would start a further job.
         refuse_while_importing_main()
         if self._is_closed:
             raise self._not_running_error("launch()")
@@ -334,10 +334,12 @@ class Fabric:
                 spec = replace(spec, results="none")
             elif return_all:
                 spec = replace(spec, results="all")
+            # Each rank calls _run_in_rank with these arguments, and with no keyword arguments.
             rank_args = (self, function, args, kwargs)
-            return plan.launcher.launch(_run_in_rank, rank_args, {}, spec)
+            no_kwargs: dict[str, Any] = {}
+            return plan.launcher.launch(_run_in_rank, rank_args, no_kwargs, spec)
 
-        self._ensure_session("launch")
+        self._ensure_session("launch")  # connects this rank to the others
         result = function(self, *args, **kwargs)
         if not return_result:
             return None
@@ -363,8 +365,9 @@ class Fabric:
             lacks_function = not callable(function_and_args[0])
         else:
             call_text = "fabric.launch()"
-            starts_function = not is_rank and plan.launcher.runs_function
-            lacks_function = starts_function or bool(kwargs)
+            launcher_needs_function = not is_rank and plan.launcher.runs_function
+            # Keyword arguments are for a function, too.
+            lacks_function = launcher_needs_function or bool(kwargs)
         if lacks_function:
             raise UsageError(
                 call_text,
@@ -407,8 +410,10 @@ class Fabric:
         # before the loggers. All of them are called, even if one raises.
         with ExitStack() as stack:
             if self._is_rank0_or_launcher():
-                # An exception is being handled, or an uncaught one has ended the program.
-                has_failed = sys.exc_info()[0] or getattr(sys, "last_value", None)
+                is_handling_exception = sys.exc_info()[0] is not None
+                # Python sets sys.last_value when an uncaught exception ends the program.
+                has_uncaught_exception = getattr(sys, "last_value", None) is not None
+                has_failed = is_handling_exception or has_uncaught_exception
                 status = "failed" if has_failed else "success"
                 stack.callback(self._loggers.close, status)
             if self._session is not None:
@@ -467,7 +472,7 @@ class Fabric:
     def setup(
         self, module: Module, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True
     ) -> nn.Module | tuple[Any, ...]:
-        """Set up a module together with the optimizers of its parameters. May be collective.
+        """Set up a module together with the optimizers of its parameters. Collective.
 
         Args:
             module: the model. Its parameters are moved and converted in place. An
@@ -489,7 +494,7 @@ class Fabric:
         """
         session = self._ensure_session("setup")
         session.check_setup(module, optimizers)  # raises before anything has changed
-        model = session.setup_module(module, move_to_device)
+        model = session.setup_module(module, move_to_device=move_to_device)
         session.setup_optimizers(optimizers)
         return _single_or_tuple(model, *optimizers, scheduler)
 
@@ -500,7 +505,7 @@ class Fabric:
     @overload
     def setup_module(self, module: Compiled, move_to_device: bool = ...) -> FabricModule: ...
     def setup_module(self, module: Module, move_to_device: bool = True) -> nn.Module:
-        """Set up a module without optimizers, and return it. May be collective.
+        """Set up a module without optimizers, and return it. Collective.
 
         The arguments and errors are described in :meth:`setup`.
         """
@@ -697,7 +702,8 @@ class Fabric:
         if session is not None:
             for spec, position in session.active_loops:
                 if spec.uneven == "longest":
-                    # A batch that only repeats an earlier one gets a loss and a weight of zero.
+                    # This rank has run out of batches and repeats one to stay in step with the
+                    # other ranks: its loss and its weight become zero. Others are not changed.
                     tensor, weight = without_repeats(position, tensor, weight)
         needs_loss_weights = weight is not None or optimizer is not None
         # After the first weight, all losses pass through the loss weights, which refuse to add up
@@ -720,13 +726,13 @@ class Fabric:
                 function()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
-            session.strategy._explain(error)  # adds a note to the error
+            session.strategy._explain(error)  # may add a note to the error
             for function in hooks.after:
                 function(tensor, error)
             raise
         # A copy of the list, since a function may remove itself from the list.
         for function in list(hooks.after):
-            function(tensor, None)
+            function(tensor, None)  # None: there was no error
 
     def autocast(self) -> AbstractContextManager[object]:
         """Run code outside of a forward pass in the autocast context of the precision.
@@ -765,12 +771,18 @@ class Fabric:
 
         Raises:
             NonFiniteGradientError: the norm is not finite. No gradient was changed.
+            ConfigurationError: both limits were passed, or none, or one that is not positive.
             UsageError: the optimizer is not set up, or updates no parameter of the module.
         """
         models = find_fabric_modules("clip_gradients", module)
         session = self._ensure_session("clip_gradients")
         return session.clip_gradients(
-            models, optimizer, error_if_nonfinite, clip_val, max_norm, float(norm_type)
+            models,
+            optimizer,
+            error_if_nonfinite=error_if_nonfinite,
+            clip_val=clip_val,
+            max_norm=max_norm,
+            norm_type=float(norm_type),  # "inf" becomes infinity
         )
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
@@ -808,7 +820,7 @@ class Fabric:
             # pass, so the strategy cannot postpone the average.
             if not isinstance(model.module, PARAMETER_LISTS):
                 prepared.append(model._fabric_prepared)
-        return without_sync(self.strategy, prepared, enabled)
+        return without_sync(self.strategy, prepared, enabled=enabled)
 
     def accumulate(self, loader: FabricDataLoader, steps: int) -> Windows:
         """Return a loop over pairs ``(batch, last)``, in windows of ``steps`` micro-batches.
@@ -1173,9 +1185,10 @@ class Fabric:
             requeue: whether rank 0 requeues the SLURM job, or this task of a job array. Without
                 SLURM the argument has no effect.
         """
-        # No process exits until all have come here. A collective of another process would fail.
+        # A process that exits too early would break the collectives of a process that still trains.
         self.barrier("exit_preempted")
         is_requeued_here = requeue and self.global_rank == 0
+        # The function of the same name calls teardown(), which waits for unfinished saves.
         exit_preempted(self.teardown, is_requeued_here)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
@@ -1344,7 +1357,7 @@ class Fabric:
             CheckpointError: the file is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the file holds code, which was not run.
         """
-        refuses_code = weights_only is not False
+        refuses_code = weights_only is not False  # None means True
         with self._ensure_session("load_raw").checkpoints("load_raw") as coordinator:
             coordinator.load_raw(path, obj, strict=strict, weights_only=refuses_code)
 
@@ -1659,14 +1672,17 @@ class Fabric:
 
     def _close_at_exit(self) -> None:
         """Close this Fabric when the interpreter exits, if the user did not call ``teardown``."""
-        # Python sets sys.last_value for an uncaught exception. Then the other ranks may wait for a
-        # call that this rank will never make, and closing would wait for them.
-        if getattr(sys, "last_value", None) is not None and self._session is not None:
+        # Python sets sys.last_value when an uncaught exception ends the program.
+        has_uncaught_exception = getattr(sys, "last_value", None) is not None
+        if has_uncaught_exception and self._session is not None:
+            # The other ranks may be in a collective that this rank will never call. Closing would
+            # wait for them. abort() drops the connections without waiting.
             self._session.runtime.abort()
         try:
             self.teardown()
         except BaseException:
-            # An exception in an exit handler does not change the exit code of the process.
+            # An exception in an exit handler does not change the exit code of the process. This
+            # call returns, and makes the process end with code 120 after the other exit handlers.
             exit_with_late_error()
             raise
 

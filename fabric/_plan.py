@@ -225,10 +225,10 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
 
     job = _find_existing_job(options["environment"], env)
     accelerator = _parse_accelerator(options["accelerator"])
-    # If the strategy is still to be chosen, any DDPStrategy stands for it: it has no own devices.
-    devices = _parse_devices(
-        accelerator, options["devices"], requested_strategy or DDPStrategy(), job
-    )
+    # The default strategy depends on the number of devices. Until then a DDPStrategy stands in for
+    # it, which brings no devices.
+    strategy_or_stand_in = requested_strategy or DDPStrategy()
+    devices = _parse_devices(accelerator, options["devices"], strategy_or_stand_in, job)
     num_nodes = _parse_num_nodes(options["num_nodes"], job)
     strategy = requested_strategy or _default_strategy(len(devices), num_nodes, precision)
     strategy.check(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
@@ -303,7 +303,7 @@ def _add_run_options(options: _Options, env: Mapping[str, str]) -> None:
                 f"`fabric run {_flag(argument)} {value}` ({variable}; environment='none' "
                 "ignores it)"
             )
-            _add_option(options, argument, value, source)
+            _add_option(options, argument, value, source=source)
 
 
 def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
@@ -331,11 +331,13 @@ def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
     for argument, value in strategy_options.items():
         if value is not None:
             source = f"{_comparable_text(argument, value)!r} in the strategy"
-            _add_option(options, argument, value, source)
+            _add_option(options, argument, value, source=source)
 
 
-def _add_option(options: _Options, argument: str, value: Any, source: str) -> None:
-    """Set an argument of ``Fabric`` to a value from another source, unless the user gave it, too.
+def _add_option(options: _Options, argument: str, value: Any, *, source: str) -> None:
+    """Set an argument of ``Fabric`` to the value that another source gives it.
+
+    If the user passed a value to ``Fabric``, that value is kept, and must mean the same.
 
     Args:
         options: the arguments of ``Fabric`` by name. Changed in place.
@@ -351,9 +353,10 @@ def _add_option(options: _Options, argument: str, value: Any, source: str) -> No
         options[argument] = value
         return
     current_text = _comparable_text(argument, current_value)
-    # Fabric(devices=2) agrees with a strategy that has a list of two devices.
+    # Only devices are tuples. Fabric(devices=2) agrees with a strategy that has two devices.
     is_number_of_devices = isinstance(value, tuple) and current_text == str(len(value))
-    if is_number_of_devices or current_text == _comparable_text(argument, value):
+    has_same_meaning = current_text == _comparable_text(argument, value)
+    if is_number_of_devices or has_same_meaning:
         return
     raise ConfigurationError(
         f"Fabric({argument}={current_value!r}) with {source}",
@@ -381,7 +384,7 @@ def _comparable_text(argument: str, value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ",".join(map(str, value))
     text = str(value).strip().lower()
-    if argument == "accelerator" and text == "gpu":
+    if argument == "accelerator" and text == "gpu":  # another name of the same accelerator
         return "cuda"
     return text
 
@@ -395,8 +398,9 @@ def _refuse_late_options(options: _Options, env: Mapping[str, str]) -> None:
     """Raise if options of ``fabric run`` follow the script, and nothing else gives their values.
 
     Everything after the script is passed to the script. If the script does not pass the value on to
-    ``Fabric``, the job would ignore the option. ``fabric run`` does not know whether the script
-    does, and passes the options that follow the script in variables of their own.
+    ``Fabric``, the job would ignore the option. ``fabric run`` cannot know what the script does. So
+    it sets a variable with the suffix ``AFTER_SCRIPT_SUFFIX`` for each option after the script, and
+    this function checks the options in the ranks.
 
     Args:
         options: the merged arguments of ``Fabric``.
@@ -479,8 +483,8 @@ def _parse_name(
     name = value.lower() if isinstance(value, str) else ""
     if name in table:
         return _make_from_entry(table[name], base_class, **options)
-    # Looked up after the table: to read the entry points of all packages takes milliseconds. A
-    # group of entry points has the name of the module of its base class.
+    # Looked up after the table, since reading the entry points of all packages takes milliseconds.
+    # A group of entry points is named for the module of its base class.
     group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
     plugins = {plugin.name: plugin for plugin in entry_points(group=group)}
     if name in plugins:
@@ -522,6 +526,7 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
     Raises:
         ConfigurationError: ``value`` is not a duration in the valid range.
     """
+    # Not a number if `value` is not a duration: to_seconds() returns other objects unchanged.
     seconds = to_seconds(value)
     can_be_zero = argument == "watchdog"
     is_number = isinstance(seconds, int | float)
@@ -590,12 +595,14 @@ def _parse_devices(
     # Any number of devices is valid if no process exists yet, or if one process drives them all.
     if job is None or (strategy.drives_all_devices and job.world.world_size == 1):
         return strategy.parallel_devices or accelerator.parse_devices(devices)
-    _refuse_one_process_strategy(strategy, job)
+    _refuse_one_process_strategy(strategy, job)  # raises if the strategy needs a single process
     num_processes = job.world.local_world_size
     if devices == "auto":
+        # On the CPU, any number of processes share the cores.
         if accelerator.name != "cpu":
             device_count = accelerator.device_count()
-            # A scheduler may hide from each process all devices but its own.
+            # A scheduler may hide from each process all devices but its own. The device of every
+            # process then has index 0.
             if device_count == 1:
                 return accelerator.parse_devices(1) * num_processes
             if device_count < num_processes:
@@ -715,7 +722,7 @@ def _choose_launcher(
     has_launcher = not _is_undecided(options["launcher"])
     start_method = options["launcher"] if has_launcher else strategy.start_method
     launcher = _parse_name("launcher", start_method, LAUNCHERS, Launcher)
-    _refuse_second_launch(launcher, job)
+    _refuse_second_launch(launcher, job)  # raises if a launch would start the processes twice
     if world is not None:
         # All processes exist already. The launcher was parsed for its errors only.
         return InlineLauncher()
@@ -724,8 +731,9 @@ def _choose_launcher(
     has_strategy_name = isinstance(options["strategy"], str)
     may_replace_popen = not has_launcher and has_strategy_name and launcher.name == "popen"
     if may_replace_popen and is_interactive():
-        launcher = LAUNCHERS[notebook_start_method(has_cloudpickle())]
-    launcher.check(launch_spec)
+        can_pickle_functions = has_cloudpickle()
+        launcher = LAUNCHERS[notebook_start_method(can_pickle_functions)]
+    launcher.check(launch_spec)  # raises if the launcher cannot start these processes here
     return launcher
 
 
@@ -779,7 +787,7 @@ def _should_check_collectives(options: _Options, env: Mapping[str, str]) -> bool
 
 
 def _deadline(options: _Options) -> float:
-    """Return when the time limit of ``Fabric`` ends, on the monotonic clock; infinity without."""
+    """Return the monotonic time at which ``time_limit`` ends, or infinity if there is no limit."""
     if options["time_limit"] is None:
         return float("inf")
     return monotonic() + options["time_limit"].total_seconds()

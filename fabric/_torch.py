@@ -114,7 +114,7 @@ def disable_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     from torch.distributed.algorithms.join import _JoinConfig
 
     wrapper._join_config = _JoinConfig.construct_disabled_join_config()
-    # No handle of a collective, and a division by the number of all ranks.
+    # None: the reducer has no collective to wait for. True: it divides by the number of all ranks.
     wrapper.reducer._set_forward_pass_work_handle(None, True)  # pyright: ignore[reportArgumentType]  # declared without None
 
 
@@ -263,7 +263,8 @@ def unfinished_backward_check(root: Any) -> Callable[[], bool]:
     Args:
         root: the outermost module that FSDP2 shards.
     """
-    # Not a Python function, since it is called in every forward pass.
+    # partial() and attrgetter() are written in C: the check in each forward pass makes no Python
+    # call.
     is_callback_queued = attrgetter("_state_ctx.post_backward_final_callback_queued")
     return partial(is_callback_queued, root._get_fsdp_state())
 
@@ -328,9 +329,9 @@ def is_compiling() -> bool:
     for innermost_frame in sys._current_frames().values():
         for frame, _ in traceback.walk_stack(innermost_frame):
             code = frame.f_code
-            # The file with its folder, as in the table.
-            file = "/".join(code.co_filename.split(os.sep)[-2:])
-            if (file, code.co_name) in compiling_functions:
+            # The last folder and the file name, as in the table.
+            folder_and_file = "/".join(code.co_filename.split(os.sep)[-2:])
+            if (folder_and_file, code.co_name) in compiling_functions:
                 return True
     return False
 
@@ -358,8 +359,8 @@ def hook_entry(handle: Any) -> HookEntry:
         handle: what ``register_forward_hook`` or a similar method returned. The handle itself can
             only remove the hook for good, and its reference to the dict is private.
     """
-    hooks = handle.hooks_dict_ref()  # the reference is weak
-    return HookEntry(hooks, handle.id, hooks[handle.id])
+    hooks = handle.hooks_dict_ref()  # the handle has only a weak reference to the dict
+    return HookEntry(hooks, key=handle.id, hook=hooks[handle.id])
 
 
 # A decorator for tensor hooks that a pickle or a copy of the tensor may leave out. torch warns when
@@ -420,7 +421,7 @@ def synchronization_check(
 
     DDP's ``no_sync`` sets an attribute that torch does not document.
     """
-    # Not a Python function, since it is called in every step.
+    # partial() and attrgetter() are written in C: the check in each step makes no Python call.
     return partial(attrgetter("require_backward_grad_sync"), wrapper)
 
 

@@ -274,9 +274,10 @@ def _parse_devices(devices: Any, expected: str) -> _Devices:
             return _parse_text(devices.strip())
         if isinstance(devices, Sequence):
             return tuple(map(operator.index, devices))
-        return operator.index(devices)  # raises a TypeError for a float
+        return operator.index(devices)  # unlike int(), refuses a float
     except (TypeError, ValueError) as error:
-        # int() raises a ValueError for a text that is not a number.
+        # A ValueError is from int(), for a text that is not a number. A TypeError is from
+        # operator.index(), for an object that is not an integer.
         error_class = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
         raise error_class(
             f"devices={devices!r}",

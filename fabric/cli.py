@@ -414,7 +414,7 @@ def _run(options: argparse.Namespace) -> int:
     script = Script(
         name=options.script,
         is_module=options.module,
-        arguments=[options.script, *options.arguments],
+        arguments=[options.script, *options.arguments],  # becomes sys.argv
         directory=os.getcwd(),
     )
     exit_code = 0
@@ -487,8 +487,8 @@ def _check_script(options: argparse.Namespace) -> None:
     script = options.script
     directory = os.getcwd()
     if options.module:
-        # Only the outermost package is searched for. To search for a module inside of a package
-        # would import the package, which is left to the ranks.
+        # Only the outermost package is searched for. A search for a module inside of the package
+        # would import the package, and only the ranks should import it.
         package = script.partition(".")[0]
         is_installed = find_spec(package) is not None
         # `python -m` also searches the working directory, which this command does not.
@@ -559,7 +559,7 @@ def _prepare_log_dir(options: argparse.Namespace) -> None:
 
 
 def _resolve_worlds(options: argparse.Namespace) -> list[World]:
-    """Return the rank and its place in the job for each process to start on this machine.
+    """Return the place in the job of each process to start on this machine.
 
     The script's ``Fabric()`` will get the same options. Checking them here reports an error once,
     and not in every rank.
@@ -576,8 +576,9 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         value = getattr(options, name)
         if value is not None:
             arguments[name] = value
-    # The plan of a job that begins here. Without environment="none" and env={}, the variables of a
-    # launcher that started this command would describe another job.
+    # This plan is only for checking and for the number of processes: `fabric run` starts them, so
+    # the plan gets a launcher that starts nothing. environment="none" and env={} hide the variables
+    # of a launcher that may have started this command: they would describe another job.
     plan = resolve_plan(**arguments, launcher=InlineLauncher(), environment="none", env={})
     num_processes = plan.launch_spec.num_processes
     num_nodes = options.num_nodes or 1
@@ -585,8 +586,8 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         return node_worlds(num_processes)
     worlds = node_worlds(
         num_processes,
-        options.node_rank,
-        num_nodes,
+        node_rank=options.node_rank,
+        num_nodes=num_nodes,
         address=options.main_address,
         port=options.main_port,
     )

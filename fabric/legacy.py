@@ -383,10 +383,10 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
             'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin=',
         )
         super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             cpu_offload=cpu_offload,

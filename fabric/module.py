@@ -140,7 +140,8 @@ class FabricModule(nn.Module):
         """Run a method of the user's module through the prepared module, as a forward pass.
 
         To type checkers the result of ``setup`` is an object of the user's class, which lacks this
-        method. For type checkers write ``FabricModule.mark_forward_method(model, "loss")``.
+        method. Write ``FabricModule.mark_forward_method(model, "loss")`` to satisfy them, for which
+        ``self`` is declared as ``Any``.
 
         Args:
             method: the method or its name.
@@ -269,6 +270,7 @@ class FabricModule(nn.Module):
         strategy_casts = contract is not None and contract.casts
         has_autocast = precision.compute_dtype is not None
         if not has_autocast and not strategy_casts:
+            # The inputs get the dtype of the parameters, if all parameters have the same.
             dtype = _common_dtype(self._fabric_uncompiled)
             if dtype is not None:
                 forward = _with_cast_inputs(forward, dtype)
@@ -302,14 +304,14 @@ def _delegating_method(name: str) -> Callable[..., Any]:
     may_change_dtype = name in _CONVERSIONS
 
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
-        """Call the method of the user's module. A result that is this module stays the wrapper."""
+        """Call the method of the user's module. Return this wrapper if it returns its module."""
         if may_change_dtype and self._fabric_contract is not None:
             # Raises if gradients are synchronized in the present dtype.
             self._fabric_contract.check_conversion(name, args, kwargs)
         result = getattr(self._fabric_uncompiled, name)(*args, **kwargs)
         if may_change_dtype:
             self._bind_forward()
-        # Methods such as to() return the module itself.
+        # Methods such as to() return the module itself, so that calls can be chained.
         if result is self._fabric_uncompiled:
             return self
         return result

@@ -83,9 +83,9 @@ class Runtime:
     _sharers_of_group: ClassVar[WeakSet["Runtime"]] = WeakSet()
 
     def __post_init__(self) -> None:
-        # A scheduler may hide from each process all devices but its own. Then `devices` has one
-        # element, although the local rank is larger than 0.
         """Choose the device, and set the state of a process that is not connected."""
+        # A scheduler may hide from each process all devices but its own. Then `devices` has one
+        # element, although the local rank may be larger than 0.
         self.device = self.devices[self.world.local_rank % len(self.devices)]
         # start() replaces the store and the communicator if there are other processes.
         self.store = JobStore(dist.HashStore(), 0, 1)
@@ -121,6 +121,7 @@ class Runtime:
                 return
         rank = self.world.rank
         size = self.world.world_size
+        # The context prints that this rank waits if others take longer than `watchdog`.
         with announce_wait(rank, size, self.watchdog):
             if store is None:
                 store = self._connect()
@@ -166,6 +167,9 @@ class Runtime:
 
         Args:
             store: this job's part of the store that the ranks share.
+
+        Raises:
+            ConfigurationError: the store allows no second connection, and the watchdog is on.
         """
         connection = connect_again(store, is_required=bool(self.watchdog))
         if connection is None:
@@ -267,6 +271,7 @@ class Runtime:
         """
         if not self._is_started:
             return
+        # First, since these communicators use the process group and the store.
         for communicator in self._background_communicators.values():
             communicator.close()
         must_destroy_group = self._disconnect()
@@ -283,7 +288,8 @@ class Runtime:
 
     def abort(self) -> None:
         """Disconnect from the other processes after an exception, without waiting for them."""
-        if self._disconnect():
+        must_destroy_group = self._disconnect()
+        if must_destroy_group:
             abort_process_group()
 
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
@@ -355,6 +361,7 @@ class Runtime:
                 # Another runtime has created the group. It must stay open until this one closes.
                 self._sharers_of_group.add(self)
             return store
+        # Before the group exists, since a forked process that frees a group may hang.
         freeze_garbage_in_forks()
         # With a device, NCCL connects now instead of in the first collective.
         device_id = self.device if self.device.type == "cuda" else None

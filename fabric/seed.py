@@ -135,7 +135,7 @@ class RandomStreams:
         for name in self.global_streams:
             read_state = _READERS[name]
             stream_state = read_state()
-            if stream_state is not None:
+            if stream_state is not None:  # None for numpy's stream if numpy is not used
                 state[name] = stream_state
         if self.generators:
             state["generators"] = [generator.get_state() for generator in self.generators]
@@ -146,10 +146,11 @@ class RandomStreams:
 
         A stream without an entry in ``state`` stays as it is.
         """
-        self.restore_global_streams(state, unless={})
+        self.restore_global_streams(state, unless={})  # no stream is left out
         saved_states = state.get("generators", ())
-        for generator, saved in zip(self.generators, saved_states, strict=False):
-            generator.set_state(saved)
+        # Not strict: a state without generators is valid.
+        for generator, saved_state in zip(self.generators, saved_states, strict=False):
+            generator.set_state(saved_state)
 
     def restore_global_streams(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
         """Set the global streams to a result of :meth:`state`. Generators stay as they are.

@@ -96,31 +96,34 @@ class JobStore:
         text = json.dumps(value, separators=(",", ":"))  # without spaces
         self.set(f"{topic}/{self.rank}", text)
 
-    def read(self, topic: str, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, Any]:
+    def read(self, topic: str, ranks: Iterable[int], max_wait: float = 0.0) -> dict[int, Any]:
         """Return the values of a topic that the given ranks have published, by rank.
 
         Args:
             topic: the topic that the ranks have passed to :meth:`publish`.
             ranks: the ranks to read from.
-            seconds: how long to wait for ranks that have not published a value. 0 does not wait.
-                The result has no entry for a rank that has not published a value in this time.
+            max_wait: how long to wait for ranks that have not published a value, in seconds. 0 does
+                not wait. The result has no entry for a rank that does not publish in this time.
         """
-        keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        self._find_keys(set(keys.values()), seconds)
-        keys_by_rank = {rank: key for rank, key in keys.items() if key in self._existing_keys}
-        if not keys_by_rank:
+        key_of_rank = {rank: f"{topic}/{rank}" for rank in ranks}
+        self._find_keys(set(key_of_rank.values()), max_wait)
+        published_keys: dict[int, str] = {}
+        for rank, key in key_of_rank.items():
+            if key in self._existing_keys:
+                published_keys[rank] = key
+        if not published_keys:
             return {}
         # One message to the store for all values.
-        texts = self._store.multi_get(list(keys_by_rank.values()))
-        return dict(zip(keys_by_rank, map(json.loads, texts), strict=True))
+        texts = self._store.multi_get(list(published_keys.values()))
+        return dict(zip(published_keys, map(json.loads, texts), strict=True))
 
-    def _find_keys(self, keys: Set[str], seconds: float) -> None:
+    def _find_keys(self, keys: Set[str], max_wait: float) -> None:
         """Add those of ``keys`` that exist in the store to ``_existing_keys``.
 
-        The method returns once all keys exist, or after ``seconds``. Each key is checked at least
-        once.
+        The method returns once all keys exist, or after ``max_wait`` seconds. Each key is checked
+        at least once.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + max_wait
         missing = keys - self._existing_keys
         while missing:
             # check() returns whether all keys of a list exist, so that each key is asked for alone.
@@ -224,15 +227,16 @@ def _agree_on_name(store: dist.Store, world: World, timeout: timedelta) -> str:
     name = uuid.uuid4().hex
     if world.rank != 0:
         job_store.publish("fabric/name", name)
-        rank0_name = store.get(name).decode()  # waits for rank 0
-        job_store.publish(rank0_name, name)
+        rank0_name = store.get(name).decode()  # waits until rank 0 has written the key
+        job_store.publish(rank0_name, name)  # the confirmation; its value is not used
         return rank0_name
     missing_ranks = set(range(1, world.world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     while missing_ranks:
+        # Each other rank waits for the key that is its own name.
         for rank_name in job_store.read("fabric/name", missing_ranks).values():
             job_store.set(rank_name, name)
-        confirmations = job_store.read(name, missing_ranks, _POLL_SECONDS)
+        confirmations = job_store.read(name, missing_ranks, max_wait=_POLL_SECONDS)
         missing_ranks -= confirmations.keys()
         if time.monotonic() > deadline:
             raise dist.DistStoreError(

@@ -289,7 +289,7 @@ def _open(tree: Tree) -> _Opened | None:
     if isinstance(tree, Tensor):  # a subclass may be registered or a dataclass, and is a leaf
         return None
     if kind is dict:
-        return _open_mapping(tree, _identity)
+        return _open_mapping(tree, build=_identity)  # the built dict is the result
     if kind is list or kind is tuple:
         return _open_sequence(tree, kind)
     is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
@@ -459,15 +459,15 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
     elif tensor.layout is not torch.strided:
         problem = f"laid out as {tensor.layout}"
         suggestion = "x.to_dense()"
+    # The first condition finds the wrappers of torch.func, the second one forward-mode AD.
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
-        # The first condition finds the wrappers of torch.func, the second one forward-mode AD.
         problem = (
             "inside of torch.func or of forward-mode AD, "
             "and its tangent would be the tangent of this rank alone"
         )
         suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
+    # A DTensor, recognized by its attribute: importing its class takes a second.
     elif type(tensor) not in PLAIN_TENSOR_TYPES and hasattr(tensor, "device_mesh"):
-        # A DTensor, recognized by its attribute: an import of its class takes a second.
         problem = "sharded over ranks already (a DTensor)"
         suggestion = "x.full_tensor(), or x.to_local()"
     else:

@@ -122,7 +122,7 @@ def _as_logger(logger: Any) -> Logger:
             return logger
         if callable(getattr(logger, "add_scalar", None)):
             return _SummaryWriterAdapter(logger)
-        # Many objects have a method "log".
+        # The package decides, too, since many objects have a method "log".
         package, _, _ = type(logger).__module__.partition(".")
         if package == "wandb" and callable(getattr(logger, "log", None)):
             return _WandbAdapter(logger)

@@ -57,8 +57,8 @@ class Progress(Generic[T]):
         last_write = start
         try:
             for batch in self.batches:
-                # The loop has trained on the batch when this returns.
                 yield batch
+                # Here the body of the user's loop has run: the batch counts as done.
                 num_batches += 1
                 num_samples += _count_samples(batch)
                 now = monotonic()
@@ -215,7 +215,7 @@ def print_texts_of_ranks(
     # Print to memory, so that the text of each rank is what its own print() would have written.
     buffer = StringIO()
     print(*args, **{**kwargs, "file": buffer, "flush": False})
-    texts = gather(communicator, buffer.getvalue(), 0, communicator.device)
+    texts = gather(communicator, buffer.getvalue(), dst=0, device=communicator.device)
     if texts is None:
         return  # this is not rank 0
     lines: list[str] = []
