@@ -21,7 +21,7 @@ from fabric.communicators import (
     Reduce,
     fold,
 )
-from fabric.communicators.base import BITWISE, ORDERED
+from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT
 from fabric.communicators.checked import checksums_agree, signed
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from tests.ranks import outcome, run_in_ranks
@@ -311,7 +311,7 @@ def has_meaning(reduce: Reduce, dtype: torch.dtype) -> bool:
         return is_inexact
     if reduce in BITWISE:
         return not is_inexact
-    if reduce in ORDERED:
+    if reduce in MIN_MAX_PRODUCT:
         return not dtype.is_complex
     return True
 

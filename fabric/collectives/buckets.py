@@ -95,8 +95,8 @@ class Bucket:
         tensor_positions: the position of each tensor among all leaves of the collection.
         numbers: the Python numbers. They follow the tensors in the buffer.
         number_positions: the position of each number among all leaves of the collection.
-        stacked_tensors: a copy of all tensors in one, if the bucket holds all leaves of the
-            collection and they are 0-dim tensors. Else None.
+        stacked_tensors: a one-dimensional copy of all tensors, if the bucket holds all leaves of
+            the collection and they are 0-dim tensors. Else None.
     """
 
     dtype: torch.dtype
@@ -110,23 +110,27 @@ class Bucket:
     def new_buffer(self, device: torch.device, op: Reduce | None = None) -> Tensor:
         """Return a new buffer that holds all leaves, in the dtype in which they travel.
 
-        The tensors come first and the numbers last. The caller may write to the buffer.
+        The tensors come first and the numbers last. The caller may write to the buffer. Call this
+        method once for a bucket, since the buffer may be ``stacked_tensors`` itself.
 
         Args:
             device: the device of the buffer.
             op: the reduction that is applied to the buffer. None if nothing is reduced.
 
         Returns:
-            A contiguous tensor of shape ``(n,)``, or ``(num_chunks, n)`` if tensors have chunks.
+            A contiguous tensor of shape ``(n,)``. For a bucket of :func:`pack_chunks`, which has no
+            numbers, the shape is ``(num_chunks, n)``, and row i has chunk i of every tensor.
         """
         wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
         # The tables name another dtype where a backend does not carry the dtype, or where the sum
         # that a mean is computed from may overflow. Other dtypes travel as they are.
         wire_dtype = wire_dtypes.get(self.dtype, self.dtype)
         if self.stacked_tensors is not None:
-            # All leaves are 0-dim tensors, and this is already a copy of them.
+            # The stack is a copy already. Nothing reads its values later, so that the caller may
+            # write to it.
             return self.stacked_tensors.to(device, wire_dtype)
-        if not self.tensors:
+        has_only_numbers = not self.tensors
+        if has_only_numbers:
             return self._number_tensor(op).to(device, wire_dtype)
         sections = [self._flatten_tensor(tensor.to(device)) for tensor in self.tensors]
         if self.numbers:
@@ -135,11 +139,11 @@ class Bucket:
         return torch.cat(sections, dim=-1).to(wire_dtype)
 
     def unpack(self, buffer: Tensor, leaves: list[Leaf], num_ranks: int | None = None) -> None:
-        """Put the results of a collective, copied from its buffer, in place of their leaves.
+        """Replace each leaf of this bucket by its result, a copy of a section of the buffer.
 
         Args:
-            buffer: the result of the collective, with the same layout as the buffer from
-                :meth:`new_buffer`. Its shape is ``(n,)``, or ``(num_ranks, n)``.
+            buffer: the result of the collective, whose columns are laid out like those of the
+                buffer from :meth:`new_buffer`. Its shape is ``(n,)``, or ``(num_ranks, n)``.
             leaves: all leaves of the collection. The list is changed in place.
             num_ranks: the number of ranks whose values are in the buffer. Each tensor gets a first
                 dimension of this size, and each number becomes a list. None, the default: the
@@ -147,13 +151,14 @@ class Bucket:
         """
         has_gradient = buffer.requires_grad
         if self.stacked_tensors is not None and not has_gradient:
-            # All leaves are 0-dim tensors.
+            # A shortcut for a collection of 0-dim tensors. It does not carry gradients.
             self._unpack_stacked(buffer, leaves, num_ranks)
             return
         sections = self._split(buffer)
-        # A result that is the only section may keep the memory of the buffer.
-        is_shared = len(sections) > 1
-        # Not strict: a last section may hold the numbers.
+        # Results must not share memory with each other. A single result may keep the buffer's
+        # memory.
+        has_several_results = len(sections) > 1
+        # Not strict: if the bucket has numbers, there is one more section, which holds them.
         for position, tensor, section in zip(
             self.tensor_positions, self.tensors, sections, strict=False
         ):
@@ -165,7 +170,7 @@ class Bucket:
             if has_gradient and not tensor.requires_grad:
                 # Another tensor of this bucket requires a gradient, and this tensor does not.
                 section = section.detach()
-            result = section.to(tensor.device, self.dtype, copy=is_shared)
+            result = section.to(tensor.device, self.dtype, copy=has_several_results)
             leaves[position] = result.reshape(shape)
         if self.numbers:
             results = self._numbers_from(sections[-1], num_ranks)
@@ -205,7 +210,8 @@ class Bucket:
         if num_ranks is not None:
             # From one row per rank to one row per leaf.
             values = values.t().contiguous()
-        # The results are not views to autograd: a change of one does not invalidate the others.
+        # Autograd does not see these results as views of one tensor. So an in-place change of one
+        # result does not invalidate the others.
         with untracked_views():
             leaves[:] = values.unbind()
 
@@ -219,6 +225,8 @@ class Bucket:
         num_chunks = self.num_chunks or 1
         lengths = [tensor.numel() // num_chunks for tensor in self.tensors]
         if self.numbers:
+            # The numbers take the rest of the buffer, with the upper halves that _number_tensor()
+            # may have appended.
             lengths.append(buffer.shape[-1] - sum(lengths))
         if len(lengths) == 1:
             return [buffer]
@@ -265,13 +273,13 @@ def pack(
     Raises:
         ConfigurationError: a leaf cannot travel, or looks like data and would not travel.
     """
-    bucket_of_all = _pack_alike(leaves, sends_numbers)
+    bucket_of_all = _pack_alike(leaves, sends_numbers)  # None unless all leaves are of one kind
     if bucket_of_all is not None:
         return [bucket_of_all]
     buckets: dict[torch.dtype, Bucket] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            check_can_send(leaf, structure, position)
+            check_can_send(leaf, structure, position)  # raises, for example, for a sparse tensor
             bucket = buckets.setdefault(leaf.dtype, Bucket(leaf.dtype))
             bucket.tensors.append(leaf)
             bucket.tensor_positions.append(position)
@@ -279,6 +287,7 @@ def pack(
         number = _as_number(leaf)
         if number is None:
             if not allows_opaque:
+                # Raises if the leaf looks like data.
                 check_other_leaf(leaf, structure, position)
         elif sends_numbers:
             _check_range(number, structure, position)
@@ -310,12 +319,12 @@ def pack_chunks(
         if isinstance(leaf, Tensor):
             shape = tuple(leaf.shape)
         elif _as_number(leaf) is not None:
-            shape = ()
+            shape = ()  # a number has no chunks
         else:
             continue  # does not travel
         has_chunks = shape[:1] == (size,)
         if not has_chunks:
-            name = path or "it"
+            name = path or "it"  # the path is empty if the collection is a single leaf
             problems.append(f"{name} is of shape {shape}")
     if problems:
         raise ConfigurationError(
@@ -337,10 +346,11 @@ def describe(
     shows_gradients: bool = False,
     is_ragged: bool = False,
 ) -> str:
-    """Return a text of what must be the same on all ranks, to be compared.
+    """Return a text of everything that must be the same on all ranks, which the ranks compare.
 
-    The text has the names, then in the order of the leaves the dtype and shape of tensors and the
-    dtype of numbers: ``"loss, weights: 1 float64, 2 float32[3, 4]"``.
+    The text has the keys of the collection. Then, in the order of the leaves, it has the dtype and
+    shape of each tensor, and the dtype of each number. Equal leaves that follow each other are
+    counted: ``"loss, weights: 1 float64, 2 float32[3, 4]"``.
 
     Args:
         structure: the structure of the collection.
@@ -352,12 +362,12 @@ def describe(
         is_ragged: whether the lengths along the first dimension may differ, and are left out of the
             text. Default: False.
     """
-    names = describe_keys(structure)
+    keys = describe_keys(structure)
     leaf_texts = _describe_leaves(len(leaves), buckets, shows_gradients, is_ragged)
     leaf_texts = leaf_texts.replace("torch.", "")
-    if names and leaf_texts:
-        return f"{names}: {leaf_texts}"
-    return names or leaf_texts
+    if keys and leaf_texts:
+        return f"{keys}: {leaf_texts}"
+    return keys or leaf_texts  # without keys or without leaves, only the other part
 
 
 def _describe_leaves(
@@ -445,10 +455,10 @@ def _exact_sum(wrapped_sum: int, upper_sum: int) -> int:
 
 
 def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
-    """Pack floats only, or 0-dim tensors of one dtype only, in few steps.
+    """Pack leaves that are all floats, or all 0-dim tensors of one dtype, in a few steps.
 
-    :func:`pack` would take several steps for each leaf, which costs a millisecond for a collection
-    of a thousand metrics.
+    This is a shortcut of :func:`pack`, which would take several steps for each leaf. For a
+    collection of a thousand metrics, this function saves a millisecond.
 
     Returns:
         The bucket of all leaves. None if there are other leaves, or if the leaves cannot be sent
@@ -456,6 +466,7 @@ def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
     """
     types = set(map(type, leaves))
     positions = list(range(len(leaves)))
+    # Below, leaves[:] is a copy of the list, since unpack() later replaces the items of `leaves`.
     if types == {float} and sends_numbers:
         return Bucket(torch.float64, numbers=leaves[:], number_positions=positions)
     if types != {Tensor}:
@@ -465,10 +476,11 @@ def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
         return None
     try:
         stacked = torch.stack(leaves)
-        check_can_send(stacked, None, 0)
+        # The stack stands for all tensors here. Without a structure, the error would name no leaf.
+        check_can_send(stacked, structure=None, position=0)
     except (RuntimeError, ConfigurationError):
-        # The shapes or devices differ, or a tensor cannot be sent. pack() then raises the error
-        # that names the tensor.
+        # The shapes or devices differ, and pack() has to take the tensors one by one. Or a tensor
+        # cannot be sent, and pack() raises the error that names the tensor.
         return None
     return Bucket(
         stacked.dtype, tensors=leaves[:], tensor_positions=positions, stacked_tensors=stacked

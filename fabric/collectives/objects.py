@@ -96,7 +96,8 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
         communicator: the ranks.
         parts: the objects by rank. Only the argument of rank ``src`` counts.
         src: the rank of the sender.
-        device: the device of this process, where tensors arrive that were on an accelerator.
+        device: the device of this process. Tensors that the sender had on an accelerator arrive on
+            this device.
 
     Raises:
         FabricError: rank ``src`` cannot send its objects. Every rank raises the error.
@@ -111,13 +112,15 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
             _check_parts(parts, communicator)
             messages = [_pack(part, communicator.device) for part in parts]
             # The rows of a scatter have one length, so the messages are padded.
+            # _unpack() ignores the padding.
             rows = pad_sequence(messages, batch_first=True)
             row_length = rows.shape[1]
-        except Exception as caught:  # noqa: BLE001 - the next call raises it on all ranks
+        except Exception as caught:  # noqa: BLE001 - broadcast_object() raises it on all ranks
             error = as_fabric_error(caught)
-    row_length = communicator.broadcast_object(row_length, src, call, error)
+    # The other ranks need the length to allocate the row that they receive.
+    row_length = communicator.broadcast_object(row_length, src, call=call, error=error)
     output = torch.empty(row_length, dtype=torch.uint8, device=communicator.device)
-    message = communicator.scatter(rows, output, src, call)
+    message = communicator.scatter(rows, output, src=src, call=call)
     return _unpack(message, device, src)
 
 
@@ -132,7 +135,8 @@ def gather(
         communicator: the ranks.
         tree: the object of this rank.
         dst: the rank of the receiver.
-        device: the device of this process, where tensors arrive that were on an accelerator.
+        device: the device of this process. Tensors that the senders had on accelerators arrive on
+            this device.
 
     Raises:
         FabricError: a rank cannot send its object, or ranks pass different ``dst``. Every rank
@@ -141,8 +145,10 @@ def gather(
     communicator.check_rank(Operation.GATHER, dst)
     call = CallDescription("gather", lambda: f"{dst=}")
     message, error = _pack_or_error(tree, communicator.device)
-    # This call raises the error of any rank.
-    lengths_and_destinations = communicator.gather_objects((len(message), dst), call, error)
+    # If any rank has an error, this call raises it on all ranks.
+    lengths_and_destinations = communicator.gather_objects(
+        (len(message), dst), call=call, error=error
+    )
     lengths = [length for length, _ in lengths_and_destinations]
     destinations = [destination for _, destination in lengths_and_destinations]
     if len(set(destinations)) > 1:
@@ -159,8 +165,7 @@ def gather(
 def send(communicator: Communicator, tree: Tree, dst: int) -> None:
     """Send an object to rank ``dst``, which has to call :func:`recv`.
 
-    See :meth:`fabric.Fabric.send`. Returns when the message is on its way, at the latest when the
-    message has arrived.
+    See :meth:`fabric.Fabric.send`. This function may return before the message has arrived.
 
     Raises:
         FabricError: the object cannot be sent. Rank ``dst`` raises the error, too.
@@ -169,7 +174,7 @@ def send(communicator: Communicator, tree: Tree, dst: int) -> None:
     length = torch.tensor([len(message)], device=communicator.device)
     communicator.send(length, dst)
     communicator.send(message, dst)
-    # Raised last, so that rank ``dst`` gets a message and does not wait forever.
+    # Raised after the message, which holds the error: otherwise rank ``dst`` would wait forever.
     if error is not None:
         raise error
 
@@ -188,15 +193,17 @@ def recv(communicator: Communicator, src: int, device: torch.device) -> Tree:
 
 
 def _pack_or_error(tree: Tree, device: torch.device) -> _Packed:
-    """Return the message of an object, or a message of the error if the object cannot be sent.
+    """Pack an object into a message. If the object cannot be sent, pack the error in its place.
 
-    In a message of the error, the other ranks get the error in place of the object.
+    The ranks that unpack the message of an error raise the error. This rank gets the error in the
+    result, so that it can send the message before it raises.
     """
     try:
         return _Packed(_pack(tree, device))
     except Exception as caught:  # noqa: BLE001 - sent to the other ranks, which raise it
         error = as_fabric_error(caught)
-        return _Packed(_pack(None, device, error), error)
+        message = _pack(None, device, error=error)
+        return _Packed(message, error=error)
 
 
 def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) -> Tensor:
@@ -249,8 +256,8 @@ def _unpack(message: Tensor, device: torch.device, src: int) -> Tree:
         if isinstance(leaf, TensorMeta):
             start = end
             end = start + leaf.shape.numel() * leaf.dtype.itemsize
-            # The clone starts at an aligned address. The bytes in the message may not, and could
-            # then not be viewed in their dtype.
+            # A view in another dtype needs an aligned address. The clone has one, whereas the
+            # section of the message may begin anywhere.
             values = message[start:end].clone().view(leaf.dtype)
             leaves[position] = values.reshape(leaf.shape).to(leaf.device(device))
     return unflatten(structure, leaves)

@@ -28,7 +28,7 @@ from torch import Tensor
 from fabric.collectives.buckets import Bucket, describe, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
-from fabric.communicators.base import BITWISE, ORDERED, CallDescription, as_fabric_error
+from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT, CallDescription, as_fabric_error
 from fabric.errors import ConfigurationError
 from fabric.tree import Leaf, Structure, Tree, flatten, leaf_paths, unflatten
 
@@ -93,16 +93,17 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
             the sender requires a gradient, and this rank passes a tensor of the same description,
             the tensor of this rank gets a gradient of zeros.
         src: the rank of the sender in the communicator.
-        device: the device of this process, where tensors arrive that were on an accelerator.
+        device: the device of this process. Tensors that the sender had on an accelerator arrive on
+            this device.
 
     Raises:
         FabricError: rank ``src`` cannot send its object. Every rank raises the error.
     """
-    call = CallDescription("broadcast", lambda: f"{src=}")
+    call = CallDescription("broadcast", arguments=lambda: f"{src=}")
     is_source = communicator.rank == src
     error = None
     tree_of_metas = None
-    # A receiver fills these in when the structure has arrived.
+    # Placeholders: a receiver fills these variables in when the structure has arrived.
     leaves, structure = flatten(None)
     buckets: list[Bucket] = []
     if is_source:
@@ -111,17 +112,18 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
             # Only tensors are packed. Everything else is sent with the structure.
             buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
             tree_of_metas = unflatten(structure, _describe_tensors(leaves))
-        except Exception as caught:  # noqa: BLE001 - the next call raises it on all ranks
+        except Exception as caught:  # noqa: BLE001 - broadcast_object() raises it on all ranks
             error = as_fabric_error(caught)
-    received = communicator.broadcast_object(tree_of_metas, src, call, error)
+    received = communicator.broadcast_object(tree_of_metas, src, call=call, error=error)
     if not is_source:
         leaves, structure = flatten(received)
-        _allocate(leaves, tree, device)
+        _allocate_tensors(leaves, tree, device)
         buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
     buffered = [
         _BufferedBucket(bucket, bucket.new_buffer(communicator.device)) for bucket in buckets
     ]
     template = Collective(Operation.BROADCAST, peer=src, call=call)
+    # Replaces the tensors among the leaves by the received ones.
     _run_for_buckets(communicator, template, buffered, leaves)
     return unflatten(structure, leaves)
 
@@ -131,9 +133,9 @@ def all_gather_ragged(
 ) -> Tree:
     """Gather collections whose first dimensions differ between ranks. Collective.
 
-    See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. This costs an exchange of
-    the lengths, and one collective for each dtype, in which every rank sends as much as the
-    longest.
+    See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. The ranks exchange the
+    lengths, and then make one collective for each dtype. In it, every rank pads its tensors to the
+    greatest length.
 
     Args:
         communicator: the ranks.
@@ -147,8 +149,8 @@ def all_gather_ragged(
         buckets = pack(leaves, structure)
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
-    # The collective that gathers the lengths carries the signature of the call, and the lengths are
-    # read at once.
+    # The call describes the exchange of the lengths, which carries the signature. It reads its
+    # result, since the lengths are needed at once.
     call = CallDescription(
         "all_gather",
         arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {description}",
@@ -160,7 +162,7 @@ def all_gather_ragged(
         leaf = leaves[position]
         padding = leaf.new_zeros(max(lengths_of_ranks) - len(leaf), *leaf.shape[1:])
         leaves[position] = torch.cat([leaf, padding])
-    # Not signed: the exchange of the lengths has compared the call between the ranks.
+    # Not signed: the exchange of the lengths has already compared the calls of the ranks.
     gathered = _exchange(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
@@ -255,20 +257,21 @@ def _exchange(
             for bucket in buckets
         ]
 
-    reduction = "" if op is None else f"{op.value} of "
-    # Read now: autograd is off within the collective, which may call describe_arguments().
+    reduction_text = "" if op is None else f"{op.value} of "
+    # Not read in describe_arguments(): a collective may call it while autograd is off.
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:
-        options = reduction
+        """Return the arguments of the call, for errors and reports."""
+        options_text = reduction_text
         if operation is Operation.ALL_GATHER:
-            options = f"{sync_grads=} of "
-        return options + describe(structure, leaves, buckets, has_grads)
+            options_text = f"{sync_grads=} of "
+        return options_text + describe(structure, leaves, buckets, has_grads)
 
-    # What the ranks compare. A single rank has nothing to compare.
+    # The ranks compare this text. A single rank has nothing to compare.
     text = None
     if is_signed and communicator.size > 1:
-        text = f"{operation.value}({reduction}{describe(structure, leaves, buckets)})"
+        text = f"{operation.value}({reduction_text}{describe(structure, leaves, buckets)})"
     call = CallDescription(
         operation.value,
         arguments=describe_arguments,
@@ -277,6 +280,7 @@ def _exchange(
         reads_result=any(bucket.numbers for bucket in buckets),
     )
     template = Collective(operation, reduce=op, call=call)
+    # Replaces the leaves in the buckets by their results.
     _run_for_buckets(communicator, template, buffered, leaves, detach=not sync_grads)
     if op is Reduce.PRODUCT:
         _check_product_of_integers(communicator, buckets)
@@ -290,7 +294,7 @@ def _run_for_buckets(
     leaves: list[Leaf],
     detach: bool = False,
 ) -> None:
-    """Make one collective for each bucket, and put the results in place of the leaves. Collective.
+    """Make one collective for each bucket, and replace the leaves by the results. Collective.
 
     Args:
         communicator: the ranks.
@@ -330,15 +334,18 @@ def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Ite
     except Exception as error:
         if communicator.size == 1:
             raise
-        problem = f"nothing: {type(error).__name__}: {error}"
+        # Shown in reports in place of the call's arguments.
+        arguments_text = f"nothing: {type(error).__name__}: {error}"
         buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
         # The empty text becomes a checksum that matches no other. See [Note: Signatures] in
         # communicators/checked.py.
-        call = CallDescription(operation.value, lambda: problem, text="", reads_result=True)
-        # The message with the signature is the same for every operation. An all-gather of nothing
-        # will do.
+        call = CallDescription(
+            operation.value, arguments=lambda: arguments_text, text="", reads_result=True
+        )
+        # The first message of a call has the same size for every operation, so this rank can answer
+        # any call of the others by an all-gather of an empty buffer.
         mismatched_collective = Collective(Operation.ALL_GATHER, buffer, call=call)
-        with suppress(Exception):  # the mismatch is an error here, too
+        with suppress(Exception):  # this rank also gets the error of the mismatch
             communicator.run(mismatched_collective)
         raise
 
@@ -353,13 +360,14 @@ def _describe_tensors(leaves: list[Leaf]) -> list[Leaf]:
     return described
 
 
-def _allocate(leaves: list[Leaf], local_tree: Tree, device: torch.device) -> None:
-    """Replace each :class:`TensorMeta` by a tensor to receive into.
+def _allocate_tensors(leaves: list[Leaf], local_tree: Tree, device: torch.device) -> None:
+    """Replace each :class:`TensorMeta` by a tensor to receive into, on a rank that receives.
 
     Args:
-        leaves: the leaves that the source sent, which are replaced in place.
+        leaves: the leaves that the source sent. The list is changed in place.
         local_tree: the collection that this rank passed. Receivers may pass anything, such as None.
-            A tensor in the collection is received into if a gradient has to reach the tensor.
+            If the source's tensor requires a gradient, and this collection has a tensor with the
+            same description in its place, that tensor is used, so that it gets a gradient.
         device: the device of new tensors.
     """
     local_leaves, _ = flatten(local_tree)
@@ -367,8 +375,8 @@ def _allocate(leaves: list[Leaf], local_tree: Tree, device: torch.device) -> Non
     for position, meta in enumerate(leaves):
         if not isinstance(meta, TensorMeta):
             continue
-        needs_local_leaf = meta.requires_grad and has_leaf_for_each
-        if needs_local_leaf and meta.describes(local_leaves[position]):
+        may_use_local_leaf = meta.requires_grad and has_leaf_for_each
+        if may_use_local_leaf and meta.describes(local_leaves[position]):
             leaves[position] = local_leaves[position]
         else:
             leaves[position] = meta.empty(device)
@@ -384,7 +392,7 @@ def _check_reduction(
 
     Args:
         op: the reduction.
-        buckets: the buckets of all leaves that are reduced.
+        buckets: the buckets of all leaves to be reduced.
         structure: the structure of the collection, for the name of a leaf in the error.
         operation: the user's call, for the error.
 
@@ -395,7 +403,7 @@ def _check_reduction(
         positions = [*bucket.tensor_positions, *bucket.number_positions]
         positions_with_gradient = []
         # Minimum, maximum and product have no gradient over ranks.
-        if op in ORDERED and torch.is_grad_enabled():
+        if op in MIN_MAX_PRODUCT and torch.is_grad_enabled():
             positions_with_gradient = _positions_with_gradient(bucket)
         dtype = bucket.dtype
         is_inexact = dtype.is_floating_point or dtype.is_complex
@@ -410,18 +418,24 @@ def _check_reduction(
             suggestion = "x.long(), or x > 0"
         elif dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
             # uint64 travels as int64, where large values are negative.
-            problem = f"no backend carries uint64, and as int64 its {op.value} is another"
+            problem = (
+                f"no backend carries uint64, and the {op.value} of the same bits as int64 differs"
+            )
             suggestion = "x.long(), for values below 2**63"
-        elif dtype.is_complex and op in ORDERED:
+        elif dtype.is_complex and op in MIN_MAX_PRODUCT:
             problem = f"complex numbers have no {op.value} over ranks"
-            suggestion = "fabric.all_gather(x).prod(0), or x.abs()"
+            suggestion = "x.abs()"
+            if op is Reduce.PRODUCT:
+                suggestion = "fabric.all_gather(x).prod(0)"
         elif positions_with_gradient:
             problem = f"the {op.value} over ranks has no gradient, and this tensor requires one"
             suggestion = "x.detach()"
             positions = positions_with_gradient
         else:
             continue
-        leaf = leaf_paths(structure)[min(positions)] or "the tensor or number"
+        first_position = min(positions)
+        # The path is empty if the collection is a single leaf.
+        leaf = leaf_paths(structure)[first_position] or "the tensor or number"
         request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({dtype})"
         raise ConfigurationError(request, problem, suggestion=suggestion)
 
@@ -452,7 +466,8 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
     if not factors:
         return
     products = all_reduce(communicator, factors, Reduce.PRODUCT)
-    # Products of floats are rounded. Near 2**63 a rounded product may be on the wrong side.
+    # Products of floats are rounded, and near 2**63 a rounded product may be on the wrong side of
+    # the limit. So products up to 0.1 % below 2**63 are refused, too.
     limit = 0.999 * 2**63
     if any(abs(product) > limit for product in products):
         raise ConfigurationError(
@@ -476,15 +491,15 @@ class _Differentiable(torch.autograd.Function):
         ``buffer`` is a gradient.
 
         Args:
-            ctx: the context of autograd. It gets the communicator, and the collective without its
-                buffer and call, for :meth:`backward`.
+            ctx: the context of autograd, in which :meth:`backward` finds the communicator and the
+                collective.
             communicator: the ranks.
             collective: the collective. Its own buffer is not used.
             buffer: the buffer as a part of the graph.
         """
         ctx.communicator = communicator
-        # Without the call: the call's description holds the results, and the graph of the results
-        # holds ctx. Such a cycle is never collected. Without the buffer: its memory is freed.
+        # The call is left out: its description refers to the results, and the graph of the results
+        # refers to ctx. Such a cycle is never collected. The buffer is left out to free its memory.
         ctx.collective = collective._replace(buffer=None, call=None)
         # A copy, since some collectives write to their buffer. It has to be contiguous: a gradient
         # may be an expanded view.

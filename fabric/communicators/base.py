@@ -21,7 +21,7 @@ from fabric.errors import (
 
 __all__ = [
     "BITWISE",
-    "ORDERED",
+    "MIN_MAX_PRODUCT",
     "CallDescription",
     "Collective",
     "Communicator",
@@ -95,8 +95,9 @@ BITWISE = {
     Reduce.BOR: torch.bitwise_or,
     Reduce.BXOR: torch.bitwise_xor,
 }
-# The reductions that have no gradient and are not defined for complex numbers.
-ORDERED = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
+# The other reductions besides sums and means. They have no gradient over ranks, and are not defined
+# for complex numbers.
+MIN_MAX_PRODUCT = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
 
 
 class Operation(Enum):
@@ -195,7 +196,7 @@ class Collective(NamedTuple):
     def facts(self) -> dict[str, str]:
         """The properties that must be the same on all ranks, by name, as texts for errors.
 
-        Checked mode reports the first one that differs, so the most informative one comes first.
+        They are in the order of their importance: checked mode reports the first one that differs.
         """
         facts: dict[str, str] = {"operation": self.user_operation}
         if self.operation.value != self.user_operation:
@@ -203,7 +204,7 @@ class Collective(NamedTuple):
         if self.reduce is not None:
             facts["op"] = self.reduce.value
         if self.peer is not None:
-            # The name of the argument that the user passed.
+            # The name of the argument in the user's call.
             peer_name = "dst" if self.operation is Operation.GATHER else "src"
             facts[peer_name] = str(self.peer)
         if self.name:
@@ -313,7 +314,7 @@ class Communicator(ABC):
                 suggestion=f"new_group({list(all_ranks)}) for all of them",
             )
         communicator = self.run(Collective(Operation.NEW_GROUP, sorted(ranks)))
-        if communicator is None:
+        if communicator is None:  # this rank is not a member
             return NonMember(ranks)
         return communicator
 
@@ -397,18 +398,19 @@ class Communicator(ABC):
             value: any object that pickles. Only the value of rank ``src`` counts.
             src: the rank of the sender.
             call: the user's call. None, the default, if unknown.
-            error: an error of this rank. If rank ``src`` passes one, it is raised on all ranks in
-                place of sending the value. None, the default, if there is no error.
+            error: an error that keeps this rank from passing a value. If rank ``src`` passes an
+                error, all ranks raise the error. None, the default, if there is no error.
 
         Raises:
             FabricError: the ``error`` of rank ``src``, or an ArgumentTypeError if its value does
                 not pickle. Every rank raises the error.
         """
         self.check_rank(Operation.BROADCAST, src)
-        # A single process gets its own object, and not a copy. An error still has to be raised.
+        # A single process gets its own object, and not a copy. from_pickle() below raises an error.
         if self.size == 1 and error is None:
             return value
-        message = _to_pickle_or_error(value, error) if self.rank == src else None
+        is_source = self.rank == src
+        message = _to_pickle_or_error(value, error) if is_source else None
         collective = Collective(Operation.BROADCAST_OBJECT, message, peer=src, call=call)
         return from_pickle(self.run(collective), src)
 
@@ -420,18 +422,20 @@ class Communicator(ABC):
         Args:
             value: any object that pickles.
             call: the user's call. None, the default, if unknown.
-            error: an error of this rank, which is raised on all ranks in place of sending the
-                value. None, the default, if there is no error.
+            error: an error that keeps this rank from passing a value. All ranks raise the error.
+                None, the default, if there is no error.
 
         Raises:
-            FabricError: the error of the lowest rank that has one: the ``error`` that it passed, or
-                an ArgumentTypeError if its value does not pickle. Every rank raises the error.
+            FabricError: the error of the lowest rank that has an error: the ``error`` that the rank
+                passed, or an ArgumentTypeError if the value of the rank does not pickle. Every rank
+                raises the error.
         """
-        # A single process gets its own object, and not a copy. An error still has to be raised.
+        # A single process gets its own object, and not a copy. from_pickle() below raises an error.
         if self.size == 1 and error is None:
             return [value]
         message = _to_pickle_or_error(value, error)
         messages = self.run(Collective(Operation.GATHER_OBJECTS, message, call=call))
+        # In rank order: the first message with an error raises the error.
         return [from_pickle(packed, rank) for rank, packed in enumerate(messages)]
 
     def check_rank(self, operation: Operation, rank: int) -> None:
@@ -474,6 +478,13 @@ class Communicator(ABC):
         """Check the source or destination of an operation, and run the operation.
 
         See :class:`Collective` for the arguments.
+
+        Returns:
+            The result that the method of the operation describes, such as :meth:`gather`.
+
+        Raises:
+            ConfigurationError: ``peer`` is not a rank that this operation may name. See
+                :meth:`check_rank`.
         """
         self.check_rank(operation, peer)
         return self.run(Collective(operation, buffer, peer=peer, rows=rows, call=call))
@@ -507,12 +518,13 @@ class LocalCommunicator(Communicator):
                 assert collective.rows is not None, "this is rank src"
                 return buffer.copy_(collective.rows[0])
             case _:
-                # A reduction or broadcast over one rank leaves the buffer as it is.
+                # A reduction or broadcast over one rank leaves its buffer as it is. The buffer of a
+                # barrier is None.
                 return buffer
 
 
 def to_pickle(value: Any, error: FabricError | None = None) -> bytes:
-    """Pickle a value, or an error in its place, as a message for other ranks.
+    """Pickle a value, or an error in place of the value, as a message for other ranks.
 
     :func:`from_pickle` reads the message.
 
@@ -546,14 +558,17 @@ def from_pickle(message: bytes, src: int) -> Any:
     """
     is_error = message.startswith(_ERROR_PREFIX)
     try:
-        # The message comes from a rank of this job; torch's object collectives unpickle, too.
+        # Unpickling is safe here, since the message comes from a rank of this job. torch's object
+        # collectives do the same.
         value = pickle.loads(message.removeprefix(_ERROR_PREFIX))  # noqa: S301
     except Exception as error:
         raise ArgumentTypeError(
-            "receiving an object of a module that each rank has to import",
+            f"receiving an object from rank {src}",
             problem=f"it cannot be read here: {error!r}",
+            expected="an object whose class can be imported on each rank",
         ) from error
     if is_error:
+        # The value is the error that rank `src` packed.
         value.add_note(f"raised on rank {src}")
         raise value
     return value
@@ -582,15 +597,15 @@ def peer_mismatch_error(request: str, peers: Sequence[int]) -> CollectiveMismatc
     """
     return CollectiveMismatchError(
         request,
-        problem=f"the ranks pass different ones, from {min(peers)} to {max(peers)}",
+        problem=f"the ranks pass different values, from {min(peers)} to {max(peers)}",
         expected="one source or destination, the same on all ranks",
     )
 
 
 def _to_pickle_or_error(value: Any, error: FabricError | None) -> bytes:
-    """Return the message of a value or error. If it does not pickle, the message has that error.
+    """Pickle a value or an error with :func:`to_pickle`. If that raises, pickle the raised error.
 
-    So this rank still takes part in the collective, and every rank raises the error.
+    So this rank takes part in the collective in any case, and every rank raises the error.
     """
     try:
         return to_pickle(value, error)

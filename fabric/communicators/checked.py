@@ -88,8 +88,8 @@ class PendingSignatures:
         """Keep the checksums of all ranks until :meth:`check`.
 
         Args:
-            checksums: see :func:`checksums_agree`. They are copied, since a view would keep the
-                whole rows in memory.
+            checksums: see :func:`checksums_agree`. They are copied, since a view would keep in
+                memory the gathered rows, which also have the data of the ranks.
             call_text: the text of the call for an error.
         """
         self._pending.append(_PendingSignature(checksums.clone(), call_text))
@@ -141,11 +141,11 @@ class CheckedCommunicator(Communicator):
         call = collective.call
         if call is None or call.text is None:
             return self._inner.run(collective)
-        message = signed(collective, call.text, self.size)
-        result = self._inner.run(message.collective)
-        self._check(collective, call.text, result)
+        message = signed(collective, call.text, group_size=self.size)
+        message_result = self._inner.run(message.collective)
+        self._check(collective, call.text, message_result)
         if message.carries_data:
-            return _result_from_rows(collective, result)
+            return _result_from_rows(collective, rows=message_result)
         return self._inner.run(collective)
 
     @override
@@ -153,10 +153,11 @@ class CheckedCommunicator(Communicator):
         self._inner.close()
 
     def _check(self, collective: Collective, text: str, message_result: Tensor) -> None:
-        """Compare the checksums of all ranks: on the CPU now, on an accelerator as a rule later.
+        """Compare the checksums of all ranks, or keep them to be compared later.
 
-        On an accelerator, they are compared now only if the device is waited for anyway, or if too
-        many signatures are pending.
+        On the CPU they are compared at once. On an accelerator, where reading them waits for the
+        device, they are compared at once only if this call waits for the device anyway, or if too
+        many signatures are pending. The comparison raises a CollectiveMismatchError.
 
         Args:
             collective: the collective of this rank.
@@ -167,7 +168,7 @@ class CheckedCommunicator(Communicator):
         has_rows = message_result.dim() > 1
         # A row begins with the checksum.
         checksums = message_result[:, 0] if has_rows else message_result
-        # In a dry run there are no other ranks, and no values.
+        # In a dry run there are no other ranks, and the checksums have no values.
         if isinstance(checksums, FakeTensor):
             return
         is_on_cpu = self.device == _CPU
@@ -189,7 +190,8 @@ def call_site(collective: Collective) -> object:
     call = collective.call
     if call is not None and call.call_site is not None:
         return call.call_site
-    # autograd runs backward passes in its own threads, where no frame is user code.
+    # user_call() returns None in the threads in which autograd runs backward passes: their stack
+    # has no frame of user code.
     return user_call(sys._getframe(1)) or "a backward pass"
 
 
@@ -202,19 +204,24 @@ def signed(collective: Collective, text: str, group_size: int) -> SignedMessage:
         collective: the call.
         text: everything in which the ranks have to agree. Empty if this rank cannot make its call.
         group_size: the number of ranks that make the call.
+
+    Returns:
+        An all-gather of one row per rank: the checksum and, if it fits, the data. In a group of
+        more than 16 ranks, a max-reduction of the checksum and its negative, without the data.
     """
     buffer = collective.buffer
     # Names may contain lone surrogates, which strict UTF-8 refuses.
     checksum = crc32(text.encode(errors="surrogatepass")) if text else _FAILED
-    row = _empty_row(checksum, buffer.device).clone()
+    row = _empty_row(checksum, buffer.device).clone()  # a copy, since the row is cached
     if group_size > _MAX_GATHERED_GROUP:
         # Under MAX, these become the largest checksum and the negative of the least one. They are
         # equal but for the sign if all checksums are equal.
         checksums = torch.stack([row[0], -row[0]])
         reduction = Collective(Operation.ALL_REDUCE, checksums, Reduce.MAX, call=collective.call)
         return SignedMessage(reduction, carries_data=False)
-    is_gathered = collective.operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
-    carries_data = is_gathered and buffer.nbytes <= _ROW_BYTES - _DATA_START
+    # The operations whose result each rank can compute from the data of all ranks.
+    has_result_from_rows = collective.operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
+    carries_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
     if carries_data:
         data_end = _DATA_START + buffer.nbytes
         row.view(torch.uint8)[_DATA_START:data_end] = buffer.view(torch.uint8)
@@ -265,6 +272,7 @@ def _mismatch_error(call_text: str) -> CollectiveMismatchError:
         call_text: the call of this rank, with the line of the user's code.
     """
     suggestion = "FABRIC_CHECK=1 python ... to see what the others call"
+    # The usual mistake in an all_gather are lengths that differ.
     if call_text.startswith("all_gather"):
         ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ"
         suggestion = f"{ragged}; {suggestion}"
@@ -279,12 +287,12 @@ def _mismatch_error(call_text: str) -> CollectiveMismatchError:
 
 @lru_cache(maxsize=64)
 def _empty_row(checksum: int, device: torch.device) -> Tensor:
-    """Return a row of a signed message with a checksum and no data. Callers must not change it.
+    """Return a row of a signed message with a checksum and no data. Callers must not write to it.
 
-    Rows are cached, since a loop makes the same calls again and a copy on the device is faster than
-    a transfer from the CPU.
+    Rows are cached, since a loop makes the same calls again, and it is faster to copy a row on the
+    device than to transfer a checksum from the CPU.
     """
-    # Real tensors in a dry run, too: a later call outside of it gets the same row from the cache.
+    # Real tensors in a dry run, too: a call after the dry run may get the same row from the cache.
     with real_tensors():
         checksum_tensor = torch.tensor([checksum], device=device)
         num_elements = _ROW_BYTES // checksum_tensor.element_size()

@@ -13,7 +13,7 @@ from typing_extensions import override
 from fabric._torch import all_gather_into, real_tensors, reduce_scatter_into
 from fabric.communicators.base import (
     BITWISE,
-    ORDERED,
+    MIN_MAX_PRODUCT,
     Collective,
     Communicator,
     Operation,
@@ -111,13 +111,15 @@ class ProcessGroupCommunicator(Communicator):
                 return self._gather_bytes(buffer)
             case Operation.NEW_GROUP:
                 return self._new_group(buffer)
+        # The operations without a return above have written their result into the buffer. A barrier
+        # has no buffer and returns None.
         return buffer
 
     def _is_gathered_directly(self, buffer: Tensor) -> bool:
-        """Return whether each rank sends a buffer straight to all ranks in an all-gather.
+        """Return whether an all-gather sends the buffer of each rank straight to all other ranks.
 
-        This is faster for small buffers under gloo, whose all-gather passes the buffers around a
-        ring, one rank after the other.
+        Under gloo this is faster for small buffers. The all-gather of gloo passes the buffers
+        around a ring, from one rank to the next.
         """
         return self._is_gloo and self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
 
@@ -135,36 +137,37 @@ class ProcessGroupCommunicator(Communicator):
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce a buffer over the ranks, in place, and return it. Collective."""
         if self._is_reduced_by_each_rank(buffer, op):
-            rows = self.all_gather(buffer).unbind()
-            return buffer.copy_(fold(op, rows))
-        is_ordered = op in (Reduce.MIN, Reduce.MAX)
-        if is_ordered and buffer.is_floating_point():
-            return self._all_reduce_ordered(buffer, op)
+            buffers = self.all_gather(buffer).unbind()
+            return buffer.copy_(fold(op, buffers))
+        is_extremum = op in (Reduce.MIN, Reduce.MAX)
+        if is_extremum and buffer.is_floating_point():
+            return self._all_reduce_extremum(buffer, op)
         dist.all_reduce(buffer, op=_TORCH_REDUCTIONS[op], group=self._group)
         if op is Reduce.MEAN:
-            # _TORCH_REDUCTIONS has a sum in place of a mean.
+            # The backend has computed a sum: _TORCH_REDUCTIONS has no mean.
             buffer.div_(self.size)
         return buffer
 
     def _is_reduced_by_each_rank(self, buffer: Tensor, op: Reduce) -> bool:
-        """Return whether to gather the buffers and let each rank reduce them itself."""
+        """Return whether to gather the buffers, and have each rank reduce them itself."""
         if op in BITWISE:
             # gloo has bitwise reductions, and nccl has none.
             return not self._is_gloo
-        # gloo gathers a small buffer in one round. It reduces in two rounds, unless the buffer is
-        # tiny.
+        # gloo gathers a small buffer in one round of messages. A reduction by gloo takes two
+        # rounds, unless the buffer is tiny.
         is_tiny = buffer.nbytes <= _MAX_ONE_ROUND_BYTES
         return not is_tiny and self._is_gathered_directly(buffer)
 
-    def _all_reduce_ordered(self, buffer: Tensor, op: Reduce) -> Tensor:
-        """Take the minimum or maximum of floats, in place. The result is NaN if any value is NaN.
+    def _all_reduce_extremum(self, buffer: Tensor, op: Reduce) -> Tensor:
+        """Take the minimum or maximum of floats over the ranks, in place. Collective.
 
-        In a backend's own minimum, the ranks of the NaNs decide whether the result is NaN. So the
-        values travel as integers of the same order, and a NaN as the largest or the least integer.
+        The result is NaN if any value is NaN. In a backend's own minimum, the result depends on
+        which rank has the NaN. So the values travel as integers that have the same order. A NaN
+        travels as the largest integer for a maximum, or the least integer for a minimum.
         """
-        # Every floating-point dtype fits into a double.
+        # Every floating-point value fits into a double without rounding.
         integers = _ordered_integers(buffer.double().view(torch.int64))
-        # Converted back to a double, both integers are a NaN.
+        # As doubles, the largest and the least integer are NaNs again.
         integer_of_nan = _MAX_INT64 if op is Reduce.MAX else ~_MAX_INT64
         integers.masked_fill_(buffer.isnan(), integer_of_nan)
         dist.all_reduce(integers, op=_TORCH_REDUCTIONS[op], group=self._group)
@@ -176,11 +179,12 @@ class ProcessGroupCommunicator(Communicator):
 
         Collective. The buffer may be overwritten.
         """
-        # The other reductions need the special cases of _all_reduce(), such as that of a NaN.
+        # The other reductions need the special cases of _all_reduce(), such as the one for NaNs.
         if op not in (Reduce.SUM, Reduce.MEAN):
             # A copy, since a view would keep the whole buffer in memory.
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
+        # torch's default reduction is the sum.
         reduce_scatter_into(output.view(-1), buffer.view(-1), group=self._group)
         if op is Reduce.MEAN:
             output.div_(self.size)
@@ -189,8 +193,8 @@ class ProcessGroupCommunicator(Communicator):
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
         """Return the buffers of all ranks on rank ``dst``, and None on the others. Collective."""
         if buffer.is_complex():
-            # Backends have no complex numbers. In other collectives, torch itself passes them on as
-            # real numbers, but not in a gather.
+            # Backends have no complex numbers. torch passes complex numbers on to the backend as
+            # pairs of real numbers, but not in a gather.
             gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         if self.rank != dst:
@@ -285,7 +289,7 @@ class ProcessGroupCommunicator(Communicator):
         Raises:
             UsageError: a rank did not call this within the timeout.
         """
-        # Without a device, torch guesses one from the rank, and may use that of another process.
+        # Without a device, torch guesses a device from the rank, and may guess another process's.
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         try:
             dist.barrier(self._group, device_ids=device_ids)
@@ -324,13 +328,13 @@ class ProcessGroupCommunicator(Communicator):
         members = sorted(global_ranks[rank] for rank in ranks)
         group = dist.new_group(members, timeout=self._timeout)
         if not isinstance(group, dist.ProcessGroup):
-            # On a rank that is not a member, torch returns a marker, which is not a group.
+            # This rank is not a member: torch returns an integer in place of a group.
             return None
         communicator = ProcessGroupCommunicator(group, self._process_device, self._timeout)
         communicator._owns_group = True
         if communicator.device.type == "cpu":
-            # gloo has connected this rank, but not yet all ranks. If a rank closed the group now,
-            # it would break the connections of the others.
+            # gloo has connected this rank, but perhaps not all ranks. A rank that closed the group
+            # before all are connected would break the connections of the others.
             communicator.barrier("new_group")
         return communicator
 
@@ -346,8 +350,9 @@ class ProcessGroupCommunicator(Communicator):
 def _ordered_integers(bits: Tensor) -> Tensor:
     """Return integers that have the order of the doubles with these bits.
 
-    The bits of positive doubles have their order already. Of negative doubles, all bits but the
-    sign are inverted. A second call undoes the first.
+    As integers, the bits of positive doubles are in the order of the doubles, and the bits of
+    negative doubles are in the reverse order. So this function inverts all bits but the sign of
+    negative doubles. A second call with the result returns the bits again.
 
     Args:
         bits: the bits of doubles, as int64.
@@ -366,8 +371,8 @@ def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
         op: the reduction.
         tensors: one tensor of each rank, in rank order.
     """
-    # All other reductions are sums, or begin with one.
-    combine = (BITWISE | ORDERED).get(op, torch.add)
+    # Sums and means are not in the tables. Both begin with a sum.
+    combine = (BITWISE | MIN_MAX_PRODUCT).get(op, torch.add)
     # The first tensor is cloned, so that the result is new even if it is the only one.
     result = reduce(combine, tensors[1:], tensors[0].clone())
     if op is Reduce.MEAN:

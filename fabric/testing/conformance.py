@@ -13,7 +13,7 @@ from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
 from fabric._session import prepared_module
 from fabric.communicators import Communicator, Reduce
-from fabric.communicators.base import BITWISE, ORDERED
+from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.strategies import Strategy, StrategyName
 from fabric.testing.base import assert_same
@@ -187,8 +187,8 @@ def _reductions(dtype: torch.dtype) -> list[Reduce]:
     if dtype.is_complex:
         return [Reduce.SUM]
     if dtype.is_floating_point:
-        return [Reduce.SUM, *ORDERED, Reduce.MEAN]
-    return [Reduce.SUM, *ORDERED, *BITWISE]
+        return [Reduce.SUM, *MIN_MAX_PRODUCT, Reduce.MEAN]
+    return [Reduce.SUM, *MIN_MAX_PRODUCT, *BITWISE]
 
 
 def _check_one_rank(communicator: Communicator) -> None:
