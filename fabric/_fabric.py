@@ -1032,7 +1032,7 @@ class Fabric:
         """
         session = self._ensure_session("compute_metrics")
         # The ranks that hold different data, so that each sample counts once.
-        communicator = session.strategy._loss_communicator()
+        communicator = session.strategy._distinct_samples_communicator()
         return compute_metrics(communicator, metrics)
 
     def all_to_all(self, data: T, group: Group = None) -> T:

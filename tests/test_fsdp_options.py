@@ -107,7 +107,7 @@ def test_ignored_parameters_are_replicated_and_trained() -> None:
 
 def test_ignored_parameters_of_another_model_are_warned_of() -> None:
     ignored = {nn.Parameter(torch.ones(2, 2))}
-    text = r"Linear: ignored_params are no parameters of it.*launch\(train, model\)"
+    text = r"Linear: none of ignored_params is a parameter of it.*launch\(train, model\)"
     with pytest.warns(UserWarning, match=text):
         in_ranks(Fabric.setup_module, nn.Linear(2, 2), ranks=1, ignored_params=ignored)
 

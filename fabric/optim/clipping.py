@@ -59,7 +59,7 @@ def clip_gradients(
         grads.append(parameter.grad)
         mesh = getattr(parameter.grad, "device_mesh", None)
         parameters_by_mesh.setdefault(mesh, []).append(parameter)
-    norm = _total_norm(grads, len(parameters_by_mesh), norm_type)
+    norm = _total_norm(grads, num_meshes=len(parameters_by_mesh), norm_type=norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteGradientError(
             "clip_gradients(...)",
@@ -84,6 +84,7 @@ def _total_norm(grads: Sequence[Tensor], num_meshes: int, norm_type: float) -> T
         norm_type: the norm, such as 2.0 or ``inf``.
     """
     if _can_torch_compute_norm(grads, num_meshes, norm_type):
+        # The norm of DTensors is a DTensor, too. full_tensor() reduces it over the ranks.
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))
     if math.isinf(norm_type):
         return _maximum_norm(grads)
@@ -123,7 +124,8 @@ def _maximum_norm(grads: Sequence[Any]) -> Tensor:
         local = local_tensor(grad)
         maximum = local.abs().max() if local.numel() else local.new_zeros(())
         maxima.append(maximum.to(device))
-    # A maximum over ranks may lose NaN, but not infinity.
+    # NaN becomes infinity, since a maximum over ranks may lose NaN. Infinity stays as it is:
+    # without posinf, nan_to_num() would replace it by the largest finite number.
     largest = torch.stack(maxima).max().nan_to_num(nan=math.inf, posinf=math.inf)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest
@@ -132,10 +134,10 @@ def _maximum_norm(grads: Sequence[Any]) -> Tensor:
 def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
     """Return the norm of gradients of which some are sharded, for a finite norm type.
 
-    Collective: all ranks of the job must call it. Ranks sum the powers of their local norms. If a
-    gradient has n different shards, ``world_size / n`` ranks hold the same shard, and the sum has
-    its power as many times. So each power is multiplied by n, and the sum is divided by
-    ``world_size``.
+    Collective: all ranks of the job must call it. The ranks sum the powers of their local norms. If
+    a gradient has n different shards, ``world_size / n`` ranks hold the same shard, and the sum
+    counts the shard once for each of these ranks. So each power is multiplied by n, and the sum is
+    divided by ``world_size``.
 
     Args:
         grads: the gradients. At least one is a DTensor.
@@ -156,7 +158,7 @@ def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
         power = local_norm.to(device).double() ** norm_type
         powers.append(number_of_shards * power)
     total = torch.stack(powers).sum()
-    dist.all_reduce(total)
+    dist.all_reduce(total, dist.ReduceOp.SUM)
     norm = (total / dist.get_world_size()).pow(1 / norm_type)
     return norm.to(grads[0].dtype)
 

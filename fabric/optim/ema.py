@@ -99,6 +99,7 @@ class ExponentialMovingAverage(nn.Module):
         *owners, name = path.split(".")
         submodule: nn.Module = self
         for owner in owners:
+            # The dict in which the submodule itself keeps its children.
             children = registered_modules(submodule)
             child = children.get(owner)
             if child is None:
@@ -181,11 +182,12 @@ class ExponentialMovingAverage(nn.Module):
         inputs. Do not enter the context between a forward pass and its backward pass. The context
         needs memory for another copy of this process's part of the weights. Not a collective.
         """
-        # The tensors are kept, and not their names: a forward pass within may replace buffers.
+        # The tensors are kept, and not their names, since a forward pass within the context may
+        # replace buffers. Each pair is a copy of the values and the weight.
         before: list[tuple[Tensor, Tensor]] = []
         for _, weight in self._pairs():
             before.append((weight.detach().clone(), weight))
-        # True if a context within a context begins.
+        # True if this context is within another one.
         was_applied = self._is_applied
         self._is_applied = True
         try:
@@ -215,12 +217,15 @@ class ExponentialMovingAverage(nn.Module):
         return weights
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the averages, each with its weight. Of sharded ones, return this rank's shards.
+        """Return a pair of an average and its weight for each weight of the model.
+
+        For sharded weights, both tensors are this rank's shards.
 
         Raises:
             UsageError: weights were added to the model or removed from it.
         """
         weights = self._current_weights()
+        # The names that only the model has, or that only the averages have.
         changed = weights.keys() ^ self._averages.keys()
         if changed:
             names = ", ".join(sorted(changed))

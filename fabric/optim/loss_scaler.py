@@ -116,7 +116,8 @@ class LossScaler:
             self._pending_found_inf = None
         for optimizer, state in self._states.items():
             if not state.is_scaled:
-                # Gradients that were unscaled, and to which this pass will add scaled ones.
+                # The optimizer may hold gradients that were unscaled. They are scaled again, since
+                # this pass adds scaled gradients to them.
                 for grads in local_gradients(optimizer):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
@@ -164,6 +165,7 @@ class LossScaler:
                     suggestion='model.float(), or Fabric(precision="16-true")',
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
+        # Ranks with equal gradients find the same overflows.
         if self.gradients_differ and self._max_over_ranks is not None:
             found_inf = self._max_over_ranks(found_inf)
         state.found_inf = found_inf
@@ -273,6 +275,7 @@ class LossScaler:
         Collective if ranks hold different gradients. The values are read, since
         ``zero_grad(set_to_none=False)`` also clears gradients. Reading them waits for the device.
         """
+        # The same optimizers on all ranks, so that the ranks agree whether to exchange a message.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds_scaled = any(map(has_nonzero_gradients, scaled))
         if not scaled or self._max_over_ranks is None:
@@ -287,9 +290,9 @@ class LossScaler:
 def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
     """Return this rank's gradients of an optimizer as dense tensors.
 
-    The tensors share the memory of the gradients, so that changes in place change the gradients. Of
-    a sharded gradient, the tensor is this rank's shard. Of a sparse gradient, the tensor holds the
-    values, and the gradient is coalesced in place.
+    The tensors share the memory of the gradients, so that changes in place change the gradients.
+    For a sharded gradient, the tensor is this rank's shard. For a sparse gradient, the tensor holds
+    the values, and the parameter's gradient is replaced by its coalesced form.
 
     Returns:
         One list for each device and dtype. No list is empty.

@@ -155,10 +155,11 @@ class LossWeights:
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self.reads_at_once = runtime.device.type != "cuda"
-        # Whether the last sum of loss weights was valid. On CUDA it is a tensor on the CPU, which
-        # can be read once the event below has been reached.
+        # Whether the last sum of loss weights was valid: True, or a tensor on the CPU without
+        # dimensions. On CUDA, the tensor can be read once the event below has been reached.
         self._is_sum_valid: Tensor | bool = True
-        self._sum_was_copied = torch.cpu.Event() if self.reads_at_once else torch.cuda.Event()
+        # The end of the copy of _is_sum_valid from the device to the CPU.
+        self._validity_copy_event = torch.cpu.Event() if self.reads_at_once else torch.cuda.Event()
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._running_pass = _BackwardPass()
 
@@ -166,7 +167,7 @@ class LossWeights:
         """Divide the loss by the divisor and apply the loss scale.
 
         Called at the start of each backward pass, also of a loss without a weight. Collective at
-        the first weighted loss of an optimizer, and where the loss scale is.
+        the first weighted loss of an optimizer, and if :meth:`LossScaler.scale_loss` is collective.
 
         Args:
             loss: the loss.
@@ -184,8 +185,10 @@ class LossWeights:
         loss_weight = None
         if weight is not None:
             loss_weight = self._parse_weight(weight)
+        # None and an empty list both stand for all optimizers.
         optimizers = as_list(optimizer) or list(self._optimizers)
         self._check_set_up(optimizers)
+        # First, so that cleared gradients do not count as gradients of an earlier loss.
         self._drop_cleared_windows()
         window = self._common_window(optimizers)
         if loss_weight is not None:
@@ -210,7 +213,7 @@ class LossWeights:
         After an error, the optimizers keep the windows that they had before the pass.
 
         Args:
-            loss: the loss. It is not used.
+            loss: the loss. It is not used, but all hooks after a backward pass get it.
             error: the error that the pass raised. None if there is none.
 
         Raises:
@@ -221,6 +224,8 @@ class LossWeights:
         self._running_pass = _BackwardPass()
         if error is not None:
             return
+        # These are the optimizers that the loss is not for. A change of their gradients shows that
+        # the loss has reached their parameters all the same.
         for optimizer, fingerprint_before in finished.fingerprints.items():
             fingerprint = _gradient_fingerprint(optimizer)
             if fingerprint != fingerprint_before:
@@ -250,7 +255,7 @@ class LossWeights:
             )
         # Optimizers that share a window exchange one message, at the first step of any of them.
         if window.factor is None:
-            self._reduce_window(window)
+            self._reduce_window(window)  # sets the factor and the next divisor
         assert window.factor is not None
         state.divisor = window.next_divisor
         for grads in local_gradients(optimizer):
@@ -263,8 +268,10 @@ class LossWeights:
         Called at the next step and before a save. Waits until the sum of the last step is known.
         The error is raised once.
         """
-        self._sum_was_copied.synchronize()
-        is_sum_valid = self._is_sum_valid
+        # Before this wait, the tensor in _is_sum_valid may not have its value yet.
+        self._validity_copy_event.synchronize()
+        is_sum_valid = bool(self._is_sum_valid)
+        # Reset, so that the next call does not raise the same error again.
         self._is_sum_valid = True
         if not is_sum_valid:
             problem = (
@@ -288,17 +295,17 @@ class LossWeights:
         """
         is_scalar = getattr(weight, "shape", None) == ()
         if is_scalar and not self.reads_at_once and self._is_number_on_device(weight):
-            values = weight.detach()
+            value = weight.detach()
             # A negative weight becomes NaN, so that the sum of the weights is invalid.
-            return torch.where(values >= 0, values.double(), torch.nan)
+            return torch.where(value >= 0, value.double(), torch.nan)
         number: Any = weight
         if is_scalar:
             number = weight.item()
-        # A bool would be an int for isinstance. NaN fails the comparison.
+        # type() and not isinstance(): a bool is not a weight. NaN fails the comparison.
         if type(number) not in (int, float) or not 0 <= number < torch.inf:
             raise ConfigurationError(
                 f"fabric.backward(loss, {weight=}) on rank {self._communicator.rank}",
-                expected="a finite number >= 0, or a tensor of one with shape ()",
+                expected="a finite number >= 0, or a tensor of shape () that holds such a number",
             )
         if self.reads_at_once:
             return number
@@ -321,8 +328,8 @@ class LossWeights:
     def _drop_cleared_windows(self) -> None:
         """End the windows of optimizers whose gradients the user has cleared.
 
-        Called before each backward pass. Reads all gradients of an optimizer, which waits for the
-        device, only if its fingerprint has changed since the last backward pass.
+        Called before each backward pass. To read all gradients of an optimizer waits for the
+        device. So they are read only if the fingerprint has changed since the last backward pass.
         """
         for optimizer, state in self._states.items():
             if state.window is None:
@@ -340,6 +347,7 @@ class LossWeights:
             UsageError: they have different windows, or gradients to which the gradients of
                 another loss cannot be added.
         """
+        # Windows are compared by identity. An optimizer without a state has no window.
         windows: set[_Window | None] = set()
         for optimizer in optimizers:
             state = self._states.get(optimizer)
@@ -380,6 +388,7 @@ class LossWeights:
         for optimizer in optimizers:
             state = self._states.get(optimizer)
             if state is not None and state.divisor is not None:
+                # The step before has computed this divisor, from its own loss weights.
                 return _Window(divisor=state.divisor, weight=weight)
         mean = self._mean_over_ranks(weight)
         return _Window(divisor=_power_of_two_above(mean), weight=weight)
@@ -391,6 +400,7 @@ class LossWeights:
         other gradients, or have a parameter in common. Gradients that will never be averaged over
         ranks have no common factor at all.
         """
+        # The parameters whose gradients are never averaged over ranks.
         unreduced_ids: set[int] = set()
         for contract in self._contracts:
             replicas_drift = contract.gradients_differ and not contract.is_sharded
@@ -468,15 +478,16 @@ class LossWeights:
         Collective. Called at the first step of any optimizer of the window. If the sum of the loss
         weights is not valid, the factor is zero, and :meth:`check` raises the error.
         """
-        # The last sum, which is about to be replaced.
+        # Raises if the sum of the step before was not valid. That result is about to be replaced.
         self.check()
         mean = self._mean_over_ranks(window.weight)
         is_valid = (mean > 0) & mean.isfinite()
         # The copy to the CPU does not wait for the device. The event says when the copy is done.
         self._is_sum_valid = is_valid.to("cpu", non_blocking=True)
-        self._sum_was_copied.record()
+        self._validity_copy_event.record()
         if self.reads_at_once:
             self.check()
+        # The losses were divided by the divisor, and the gradients are means over the ranks.
         window.factor = torch.where(is_valid, window.divisor / mean, 0)
         window.next_divisor = _power_of_two_above(mean)
 
@@ -495,9 +506,9 @@ class LossWeights:
         Collective if the optimizer has a window.
 
         Raises:
-            UsageError: the step has a closure, or is made within the backward pass. Before its
-                first weighted loss, nothing is known of an optimizer, and :meth:`_after_step`
-                raises.
+            UsageError: the step has a closure, or is made within the backward pass. An optimizer
+                that has not had a weighted loss yet is not checked here: :meth:`_after_step` raises
+                if its closure has called ``backward`` with a weight.
         """
         is_within_backward = optimizer in self._running_pass.optimizers
         has_weighted_closure = optimizer in self._states and has_closure(args, kwargs)
@@ -516,8 +527,9 @@ class LossWeights:
             return
         window = state.window
         state.window = None
-        # _before_step divides the gradients of a window. A window here was begun within the step.
-        if window is not None and window is not _DIVIDED:
+        # _before_step has replaced any earlier window by _DIVIDED.
+        was_begun_within_step = window is not None and window is not _DIVIDED
+        if was_begun_within_step:
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
 
     # -- errors ---------------------------------------------------------------------------------
@@ -539,13 +551,19 @@ class LossWeights:
 
 
 def _power_of_two_above(mean: Tensor) -> Tensor:
-    """Return the next power of two above a number, or 1 if the number is zero or not finite.
+    """Return the smallest power of two greater than a number, without waiting for a device.
 
-    The power is at least ``2**-100`` and at most ``2**100``, so that float32 can hold it.
+    The result is 1 if the number is zero or not finite. It is at least ``2**-100`` and at most
+    ``2**100``: float32 holds these powers, and products with them rarely leave its range, which
+    ends near ``2**-126`` and ``2**128``.
+
+    Args:
+        mean: the number, a float64 tensor without dimensions that is not negative.
     """
-    # A number is its mantissa, in [0.5, 1), times a power of two.
+    # A number is its mantissa, in [0.5, 1), times a power of two. For zero, infinity and NaN, the
+    # quotient is NaN, which clamp() keeps.
     power = mean / mean.frexp().mantissa
-    return power.clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
+    return power.clamp(2.0**-100, 2.0**100).nan_to_num(nan=1.0)
 
 
 def _multiply(grads: list[Tensor], factor: Tensor) -> None:
@@ -569,8 +587,8 @@ def _multiply(grads: list[Tensor], factor: Tensor) -> None:
 def _gradient_fingerprint(optimizer: Optimizer) -> object:
     """Return a value that changes when an optimizer's gradients are cleared or changed.
 
-    The value is made of the identity and the in-place versions of the first gradient. It is None
-    without gradients. Reading it does not wait for a device.
+    The value consists of the identity and the in-place versions of the optimizer's first gradient.
+    It is None without gradients. This function does not wait for a device.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -63,8 +63,10 @@ class ParameterLists:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             self._cleanup.callback(self._hook.remove)
-        # The method of the base class, since overrides expect a module with a forward pass.
+        # Overrides of this method expect a module with a forward pass, so the method of the base
+        # class is called.
         contract = Strategy.gradient_contract(self._strategy, module)
+        # _before_step makes the gradients equal on all ranks before each step.
         contract = replace(contract, gradients_differ=False)
         if self._strategy.is_distributed:
             contract = replace(contract, replicated=contract.parameters)
@@ -74,8 +76,9 @@ class ParameterLists:
         """Average the gradients of an optimizer's parameters in lists over the ranks.
 
         Called before gradients are clipped. Collective if the optimizer has parameters in lists.
-        :meth:`_before_step` averages again, which does not change gradients that are equal on all
-        ranks. A gradient that is None on all ranks stays None.
+        Before the step, :meth:`_before_step` averages the gradients again. A second average changes
+        nothing, because the gradients are equal on all ranks by then. A gradient that is None on
+        all ranks stays None.
         """
         parameters = self._parameters_to_average(optimizer)
         if parameters:
@@ -106,7 +109,8 @@ class ParameterLists:
 
     def _parameters_to_average(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters of an optimizer that are in lists. In one process, return none."""
-        # Most jobs have no lists, and the loop below takes long for thousands of parameters.
+        # This method runs before every step. Most jobs have no lists, and the loop below takes long
+        # for thousands of parameters.
         if not self._parameters or not self._strategy.is_distributed:
             return []
         listed: list[nn.Parameter] = []
@@ -119,8 +123,8 @@ class ParameterLists:
     def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of parameters over the ranks, in one message. Collective.
 
-        A gradient that is None on some ranks counts as zero. A gradient that is None on all ranks
-        stays None.
+        A gradient that is None on some ranks counts as zero there. A gradient that is None on all
+        ranks stays None.
 
         Args:
             parameters: the parameters, at least one. They are the same on all ranks.
@@ -128,11 +132,16 @@ class ParameterLists:
         grads: list[torch.Tensor] = []
         has_grad: list[bool] = []
         for parameter in parameters:
-            has_grad.append(parameter.grad is not None)
-            grads.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        # For each parameter, 1 or 0. The mean is the share of the ranks that have a gradient.
+            grad = parameter.grad
+            has_grad.append(grad is not None)
+            if grad is None:
+                grad = torch.zeros_like(parameter)
+            grads.append(grad)
+        # For each parameter, 1 if this rank has a gradient, else 0. The flags have the dtype of the
+        # first gradient, so that they travel in its message.
         flags = grads[0].new_tensor(has_grad)
-        *means, shares = self._strategy.all_reduce([*grads, flags])
+        # The mean of a flag is the share of the ranks that have a gradient.
+        *means, shares = self._strategy.all_reduce([*grads, flags], reduce_op="mean")
         for parameter, mean, share in zip(parameters, means, shares.tolist(), strict=True):
-            has_any_grad = share > 0
-            parameter.grad = mean if has_any_grad else None
+            has_any_rank_a_grad = share > 0
+            parameter.grad = mean if has_any_rank_a_grad else None

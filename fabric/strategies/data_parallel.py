@@ -370,8 +370,9 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             leaves_by_replica.append(leaves)
             structures.append(structure)
             paths_by_replica.append(leaf_paths(structure, "output"))
-        # Outputs have the same structure if their leaves have the same paths. Lists are no tensors,
-        # and so this returns one of the equal lists, or raises an error if they differ.
+        # Outputs have the same structure if their leaves have the same paths. For objects that are
+        # not tensors, such as these lists of paths, _join_leaves() returns the first one if all are
+        # equal, and raises if they differ.
         paths = _join_leaves("output", paths_by_replica)
         joined: list[Leaf] = []
         for path, leaves in zip(paths, zip(*leaves_by_replica, strict=True), strict=True):
@@ -395,8 +396,8 @@ class CopiedDataParallel(nn.DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
         """Return one replica of the module for each device.
 
-        Called by the ``forward`` of torch's class. torch's replicas keep methods in attributes that
-        are bound to the original module. These are bound to the replica.
+        Called by the ``forward`` of torch's class. In torch's replicas, a method that a module
+        keeps in an attribute stays bound to the original module. It is bound to the replica here.
         """
         replicas = super().replicate(module, device_ids)
         for replica in replicas:
@@ -440,14 +441,14 @@ def _check_not_compiled(module: nn.Module) -> None:
 def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
     """Return the reduction of a tensor over dim 0, in the tensor's dtype.
 
-    A tensor without dimensions is returned unchanged.
+    Row n of the tensor is from replica n. A tensor without dimensions is returned unchanged.
 
     Raises:
         ConfigurationError: the tensor has no rows.
     """
     if tensor.dim() == 0:
         return tensor
-    if not len(tensor):
+    if len(tensor) == 0:
         raise ConfigurationError(
             f"all_reduce of shape {tuple(tensor.shape)} under dp", problem="it has no rows"
         )
@@ -471,11 +472,11 @@ def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Ca
     """
     has_grad = torch.is_grad_enabled()
     is_inference = torch.is_inference_mode_enabled()
-    # Device type, dtype, and whether autocast is on.
-    autocast_arguments: list[tuple[str, torch.dtype, bool]] = []
+    # The device type, the dtype, and whether autocast is on.
+    autocast_modes: list[tuple[str, torch.dtype, bool]] = []
     for kind in ("cpu", device_type):
         dtype = torch.get_autocast_dtype(kind)
-        autocast_arguments.append((kind, dtype, torch.is_autocast_enabled(kind)))
+        autocast_modes.append((kind, dtype, torch.is_autocast_enabled(kind)))
 
     def call_in_modes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function under the modes of the thread that bound them, and return its result."""
@@ -483,9 +484,10 @@ def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Ca
             # inference_mode also sets the grad mode, and so the grad mode is set after it.
             stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_grad))
-            for arguments in autocast_arguments:
-                # All threads share the cache of autocast.
-                stack.enter_context(torch.autocast(*arguments, cache_enabled=False))
+            for kind, dtype, is_enabled in autocast_modes:
+                # Without the cache of autocast, which all threads would share.
+                autocast = torch.autocast(kind, dtype, enabled=is_enabled, cache_enabled=False)
+                stack.enter_context(autocast)
             stack.enter_context(forward_context())
             return function(*args, **kwargs)
 

@@ -159,7 +159,7 @@ class DDPStrategy(ParallelStrategy):
                 "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
         # With another state, gradients are averaged in every step. The models of the ranks then
-        # never differ, and an average of them would change nothing.
+        # never differ, and an average of the models would change nothing.
         is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
         if self.model_averaging_period is not None and not is_local_sgd:
             raise ConfigurationError(
@@ -201,8 +201,8 @@ class DDPStrategy(ParallelStrategy):
             if self.ddp_comm_wrapper is not None:
                 hook = self.ddp_comm_wrapper(hook)
             wrapper.register_comm_hook(self._unpickled_hook_state(), hook)
-        # Python frees the attributes of an object in the order in which they were set. This one
-        # has to be the last, because the group must be freed after the reducer.
+        # Python frees the attributes of an object in the order in which they were set. The group
+        # must be freed after the wrapper's reducer, so this attribute is set after all others.
         vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
         self._parameter_names[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper
@@ -231,13 +231,15 @@ class DDPStrategy(ParallelStrategy):
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
         """Return a module in DistributedDataParallel. Collective, except in a dry run.
 
-        A dry run has fake tensors and a single process. The initial exchange and the reduction of
-        gradients must not read an answer of another rank there.
+        A dry run has fake tensors, and a single process in which no other rank answers. So there
+        the initial exchange is skipped, and a hook takes the place of the reduction of gradients.
         """
         device_ids = None
         if self.root_device.type == "cuda":
             device_ids = [self.root_device.index]
+        # In a dry run, all parameters are fake.
         is_dry_run = isinstance(next(module.parameters()), FakeTensor)
+        # The user's options come last, since they take precedence.
         options = {"init_sync": not is_dry_run, **self.ddp_kwargs}
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **options)
         if is_dry_run:
@@ -330,21 +332,21 @@ class DDPStrategy(ParallelStrategy):
             The context. None if there is a single process, which needs no context.
 
         Raises:
-            UsageError: something else than the backward pass needs all ranks, or a module is not
-                wrapped.
+            UsageError: there are several processes, and something else than the backward pass needs
+                all ranks, or a module is not wrapped.
         """
+        if self.world_size == 1:
+            return None
         wrappers: list[DistributedDataParallel] = []
         for module in modules:
             if isinstance(module, DistributedDataParallel):
                 wrappers.append(module)
-        # Averages of models are collectives of the step, and SyncBatchNorm has collectives in the
-        # forward pass. Join answers neither.
+        # Join answers only the collectives of the backward pass. Model averaging communicates in
+        # the optimizer's step, and SyncBatchNorm in the forward pass.
         has_other_collectives = self.model_averaging_period is not None or self.sync_batchnorm
-        if has_other_collectives or len(wrappers) < len(modules):
-            # Raises the error if there are several processes.
-            return super()._join(modules, divide_by_all)
-        if self.world_size == 1:
-            return None
+        has_unwrapped_module = len(wrappers) < len(modules)
+        if has_other_collectives or has_unwrapped_module:
+            self._refuse_join()
         return _joined(wrappers, divide_by_all)
 
     @property
@@ -391,9 +393,9 @@ class DDPStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, when the strategy is sent to the process of a rank.
 
-        The state of a communication hook is pickled separately. Its ``__setstate__`` looks for the
-        process group, which a new process does not have yet. :meth:`_unpickled_hook_state`
-        unpickles it when a module is set up.
+        The state of the communication hook becomes bytes, because a new process cannot unpickle
+        this state yet: the ``__setstate__`` of the hook's state looks for the process group.
+        :meth:`_unpickled_hook_state` unpickles the bytes when a module is set up.
         """
         hook_state = _PickledState(pickle.dumps(self.ddp_comm_state))
         # A weak dictionary cannot be pickled, and has nothing that another process could use.

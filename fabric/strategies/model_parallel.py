@@ -110,7 +110,8 @@ class _Topology:
         mesh: the whole mesh.
         shard_mesh: the part of the mesh over whose last dimension parameters are sharded.
         tensor_parallel_size: the number of parts into which layers are split.
-        loss: the ranks with different data. Ranks along ``sequence`` have different tokens.
+        distinct_samples: the ranks with different samples. Ranks along ``sequence`` have different
+            tokens of a sample, and count as different.
         data_parallel: the ranks that read different batches.
         same_batch: the ranks that read the same batch.
     """
@@ -118,7 +119,7 @@ class _Topology:
     mesh: DeviceMesh
     shard_mesh: DeviceMesh
     tensor_parallel_size: int
-    loss: Communicator
+    distinct_samples: Communicator
     data_parallel: Communicator
     same_batch: Communicator
 
@@ -251,14 +252,15 @@ class ModelParallelStrategy(FSDPStrategy):
         if "replicate" in dimensions:
             shard_meshes.insert(0, mesh["replicate"])
 
-        # Most often these two meshes equal the mesh above, and then no new groups are made.
-        loss_mesh = self._two_dimensional_mesh(tensor_parallel_size)
+        # The runtime keeps its meshes. Most often these two equal the mesh above, and then no new
+        # groups are made.
+        samples_mesh = self._two_dimensional_mesh(tensor_parallel_size)
         batch_mesh = self._two_dimensional_mesh(tensor_parallel_size * sizes["sequence"])
         return _Topology(
             mesh=mesh,
             shard_mesh=concatenate_meshes(shard_meshes, self.runtime.timeout),
             tensor_parallel_size=tensor_parallel_size,
-            loss=self._communicator_along(loss_mesh["data_parallel"]),
+            distinct_samples=self._communicator_along(samples_mesh["data_parallel"]),
             data_parallel=self._communicator_along(batch_mesh["data_parallel"]),
             same_batch=self._communicator_along(batch_mesh["tensor_parallel"]),
         )
@@ -283,11 +285,11 @@ class ModelParallelStrategy(FSDPStrategy):
         super().teardown()
 
     @override
-    def _loss_communicator(self) -> Communicator:
-        """Return the ranks with different data. Before the runtime runs, all ranks."""
+    def _distinct_samples_communicator(self) -> Communicator:
+        """Return the ranks with different samples. Before the runtime runs, all ranks."""
         if self._topology is None:
             return self.communicator()
-        return self._topology.loss
+        return self._topology.distinct_samples
 
     @override
     def _data_parallel_communicator(self) -> Communicator:
@@ -314,14 +316,14 @@ class ModelParallelStrategy(FSDPStrategy):
     # -- setup ----------------------------------------------------------------------------------
 
     @override
-    def _checked_plan(self, root: nn.Module) -> object:
-        """Return how each layer will be split, after a check that the model can be split.
+    def _check_model(self, root: nn.Module) -> object:
+        """Check that a model can be split and sharded, and return how each layer will be split.
 
-        Not a collective. :meth:`check_setup` compares the plans of all ranks as text. If they
+        Not a collective. :meth:`check_setup` compares the results of all ranks as text. If they
         differed, setting up the model would mix up the collectives of different layers.
 
         Returns:
-            The name and the style of each layer that is split.
+            A list with the name and the style of each layer that is split.
 
         Raises:
             FabricError: the model is on a mesh already, does not fit the plan or cannot be sharded.
@@ -339,8 +341,8 @@ class ModelParallelStrategy(FSDPStrategy):
                 "the parameters on the mesh",
             )
         layers = self._find_layers(root)
-        # Called for its errors. FSDP has no plan, and the result is None.
-        super()._checked_plan(root)
+        # Called for its errors. Its result is None: under FSDP, no layers are split.
+        super()._check_model(root)
         plan: list[tuple[str, str]] = []
         for name, module in root.named_modules():
             if module in layers:
@@ -359,6 +361,7 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         root = uncompiled(module)
         topology = self._running_topology
+        # From here on, ranks with the same batch draw the same random numbers.
         self._synchronize_rng()
         self._unsplit_layers = self._find_layers(root)
         self._original_parameters = {}
@@ -445,6 +448,7 @@ class ModelParallelStrategy(FSDPStrategy):
             if layer not in self._unsplit_layers:
                 continue
             originals = dict(layer.named_parameters(recurse=False))
+            # Without those that a layer before has shared.
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
             for style in torch_styles(layer, self._unsplit_layers.pop(layer)):
@@ -497,6 +501,7 @@ class ModelParallelStrategy(FSDPStrategy):
         receive_values(communicator, root, list(before.values()))
         result = parallelize_fn(root, mesh)
         after = dict(root.named_parameters())
+        # None if the function has done its work on this rank.
         error = _check_parallelized(
             root, result, names_before=before.keys(), parameters_after=after
         )

@@ -77,9 +77,11 @@ class ParallelStrategy(Strategy):
                 suggestion=modern,
             )
         if precision.loss_scale is not None and self.is_global_zero:
-            # Frame 3 is the caller of setup(). An override that calls this setup() is one more.
+            # Frame 1 is this method, frame 2 is setup(), and frame 3 is the user's call of setup().
+            # An override that calls this setup() is one frame more.
             is_overridden = type(self).setup is not ParallelStrategy.setup
             stacklevel = 4 if is_overridden else 3
+            # The smallest positive number of float16 is 6e-8.
             warnings.warn(
                 f"{request} computes in float16 and does not scale the loss: gradients below 6e-8 "
                 f"become 0. Write: {modern}",

@@ -126,7 +126,7 @@ def find_layers(
     is_of_model = plan == "auto"
     styles: Any = plan
     if is_of_model:
-        # transformers uses the second name.
+        # transformers uses the second name. An empty plan is treated as a missing one.
         styles = getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)
     if not styles:
         raise ConfigurationError(
@@ -322,10 +322,11 @@ def _head_problems(
 
 
 def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[str]:
-    """Yield colwise layers that compute a gate and its values together, as error messages.
+    """Yield error messages for colwise layers that compute a gate and its values together.
 
-    Some columns of such an output are not some columns of both. The layer is recognized by its
-    outputs: there are more than the inputs of the rowwise layer in the same module.
+    A part of the columns of such an output has columns of the gate only, or of the values only. The
+    layer is recognized by its number of outputs, which is larger than the number of inputs of the
+    rowwise layers in the same module.
 
     Args:
         root: the model.
@@ -455,7 +456,8 @@ class PartRandomStreams:
     def register_hooks(self, root: nn.Module) -> None:
         """Register the hooks with a model whose layers are split. They stay as long as the model.
 
-        A split computation starts behind a colwise layer and ends before a rowwise layer.
+        A split computation starts behind a colwise layer and ends before a rowwise layer. The
+        weight of ``nn.Linear`` is transposed: colwise splits dim 0 of it, and rowwise dim 1.
         """
         # torch.compile cannot trace changes of generators. The hooks run outside of its graphs.
         disable: Any = torch.compiler.disable
@@ -465,11 +467,13 @@ class PartRandomStreams:
             if not isinstance(layer, nn.Linear):
                 continue
             is_colwise = is_split(layer.weight, dim=0)
+            is_rowwise = is_split(layer.weight) and not is_colwise
             if is_colwise:
                 layer.register_forward_hook(start_part)
-            elif is_split(layer.weight):
+            elif is_rowwise:
                 # Before the users' hooks, which run with the streams that all ranks share.
                 layer.register_forward_pre_hook(end_part, prepend=True)
+        # Called after an error, too, so that the next forward pass starts with the shared streams.
         root.register_forward_hook(disable(self._end_forward), always_call=True)
 
     def _start_part(self, layer: Any, args: Any, output: Any) -> None:
@@ -478,9 +482,11 @@ class PartRandomStreams:
         Several colwise layers may precede a rowwise layer. The first of them starts the
         computation. Without training, models use no random numbers.
         """
+        # The output of a layer such as "colwise_rep" is whole: no part begins behind it.
         is_plain = local_tensor(output) is output
         is_part = is_plain and output.shape[-1] < layer.out_features
-        if not is_part or not layer.training or self._saved is not None:
+        is_in_part = self._saved is not None
+        if not is_part or not layer.training or is_in_part:
             return
         # In a dry run, new tensors are fake. The seed and the states must have real values.
         with real_tensors():

@@ -336,7 +336,8 @@ class FSDPStrategy(ParallelStrategy):
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
         state_before = _rng_state()
-        # Empty if the block raises: rank 0 tells the other ranks by an empty value.
+        # It stays empty if the block raises. Then rank 0 stores an empty value, and the other ranks
+        # raise an error.
         states = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
@@ -404,26 +405,27 @@ class FSDPStrategy(ParallelStrategy):
         error = None
         plan = None
         try:
-            plan = self._checked_plan(root)
+            plan = self._check_model(root)
         except FabricError as raised:
-            # Not raised here: the other ranks wait in check_same_model(), which raises it.
+            # Not raised here: the other ranks wait in check_same_model(), which raises the error on
+            # all ranks.
             error = raised
-        check_same_model(self.runtime.communicator, root, error, plan)
+        check_same_model(self.runtime.communicator, root, error=error, plan=plan)
 
-    def _checked_plan(self, root: nn.Module) -> object:
-        """Return the plan for a model, after a check that the model can be sharded.
+    def _check_model(self, root: nn.Module) -> object:
+        """Check that a model can be sharded, and return what else the ranks have to agree on.
 
         Not a collective. Subclasses override this method.
 
         Returns:
-            What has to be equal on all ranks besides the model, compared as text. None if there is
-            nothing.
+            An object whose ``repr`` has to be equal on all ranks. None if the ranks have to agree
+            only on the model.
 
         Raises:
             FabricError: the model cannot be sharded.
         """
-        check_shardable(root, self.is_global_zero, self._prepared_modules)
-        # Called for its error: the option may choose no module.
+        check_shardable(root, is_source=self.is_global_zero, models=self._prepared_modules)
+        # Raises if the option activation_checkpointing matches no module.
         self._checkpointed_modules(root)
         fsdp_modules = self._find_fsdp_modules(root)
         check_dtypes(root, fsdp_modules, self._ignored_parameters, self.runtime.precision)
@@ -462,7 +464,7 @@ class FSDPStrategy(ParallelStrategy):
 
         unsharded = UnshardedState(
             root,
-            communicator=self._loss_communicator(),
+            communicator=self._distinct_samples_communicator(),
             replicated=replicated,
             broadcasts_statistics=self.broadcast_buffers,
         )

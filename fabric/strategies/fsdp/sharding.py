@@ -345,6 +345,7 @@ def _problem_of_optimizer(
         models: the models that are sharded already.
     """
     parameters = parameters_of(optimizer)
+    # The shards of those of its parameters that were replaced by shards.
     replacements = {shard_of(parameter) for parameter in parameters} - {None}
     if replacements:
         names: list[str] = []
@@ -399,11 +400,12 @@ def _has_history(slots: Mapping[str, Any] | None) -> bool:
     """
     if not slots:
         return False
-    # State without a step is taken for history.
+    # State without an entry "step" counts as the state after a step.
     has_stepped = bool(slots.get("step", 1))
     if has_stepped:
         return True
-    # Initial values on the meta device cannot be sharded: they have no values.
+    # Initial values of parameters on the meta device are on this device, too, and cannot be
+    # sharded. So they are refused like history.
     return any(getattr(value, "is_meta", False) for value in slots.values())
 
 
@@ -512,10 +514,11 @@ def replicate_unsharded(
 
     has_ignored_parameter = not ignored.isdisjoint(root.parameters())
     if ignored and not has_ignored_parameter and communicator.rank == 0:
-        # Pickling a strategy for a rank copies its parameters.
+        # The usual reason: a strategy is pickled for the process of a rank, which copies the
+        # parameters in its options.
         warnings.warn(
-            f"setup of {type(root).__name__}: ignored_params are no parameters of it. A model from "
-            "before a launch: fabric.launch(train, model)",
+            f"setup of {type(root).__name__}: none of ignored_params is a parameter of it. If the "
+            "model was built before the launch, write fabric.launch(train, model)",
             stacklevel=2,
         )
     originals: dict[str, nn.Parameter] = {}
@@ -548,7 +551,7 @@ def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], num_ahead
     """
     prefetched = set(fsdp_modules)
     forward_order: list[Any] = [module for module in root.modules() if module in prefetched]
-    # In the backward pass, the root is the first.
+    # The backward pass goes through the reversed order, and begins with the root.
     for index, module in enumerate([*forward_order, root]):
         first = max(0, index - num_ahead)
         previous = forward_order[first:index]
@@ -584,6 +587,7 @@ def receive_values(
         if is_mapped(tensor):
             is_buffer = not isinstance(tensor, nn.Parameter)
             if value.device.type == "cpu" and is_buffer:
+                # A buffer stays as it is for the whole training, so it moves to ordinary memory.
                 value = deepcopy(tensor.detach(), copies).copy_(value)
             release_pages(tensor.untyped_storage())
         if not tensor.is_meta:

@@ -149,7 +149,8 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
         optimizer: the optimizer, which holds sharded parameters.
         state_dict: its state dict. State that is sharded already stays as it is.
     """
-    # In a state dict, parameters have numbers, in the order of the optimizer's parameters.
+    # In a state dict, parameters are numbers. The numbers are in the order of the optimizer's
+    # parameters.
     numbers: list[int] = []
     for group in state_dict["param_groups"]:
         numbers.extend(group["params"])
@@ -251,13 +252,15 @@ class UnshardedState:
         """Put this rank's plain tensors in place of the replicated parameters.
 
         Called before each forward pass of the whole model, if ``is_empty`` is false. Collective if
-        rank 0's running statistics are to be broadcast: all ranks then decide the same.
+        rank 0's running statistics are to be broadcast. All ranks decide the same, since they make
+        the same passes.
         """
         if self._statistics_differ and self._buffers_of_norms:
             self._broadcast_statistics()
         # As under DDP, the next forward pass broadcasts only after a forward pass that trains with
         # synchronization.
         self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
+        # Autograd drops the callback of a backward pass that raises.
         self._awaits_backward_end = False
         for slot in self._slots:
             was_replaced_by_user = slot.parameters.get(slot.name) is not slot.parameter
@@ -266,6 +269,7 @@ class UnshardedState:
             parameter: Any = slot.parameter
             plain = parameter.to_local()
             # Python finds an instance attribute before nn.Module looks for a parameter.
+            # _restore_parameters() removes the attribute.
             vars(slot.module)[slot.name] = plain
             self._watch_backward([plain])
 
@@ -302,8 +306,9 @@ class UnshardedState:
     def _on_gradient(self, grad: Tensor) -> None:
         """Have autograd call ``_after_backward`` once, at the end of the running backward pass.
 
-        This is a hook of the outputs of a forward pass and of the replicated parameters: the first
-        gradient of any of them shows that a backward pass is running.
+        This is a hook of the outputs of a forward pass and of the plain tensors of the replicated
+        parameters. The first gradient that reaches one of them shows that a backward pass is
+        running.
         """
         if not self._awaits_backward_end:
             self._awaits_backward_end = True
@@ -324,8 +329,9 @@ class UnshardedState:
         self._awaits_backward_end = False
         self._restore_parameters()
         with_gradient: list[nn.Parameter] = []
-        # By the number of the parameter: all_reduce() compares the keys between the ranks, so that
-        # gradients of different parameters are not added up.
+        # This rank's tensors of the gradients, by the number of the parameter. all_reduce()
+        # compares the numbers between the ranks, so that gradients of different parameters are not
+        # added up.
         gradients: dict[int, Tensor] = {}
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -338,28 +344,31 @@ class UnshardedState:
         if gradients:
             means = all_reduce(self._communicator, gradients, Reduce.MEAN)
             for number, mean in means.items():
+                # Changes the gradient, which shares the memory of the local tensor.
                 gradients[number].copy_(mean)
 
     def _broadcast_statistics(self) -> None:
-        """Give all ranks rank 0's buffers of the modules with running statistics. Collective.
+        """Copy the buffers of modules with running statistics from rank 0 to all ranks.
 
-        All buffers travel in one message of bytes.
+        Collective. All buffers travel in one message of bytes.
         """
         buffers: list[Tensor] = []
-        for registered in self._buffers_of_norms:
-            for buffer in registered.values():
+        # The modules' own dicts, so that buffers that a module has replaced are found.
+        for buffers_of_module in self._buffers_of_norms:
+            for buffer in buffers_of_module.values():
                 if buffer is not None:
                     buffers.append(buffer)
         bytes_of_buffers = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
         message = torch.cat(bytes_of_buffers)
+        # In place: afterwards, the message has the bytes of rank 0.
         self._communicator.broadcast(message, 0)
         sizes = [buffer_bytes.numel() for buffer_bytes in bytes_of_buffers]
         for buffer, received in zip(buffers, message.split(sizes), strict=True):
-            # A clone is aligned. The bytes in the message may not be, and could then not be viewed
-            # in the buffer's dtype.
+            # The bytes in the message may not be aligned for the buffer's dtype, and could then not
+            # be viewed in this dtype. A clone is aligned.
             value = received.clone().view(buffer.dtype)
-            # By ``data``: a change that autograd sees would invalidate the backward pass of the
-            # previous forward pass.
+            # Through ``data``, which hides the change from autograd. Otherwise the backward pass of
+            # the previous forward pass would raise.
             buffer.data.copy_(value.view_as(buffer))
 
 

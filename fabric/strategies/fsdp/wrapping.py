@@ -274,11 +274,12 @@ def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) ->
 def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
     """Return the FSDP modules that have no parameter in common with another, or with the root."""
     # Repeated, since the parameters of a module that is left out go to an outer FSDP module, which
-    # may then share them with another.
+    # may then share them with another. A shared parameter has two owners or more, and one of them
+    # is not the root. So each round leaves out at least one module.
     while shared := _owners_of_shared_parameters(root, fsdp_modules):
         modules_to_leave_out: set[nn.Module] = set()
-        for owner_of_name in shared:
-            modules_to_leave_out.update(owner_of_name.values())
+        for owner_by_name in shared:
+            modules_to_leave_out.update(owner_by_name.values())
         fsdp_modules = [module for module in fsdp_modules if module not in modules_to_leave_out]
     return fsdp_modules
 
@@ -286,14 +287,16 @@ def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -
 def _owners_of_shared_parameters(
     root: nn.Module, fsdp_modules: list[nn.Module]
 ) -> list[dict[str, nn.Module]]:
-    """Return the owners, by name, of each parameter that several modules would own.
+    """Return the owners, by parameter name, of each parameter that several modules would own.
 
-    See :func:`owners_by_name`. The list is empty if each parameter has one owner.
+    See :func:`owners_by_name`. The list has one dict for each such parameter. It is empty if each
+    parameter has one owner.
     """
     shared: list[dict[str, nn.Module]] = []
-    for owner_of_name in owners_by_name(root, fsdp_modules).values():
-        if len(set(owner_of_name.values())) > 1:
-            shared.append(owner_of_name)
+    for owner_by_name in owners_by_name(root, fsdp_modules).values():
+        has_several_owners = len(set(owner_by_name.values())) > 1
+        if has_several_owners:
+            shared.append(owner_by_name)
     return shared
 
 
