@@ -92,6 +92,7 @@ class Windows:
             for index, batch in enumerate(batches):
                 number = index % self.steps + 1
                 is_last = number == self.steps or position.is_final
+                # No window is open at its last micro-batch, so the user may save there.
                 position.micro_batch = None
                 if not is_last:
                     position.micro_batch = MicroBatch(number, window_length=self.steps)
@@ -103,7 +104,9 @@ def check_no_window(active_loops: Sequence[ActiveLoop]) -> None:
 
     ``fabric.save`` calls this function, since a checkpoint has no accumulated gradients.
     """
-    for _, position in active_loops:
+    for loop in active_loops:
+        position = loop.position
+        # None outside of a window.
         micro_batch = position.micro_batch
         if micro_batch is not None:
             raise CheckpointError(

@@ -41,8 +41,9 @@ def mover(
     if device is None or device.type == "cpu":
         return None
     if device.type == "cuda" and overlap_copies:
-        # Without workers, a dataset may yield tensors on a device. torch's pinning would raise for
-        # these tensors, so OverlappedCopies pins, unless the user asked the loader to.
+        # Without workers, a dataset may yield tensors on a device. The loader's own pinning would
+        # raise for these tensors. So OverlappedCopies pins the batches in place of the loader,
+        # unless the user asked the loader to pin.
         should_pin_here = not loader.pin_memory and loader.num_workers == 0
         loader.pin_memory = not should_pin_here
         return OverlappedCopies(device, pins=should_pin_here)
@@ -90,15 +91,16 @@ class OverlappedCopies:
     def __call__(self, batch: Any) -> Any:
         """Move the tensors of a batch as :func:`fabric.tree.to_device` does.
 
-        The loader calls the object for each batch. The call does not wait for the copies, unless
-        the class says so.
+        The loader calls the object for each batch, when the user asks for the batch. The CPU waits
+        for a copy only in the cases that the class describes.
         """
         buffers = _buffers_in(batch)
         if not all(map(_can_be_tracked, buffers)):
+            # On the compute stream, which is in order with whatever uses the batch.
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
             if any(map(_is_pinned, buffers)):
-                # The tensor may be overwritten with the next batch, so this copy blocks.
+                # Wait for the copy: the dataset may overwrite its tensor with the next batch.
                 return to_device(batch, self._device)
             batch = map_tensors(methodcaller("pin_memory"), batch)
         compute_stream = self._cuda.current_stream(self._device)
@@ -109,11 +111,13 @@ class OverlappedCopies:
         moved_buffers = _buffers_in(moved)
         for buffer in moved_buffers:
             if not hasattr(buffer, "record_stream"):
-                # A user's ``to`` returned an object whose memory cannot be tracked: copy again.
+                # A user's ``to`` returned an object whose memory cannot be tracked: copy again, on
+                # the compute stream.
                 return to_device(batch, self._device)
         for buffer in moved_buffers:
             # A user's ``to`` may leave a tensor on the CPU, where no stream uses its memory.
-            if not isinstance(buffer, Tensor) or buffer.device.type == self._device.type:
+            is_on_cpu = isinstance(buffer, Tensor) and buffer.device.type != self._device.type
+            if not is_on_cpu:
                 buffer.record_stream(compute_stream)
         return moved
 
@@ -130,7 +134,7 @@ class OverlappedCopies:
 def _buffers_in(batch: Any) -> list[Any]:
     """Return the tensors of a batch, and the other objects that a copy has to move.
 
-    These have a method ``to`` or ``record_stream``. Mappings that are leaves are searched, too.
+    The other objects have a method ``to`` or ``record_stream``. Mappings of any class are searched.
     """
     buffers: list[Any] = []
     leaves, _ = flatten(batch)

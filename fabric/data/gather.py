@@ -78,14 +78,17 @@ def gather_batch(
     # The title is a key of the collection, and all_gather compares keys between ranks: an error is
     # raised if results of different iterations would be combined.
     title = f"of iteration {position.epoch}" if spec.order_streams else "of a fixed order"
+    collection = {title: leaves}
     if is_uneven or spec.unit == "batches":
-        gathered = all_gather_ragged(communicator, {title: leaves})[title]
+        # Ranks may have different numbers of rows.
+        gathered = all_gather_ragged(communicator, collection)[title]
         join_ranks = _concatenate
     elif spec.unit == "samples":
-        gathered = all_gather(communicator, {title: leaves})[title]
+        gathered = all_gather(communicator, collection)[title]
         join_ranks = _interleave
     else:
-        gathered = all_gather(communicator, {title: leaves})[title]
+        # The batch of a rank is a single sample, without a dim of samples.
+        gathered = all_gather(communicator, collection)[title]
         join_ranks = _take
     for index, rank_values in enumerate(gathered):
         if isinstance(leaves[index], Tensor):
@@ -110,7 +113,9 @@ def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoo
             "fabric.gather_for_metrics(model(batch))",
         )
     loop = active_loops[-1]
-    if loop.spec.num_replicas != communicator.size and not loop.spec.ends_in_lockstep:
+    # A policy that ends the loop on all ranks together says that the user shards the data.
+    is_shared = loop.spec.num_replicas == communicator.size or loop.spec.ends_in_lockstep
+    if not is_shared:
         raise UsageError(
             _CALL_TEXT,
             problem=f"this loader gives each of {communicator.size} processes all of the data, or "
@@ -144,13 +149,13 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     if spec.unit == "samples" and shard_length is not None:
         remaining = shard_length - position_before.received_batches * spec.entries_per_batch
         samples_of_rank = min(spec.entries_per_batch, remaining)
-    return _BatchSize(entries, samples_of_rank)
+    return _BatchSize(entries=entries, samples_of_rank=samples_of_rank)
 
 
 def _order_length(spec: LoaderSpec) -> int | None:
-    """Return the length of the order without repetitions.
+    """Return the length of the order, in which repetitions do not count.
 
-    None if the order has no length, and no entry is repeated.
+    None if the order has no length. Then no entry is repeated.
 
     Raises:
         UsageError: entries may be repeated, and it is unknown which.
@@ -160,7 +165,8 @@ def _order_length(spec: LoaderSpec) -> int | None:
     if is_sharded_by_fabric:
         length = length_of(order_source)
         sampler = spec.sharded_sampler
-        if length is None and sampler is not None and sampler.pads:
+        repeats_entries = sampler is not None and sampler.pads
+        if length is None and repeats_entries:
             _refuse_order(order_source, "has no length")
         return length
     # DistributedSampler gives rank r the entries r, r + num_replicas, ..., as fabric does. The
@@ -178,7 +184,7 @@ def _refuse_order(order_source: Any, problem: str) -> NoReturn:
 
     Args:
         order_source: the user's sampler, batch sampler or dataset.
-        problem: a verb phrase about it.
+        problem: what the object does, as a verb phrase such as "has no length".
     """
     raise UsageError(
         _CALL_TEXT,
@@ -205,32 +211,36 @@ def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> 
     if isinstance(leaf, Tensor):
         if spec.unit == "single samples":
             return
-        if leaf.dim() > 0 and samples in (None, len(leaf)):
+        # If the number of samples is unknown, any number of rows may be right.
+        has_row_per_sample = leaf.dim() > 0 and samples in (None, len(leaf))
+        if has_row_per_sample:
             return
         description = f"its shape is {tuple(leaf.shape)}"
     elif isinstance(leaf, Number):
         description = f"it is the number {leaf!r}"
     else:
         return
+    leaf_name = path or "the tensor"
+    rows = samples or "n"
     raise ConfigurationError(
-        f"gather_for_metrics(...) of {path or 'the tensor'}",
+        f"gather_for_metrics(...) of {leaf_name}",
         problem=f"which sample is what? {description}",
-        expected=f"tensors of shape ({samples or 'n'}, ...), one entry for each sample of this "
-        "batch",
+        expected=f"tensors of shape ({rows}, ...), one entry for each sample of this batch",
         suggestion="the values before any mean or sum; fabric.all_reduce(x) for a number for the "
         "whole batch",
     )
 
 
 def _without_repeat(leaf: Any, spec: LoaderSpec, position: EpochPosition) -> Any:
-    """Return a leaf with one row for each sample of this rank, and no row for a repeated batch.
+    """Return a leaf with one row for each sample of this rank, or no rows for a repeated batch.
 
-    A rank with a repeat still takes part in the gathering, with empty tensors.
+    A rank whose batch is a repeat still takes part in the gathering, with empty tensors. Leaves
+    that are not tensors are returned as they are.
     """
     if not isinstance(leaf, Tensor):
         return leaf
     if spec.unit == "single samples":
-        leaf = leaf[None]
+        leaf = leaf[None]  # a row for the one sample
     if position.is_repeat:
         return leaf[:0]
     return leaf

@@ -119,9 +119,10 @@ class JoinedPasses:
         is_joined = guard is not None and guard in self._guards
         if not is_joined:
             return
+        # The index of the module whose turn it is. Each batch runs all modules in their order.
         turn = self.forward_count % len(self._guards)
         expected = self._guards[turn]
-        # For turn 0 this is the last module, whose backward pass ends the previous batch.
+        # At turn 0 this is the last module, whose backward pass ends the previous batch.
         previous = self._guards[turn - 1]
         problem = None
         if not torch.is_grad_enabled():
@@ -160,11 +161,11 @@ def follow_last_rank(
         objects: the optimizers of the joined modules, and the loss scaler if there is one. Their
             order is the same on all ranks.
     """
-    # The source is the highest of the ranks that have made the most passes. One maximum finds it:
-    # ``% size`` recovers the rank.
-    rank_by_passes = passes * communicator.size + communicator.rank
-    highest = all_reduce(communicator, rank_by_passes, Reduce.MAX)
-    source = highest % communicator.size
+    # The source is the highest of the ranks that have made the most passes. A single maximum finds
+    # it, since this number is ordered by passes first and by rank second.
+    passes_and_rank = passes * communicator.size + communicator.rank
+    highest = all_reduce(communicator, passes_and_rank, Reduce.MAX)
+    source = highest % communicator.size  # the rank that is part of the number
     states = [stateful.state_dict() for stateful in objects]
     states = broadcast(communicator, states, source, device)
     if communicator.rank != source:

@@ -190,8 +190,8 @@ class FabricDataLoader(_Base):
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
             # Past the __setattr__ of a user's class.
             object.__setattr__(prepared, "worker_init_fn", seeding)
-        # A stateful loader (torchdata's) keeps its own position, but its position is of no use in
-        # an order that fabric shards.
+        # A stateful loader (torchdata's) keeps its own position, which is used unless fabric has
+        # replaced its sampler.
         is_stateful = hasattr(type(loader), "state_dict")
         # Past the __setattr__ of this class, which sets attributes of the user's loader.
         vars(self).update(
@@ -205,9 +205,9 @@ class FabricDataLoader(_Base):
             _dataset_keeps_position=_dataset_keeps_position(loader, spec),
             _move_batch=mover(prepared, device, overlap_copies),
             _next_epoch=0,
-            # The argument of load_state_dict, until the next iteration begins there.
+            # A position that was loaded, until the next iteration begins at it.
             _loaded_position=None,
-            # That of the iteration which yielded a batch last, or which has begun since.
+            # The position of the iteration that yielded a batch last, or that has begun since.
             _latest_position=None,
             _epoch_targets=_find_epoch_targets(spec),
         )
@@ -230,6 +230,7 @@ class FabricDataLoader(_Base):
             The position, which the iteration updates, and the batches.
         """
         if self._spec.uneven == "longest":
+            # Raises if a repeated batch would enter statistics computed over all ranks.
             self._job.lockstep.check_modules()
         self._follow_user_epoch()
         loaded_position = self._loaded_position
@@ -308,10 +309,10 @@ class FabricDataLoader(_Base):
     def _resume_batches(self, position: EpochPosition) -> Iterator[Any]:
         """Return the loader's iterator for an iteration that continues at a loaded position.
 
-        torch's ``iter()`` draws the base seed of the workers. In the saved run that happened before
-        the position was saved, so here the draw must not change the streams. The exception are the
-        generators from which the order is replayed: they continue from where the replay leaves
-        them.
+        torch's ``iter()`` draws the base seed of the workers. The saved run had drawn this seed
+        before it saved the position, so here the draw must not change the streams. An exception
+        are the generators from which the order is drawn again: they continue from where that draw
+        leaves them.
         """
         spec = self._spec
         replayed_generators: tuple[torch.Generator, ...] = ()
@@ -332,8 +333,8 @@ class FabricDataLoader(_Base):
     ) -> Iterator[Any]:
         """Return the batches, wrapped so that the end of the loop is known before it is reached.
 
-        That is needed if the loop ends on all ranks together, or if ``finds_final`` is true.
-        Otherwise the batches are returned as they are.
+        A loop that ends on all ranks together has to look ahead, and so does a loop for which
+        ``finds_final`` is true. For any other loop the batches are returned as they are.
         """
         in_lockstep = self._ends_in_lockstep()
         if not in_lockstep and not finds_final:
@@ -346,6 +347,7 @@ class FabricDataLoader(_Base):
         )
         if not in_lockstep:
             return remaining.take_all()
+        # The loop has as many batches as the rank with the fewest, or as the rank with the most.
         choose = min if self._spec.uneven == "shortest" else max
         return self._job.lockstep.batches(remaining, choose, finds_final=finds_final)
 
@@ -487,6 +489,7 @@ class FabricDataLoader(_Base):
             keeps_dataset_state=self._dataset_keeps_position,
         )
         is_inside = is_inside_epoch(state, self._spec)
+        # Fabric has put a sampler into every other loader whose position it keeps.
         is_iterable = self._spec.sharded_sampler is None
         if is_inside and is_iterable:
             # The position in the dataset is part of the dataset's state.
@@ -501,8 +504,8 @@ class FabricDataLoader(_Base):
     def _loader_position(self, position: EpochPosition) -> dict[str, Any]:
         """Return the position of a stateful loader, which keeps its own position.
 
-        Its plain state if that is enough to resume. Otherwise a dict that adds the numbers of the
-        epoch and of the ranks, which the loader's state lacks.
+        The result is the loader's own state if it is enough to resume. Otherwise it is a dict with
+        that state, the number of the epoch and the number of ranks, which the state lacks.
         """
         loader_state = self._state_of_loader_or_dataset(position)
         ranks = self._spec.num_replicas
@@ -539,8 +542,8 @@ class FabricDataLoader(_Base):
     def _state_of_loader_or_dataset(self, position: EpochPosition) -> Any:
         """Return the state of the object of the user that keeps the position.
 
-        This is a stateful loader or an iterable dataset. None where fabric keeps the position. If a
-        batch was fetched ahead, the state is that from before the fetch.
+        The object is a stateful loader or an iterable dataset. None if fabric keeps the position.
+        If a batch was fetched ahead, the state is the one from before the fetch.
         """
         if position.state_before_fetch is not None:
             return position.state_before_fetch
@@ -643,5 +646,7 @@ def _find_epoch_targets(spec: LoaderSpec) -> list[_EpochTarget]:
     targets: list[_EpochTarget] = []
     for target in (spec.order_source, inner_sampler, spec.dataset):
         if callable(getattr(target, "set_epoch", None)):
+            # By convention an object is at epoch 0 until set_epoch is called. Another number shows
+            # that the user has called it.
             targets.append(_EpochTarget(target, known_epoch=0))
     return targets

@@ -54,7 +54,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     """
     call_text = f"compute_metrics({type(metrics).__name__})"
     error = None
-    # The tensors of this rank, by metric.
+    # For each metric, the tensors of its states on this rank.
     sent: list[list[Tensor]] = []
     metrics_by_path = _metrics_in(metrics)
     try:
@@ -71,7 +71,8 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
         problem = f"on rank {communicator.rank}, {type(caught).__name__}: {caught}"
         error = UsageError(call_text, problem)
     call = CallDescription("compute_metrics")
-    sent_by_rank = communicator.gather_objects(sent, call, error)
+    # Raises the error of any rank on all ranks.
+    sent_by_rank = communicator.gather_objects(sent, call=call, error=error)
     _check_counts(call_text, sent_by_rank)
     with ExitStack() as undo:
         for index, metric in enumerate(metrics_by_path.values()):
@@ -79,7 +80,8 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
             tensors_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
             ranks_by_tensor = zip(*tensors_by_rank, strict=True)
             states = list(map(_GatheredState, sent[index], ranks_by_tensor))
-            _compute_from(states, metric, call_text, undo)
+            _use_gathered_states(metric, states, call_text=call_text, undo=undo)
+        # Within the block: at its end the metrics get back their own collectives.
         return metrics.compute()
 
 
@@ -101,14 +103,14 @@ def _check_counts(call_text: str, sent_by_rank: Sequence[list[list[Tensor]]]) ->
         )
 
 
-def _compute_from(
-    states: Sequence[_GatheredState], metric: Any, call_text: str, undo: ExitStack
+def _use_gathered_states(
+    metric: Any, states: Sequence[_GatheredState], *, call_text: str, undo: ExitStack
 ) -> None:
-    """Have a metric use gathered states, where ``compute()`` would gather by a collective.
+    """Have ``metric.compute()`` use gathered states in place of its own collectives.
 
     Args:
-        states: the gathered states, in the order in which the metric gathers them.
         metric: the metric. Its attributes are replaced.
+        states: the gathered states, in the order in which the metric gathers them.
         call_text: the user's call, for errors.
         undo: restores the attributes of the metric when it is closed.
     """
@@ -154,14 +156,14 @@ def load_rank_states(
 ) -> None:
     """Restore the states of this rank's metrics.
 
-    With another number of ranks, the states of a rank belong to no rank. Then the metrics are
-    reset, which is exact if no rank had any samples, and an error otherwise.
+    With another number of ranks, the saved states cannot be assigned to ranks. Then the metrics are
+    reset if no rank had any samples at the save. If a rank had samples, that is an error.
 
     Args:
         state: the user's objects by name.
-        saved: results of :func:`rank_states`. With the same number of ranks, only that of this rank
-            is used. With another number, those of some saved ranks: together, the ranks check all
-            of them.
+        saved: results of :func:`rank_states`, at least one. With the same number of ranks, the
+            first one is the result of this rank. With another number, these are the results of
+            some of the saved ranks. Together, the ranks check the results of all saved ranks.
         saved_size: the number of ranks at the save.
         size: the number of ranks now.
         strict: whether a metric that cannot be restored is an error. If not, it is unchanged.
@@ -170,6 +172,7 @@ def load_rank_states(
         CheckpointError: the states are of another number of ranks, or of other metrics.
     """
     is_same_size = size == saved_size
+    # All ranks have saved the same names.
     for name in state.keys() & saved[0].keys():
         metrics = _metrics_in(state[name])
         if not metrics:
@@ -255,8 +258,9 @@ def _state_of(metric: Any) -> dict[str, Any]:
             f"save a {type(metric).__name__} that is synced",
             problem="its states are those of all ranks now",
         )
+    # The states that the metric has declared, and torchmetrics' own counters.
     declared = {*metric._defaults, "_update_count", "_num_vals_seen"}
-    # Tensors that compute() and forward() leave behind. They are no state.
+    # Results that compute() and forward() keep. They are not part of the state.
     results = {"_computed", "_forward_cache"}
     state: dict[str, Any] = {}
     for name, value in vars(metric).items():
@@ -271,10 +275,10 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _tensors_to_gather(metric: Any) -> list[Tensor]:
-    """Return copies of the tensors that a metric would gather, in its order.
+    """Return copies of the tensors that a metric would gather, in the order of gathering.
 
-    The metric is synced with a function that records the tensors and gathers nothing, and is then
-    restored.
+    For this the metric is synced, with a function that records the tensors and gathers nothing. The
+    metric is then unsynced, which restores its states.
 
     Raises:
         UsageError: the metric has a process group of its own.

@@ -64,7 +64,7 @@ def check_saved_position(
     entries_to_skip(saved, spec)
     if is_inside_epoch(saved, spec):
         has_dataset_state = keeps_dataset_state and saved["dataset"] is not None
-        _check_restorable(saved, spec, is_in_order, has_dataset_state)
+        _check_restorable(saved, spec, is_in_order=is_in_order, has_dataset_state=has_dataset_state)
 
 
 def is_inside_epoch(saved: Mapping[str, Any], spec: LoaderSpec) -> bool:
@@ -98,7 +98,7 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     The number of ranks may differ: the remaining entries are sharded again. The batch size may
     differ unless the order yields whole batches.
     """
-    # Of the generators, only their number is compared.
+    # The states of the generators may differ. Only the number of generators is compared.
     saved_properties = {**saved, "generators": len(saved["generators"])}
     properties = {**spec.summary(), "generators": len(spec.generators)}
     may_differ = {"num_replicas"}
@@ -117,7 +117,7 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
 
 
 def _check_restorable(
-    saved: Mapping[str, Any], spec: LoaderSpec, is_in_order: bool, has_dataset_state: bool
+    saved: Mapping[str, Any], spec: LoaderSpec, *, is_in_order: bool, has_dataset_state: bool
 ) -> None:
     """Raise a CheckpointError if this position inside an epoch cannot be restored.
 
@@ -180,7 +180,7 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     length = spec.shard_length(EpochPosition(0))
     is_at_end = length is not None and entries >= length
     if is_at_end:
-        # Rounded up: the remainder belongs to entries that were received, too.
+        # Rounded up, so that every entry of the order counts as received.
         return entries + 1
     expected = "as many ranks"
     if not spec.is_sharded_by_user:

@@ -70,6 +70,7 @@ class SynchronizedStreams:
         if saved is not None:
             self.streams.restore(saved)
             result = action()
+            # Without exceptions: all global streams get their earlier states again.
             self.streams.restore_global_streams(local_state, unless={})
             return saved, result
         has_streams = bool(self.streams)
@@ -80,6 +81,7 @@ class SynchronizedStreams:
         state: State = pickle.loads(received)  # noqa: S301 - from a rank of this job
         self.streams.restore(state)
         result = action()
+        # A global stream that was equal to rank 0's keeps the state after the draw.
         self.streams.restore_global_streams(local_state, unless=state)
         return state, result
 
@@ -157,8 +159,8 @@ class ShardedSampler:
         torch's iterator calls it once at the start of an epoch. The order is drawn, and drawn
         states are recorded in the position, once the first item is asked for.
         """
-        # The position is read now: when the first item is asked for, another iteration may have
-        # begun and replaced it.
+        # The position is read now: before the first item is asked for, another iteration may begin
+        # and replace the attribute.
         position = self.position
         has_drawn = _DRAW in position.drawn_states
         if has_drawn:
@@ -168,8 +170,8 @@ class ShardedSampler:
         if self._batch_sampler is not None:
             return iter(self._batches(position))
         shard = self.without_batches(position)
-        # Some samplers draw their random numbers in __iter__. A generator function runs no code
-        # of the sampler before the first item, so it draws at the first item only.
+        # Some samplers draw their random numbers in __iter__. If __iter__ is a generator function,
+        # it runs no code before the first item, so that there is nothing to record yet.
         sampler_iter = getattr(type(self.sampler), "__iter__", None)
         if inspect.isgeneratorfunction(sampler_iter):
             order = iter(self.sampler)
@@ -227,8 +229,8 @@ class ShardedSampler:
             return chain(first_entries[skipped:], order)
         if length_of(self.sampler) is None:
             return self._entries_of_unsized(order)
-        # The indices of a sequential sampler need not be held in memory. A subclass may yield
-        # others.
+        # The indices of a sequential sampler are a range, which takes no memory. The type is
+        # compared exactly, since a subclass may yield other indices.
         if type(self.sampler) is SequentialSampler:
             entries = range(len(self.sampler))
         else:
@@ -290,8 +292,8 @@ class ShardedSampler:
             if is_complete:
                 yield entries[self.rank]
             elif self.pads:
-                # Repeated, since a short order has fewer than num_replicas entries in its first
-                # round.
+                # In a short order the first round itself may have few entries, down to one. It is
+                # always long enough if it is repeated num_replicas times.
                 padded = entries + padding * self.num_replicas
                 yield padded[self.rank]
             global_state = streams.state()
@@ -349,6 +351,7 @@ class InterleavedIterable(IterableDataset[Any]):
         else:
             rounds = zip(*sources, strict=False)
         samples_of_rank = map(itemgetter(self._rank), rounds)
+        # Drops the filler of an incomplete round, if the round has no sample for this rank.
         return filter(partial(is_not, _NO_SAMPLE), samples_of_rank)
 
     def __len__(self) -> int:

@@ -121,7 +121,8 @@ class LoaderSpec:
         sampler = self.order_source
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
-        # A subclass of DistributedSampler with the same length yields as many samples on all ranks.
+        # A subclass of DistributedSampler that inherits its length has the same length on all
+        # ranks.
         is_distributed = getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
         return self.shard_count > 1 or is_distributed
 
@@ -166,17 +167,17 @@ class LoaderSpec:
         return (position.skipped_entries + received_entries) * self.num_replicas
 
     def summary(self) -> State:
-        """Return the properties that must match to load a saved position.
+        """Return the properties that are compared when a saved position is loaded.
 
-        They are part of each saved position, under these keys. ``num_replicas`` and, for samples,
-        ``batch_size`` may differ.
+        They are part of each saved position, under these keys. Two of them may differ:
+        ``num_replicas``, and ``batch_size`` unless the entries of the order are batches.
         """
         batch_size = self.batch_size
         if self.unit == "batches":
             batch_size = getattr(self.order_source, "batch_size", None)
         dataset_length = None
         if self.sharded_sampler is not None and not self.is_sharded_by_user:
-            # None as well if the dataset has no length: its sampler may know one.
+            # None as well if the dataset has no length, which its sampler may not need.
             dataset_length = length_of(self.dataset)
         return {
             "unit": self.unit,
@@ -237,11 +238,11 @@ def shard(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     else:
         spec = _shard_order(loader, request)
     if not request.is_enabled and spec.ends_in_lockstep:
-        # The policy says that the user shards the data over all ranks.
+        # The policy says that the data is sharded over all ranks: by the sampler, or else by the
+        # user in a way that fabric does not know.
+        sampler_shards = _sampler_shard(spec.order_source) is not None
         return replace(
-            spec,
-            num_replicas=request.num_replicas,
-            is_sharded_by_user=_sampler_shard(spec.order_source) is None,
+            spec, num_replicas=request.num_replicas, is_sharded_by_user=not sampler_shards
         )
     return spec
 
@@ -293,8 +294,8 @@ def _shard_iterable(
 def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     """Shard the order of a map-style dataset, unless the sampler shards by itself.
 
-    On one rank the sampler is replaced as well, so that fabric can save and replay the order. A
-    stateful loader that saves more than an order keeps its own sampler there.
+    On one rank the sampler is replaced as well, so that fabric can save and replay the order. But a
+    stateful loader that saves more than an order keeps its own sampler on one rank.
 
     Args:
         loader: the prepared loader. Its sampler or batch sampler is replaced.
@@ -398,6 +399,7 @@ def _build_sampler(
         shard_count = 1  # the sampler shards by itself
     # The plain loop of a loader with drop_last leaves the incomplete last batch out, too.
     drops_last = order.batch_sampler is not None and loader.drop_last
+    # Without fabric's shards, the ranks need not draw the same order.
     from_rank0 = request.from_rank0 if shard_count > 1 else None
     return ShardedSampler(
         order.sampler,
