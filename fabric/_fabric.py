@@ -1542,7 +1542,9 @@ class Fabric:
             value: a number, or a tensor of one element. Reading a tensor waits for its device.
             step: the training step, or None.
         """
-        self.log_dict({name: value}, step)
+        # Not log_dict(): the stack depth decides to which line the warning of no logger points.
+        if self._is_rank0_or_launcher():
+            self._loggers.log_metrics({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Pass metrics to every logger, on the first process only.

@@ -287,3 +287,12 @@ def test_logging_without_a_logger_warns_once():
             fabric.log_dict({"loss": 1.0})
         fabric.log("loss", 1.0)  # a second warning would be an error
     assert [Path(warning.filename).name for warning in caught] == ["test_loggers.py"]
+
+
+def test_the_warning_of_no_logger_shows_the_line_that_calls_log():
+    with (
+        Fabric(accelerator="cpu") as fabric,
+        pytest.warns(UserWarning, match=r"Fabric\(loggers=CSVLogger\(\)\)") as caught,
+    ):
+        fabric.log("loss", 1.0)
+    assert [Path(warning.filename).name for warning in caught] == ["test_loggers.py"]

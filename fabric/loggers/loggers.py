@@ -83,7 +83,7 @@ class Loggers:
             warnings.warn(
                 "fabric.log has no logger to write to. "
                 "Write: Fabric(loggers=CSVLogger()), or fabric.add_logger(...)",
-                stacklevel=3,  # the line of the user, who calls Fabric.log
+                stacklevel=3,  # the line of the user, who calls Fabric.log or Fabric.log_dict
             )
         for logger in self._loggers:
             logger.log_metrics(values, step)
