@@ -129,7 +129,7 @@ class TensorBoardLogger(_FileLogger):
 
     _logger_class = fabric_loggers.TensorBoardLogger
 
-    experiment = property(rank_zero_experiment(lambda self: self._logger._open()))
+    experiment = property(rank_zero_experiment(lambda self: self._logger._open_writer()))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
