@@ -259,19 +259,26 @@ class CollectiveChecker:
         pause = _MIN_PAUSE
         next_search = started + _SEARCH_INTERVAL
         # A short wait reads only the records of the members. A search for the reason of a long wait
-        # reads the records of all ranks, and whether their processes have ended.
-        searches = False
+        # reads the records of all ranks, and looks whether the processes of missing ranks have
+        # ended.
+        is_searching = False
         missing: list[int] = []
         while True:
+            ranks_to_look_at: Collection[int] = []
+            ranks_to_read: Collection[int] = call.members
+            if is_searching:
+                ranks_to_look_at = missing
+                ranks_to_read = range(self._size)
             # The processes are looked at before the records are read. In the other order, the last
             # record of a process could be missed.
-            ended_processes = self._ended_processes(missing if searches else [])
-            records = self._read(range(self._size) if searches else call.members)
+            ended_processes = self._ended_processes(ranks_to_look_at)
+            records = self._read(ranks_to_read)
             calls = _calls(records, call.group, number)
             if difference(calls):
                 self._raise_difference(call, number)
-            if searches:
+            if is_searching:
                 self._check_circle(call, records)
+            # The members that have not started the call.
             missing = [rank for rank in call.members if records[rank].count(call.group) < number]
             # A member may have ended before the call or, as after an error, in the call.
             stopped = [rank for rank in (*missing, *calls) if records[rank].end_reason]
@@ -279,7 +286,7 @@ class CollectiveChecker:
                 return
             # The records are read one after the other. A first read may miss the record of the rank
             # that raised first, so the error is raised only after a search.
-            if stopped and searches:
+            if stopped and is_searching:
                 rank = stopped[0]
                 reason = records[rank].end_reason
                 self._raise_and_stop(call, f"rank {rank} makes no further calls: {reason}")
@@ -287,8 +294,8 @@ class CollectiveChecker:
             now = monotonic()
             if missing and now - started > self._timeout:
                 self._raise_timeout(call, missing, records)
-            searches = bool(stopped) or now > next_search
-            if searches:
+            is_searching = bool(stopped) or now > next_search
+            if is_searching:
                 next_search = now + _SEARCH_INTERVAL
             else:
                 sleep(pause)
@@ -357,7 +364,8 @@ class CollectiveChecker:
         with self._lock:
             full_calls = []
             for open_call in self._record.calls:
-                full_calls.append(call if open_call.group == call.group else open_call)
+                is_this_call = open_call.group == call.group
+                full_calls.append(call if is_this_call else open_call)
             self._publish(self._record._replace(calls=tuple(full_calls)))
         deadline = monotonic() + _ANSWER_TIMEOUT
         calls: dict[int, Call] = {}
@@ -385,9 +393,10 @@ class CollectiveChecker:
             call: the call of this rank.
             records: the records of all ranks.
         """
+        waiting_graph = TopologicalSorter(self._waiting_ranks(records))
         try:
-            # The order itself is not needed: prepare() raises if there is a cycle.
-            TopologicalSorter(self._waiting_ranks(records)).prepare()
+            # Called for its error, which it raises if there is a cycle. The order is not used.
+            waiting_graph.prepare()
         except CycleError as error:
             # In the error's list, each rank waits for the rank before it, and the first rank is
             # also the last one. In reversed order, each rank waits for the next one.
@@ -449,7 +458,7 @@ class CollectiveChecker:
         raise self._error
 
     def _publish(self, record: _Record) -> None:
-        """Publish the record of this rank. The caller holds ``_lock``."""
+        """Publish a new record of this rank. The caller holds ``_lock``."""
         self._record = record
         self._store.publish("record", record)
 

@@ -61,6 +61,7 @@ class RankState(NamedTuple):
     Attributes:
         activity: what the rank is doing and where, as text that follows "rank 1".
         history: the step of the rank and what it did before, as text that follows ``activity``.
+            Empty, or begins with a comma.
         is_inside: whether the rank is in a collective, or in a phase in which torch issues
             collectives.
         seconds_waited: seconds since the flight recorder of the rank changed.
@@ -99,27 +100,29 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
         collective or phase, and all ranks have started what it started last.
     """
     is_by_user = reason != ""
-    compared_rank = _longest_waiting(states) if is_by_user else requester
-    compared_state = states[compared_rank]
-    members = compared_state.members or tuple(states)
-    missing_ranks = _missing_ranks(states, compared_state, members)
+    waiting_rank = _longest_waiting(states) if is_by_user else requester
+    waiting = states[waiting_rank]
+    # A state without members stands for all ranks.
+    members = waiting.members or tuple(states)
+    missing_ranks = _missing_ranks(states, waiting, members)
+    first_line = reason
     max_stacks = len(states)
     if not is_by_user:
-        if not compared_state.is_inside and not missing_ranks:
+        if not waiting.is_inside and not missing_ranks:
             return ""
-        seconds = f"{round(compared_state.seconds_waited, 1):g} s"
-        waiter = f"rank {compared_rank} of {len(states)}"
-        reason = f"{waiter} has waited {seconds} {compared_state.activity}"
+        seconds = f"{round(waiting.seconds_waited, 1):g} s"
+        waiter = f"rank {waiting_rank} of {len(states)}"
+        first_line = f"{waiter} has waited {seconds} {waiting.activity}"
         max_stacks = _MAX_STACKS
-    lines = [f"fabric: {reason}"]
+    lines = [f"fabric: {first_line}"]
     if missing_ranks:
-        lines += _describe_missing(states, compared_state, members, missing_ranks)
-    elif compared_state.is_inside:
+        lines += _describe_missing(states, waiting, members, missing_ranks)
+    elif waiting.is_inside:
         lines.append(
             "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
         )
     lines.append(HEADING)
-    lines += _describe_ranks(states, compared_rank, missing_ranks, max_stacks)
+    lines += _describe_ranks(states, waiting_rank, missing_ranks, max_stacks)
     return "\n  ".join(lines)
 
 
@@ -183,26 +186,27 @@ def _describe_missing(
 
 def _describe_ranks(
     states: Mapping[int, RankState],
-    compared_rank: int,
+    waiting_rank: int,
     missing: Sequence[int],
     max_stacks: int,
 ) -> list[str]:
     """Return lines that say what the ranks are doing, some of them with their stacks.
 
-    The lines are ordered by rank. At most ``_MAX_LISTED_RANKS`` ranks are listed: first the missing
-    ranks, then the compared rank, then the other ranks.
+    The lines are ordered by rank. At most ``_MAX_LISTED_RANKS`` ranks are listed. The missing ranks
+    are chosen first, then the waiting rank, and then the other ranks.
 
     Args:
         states: the states of all ranks, by rank.
-        compared_rank: the rank that waits.
+        waiting_rank: the rank that waits.
         missing: the ranks that it waits for. If there are any, only these get a stack.
         max_stacks: how many ranks get a stack.
     """
 
-    def order(rank: int) -> tuple[bool, bool, int]:
-        return rank not in missing, rank != compared_rank, rank
+    def priority(rank: int) -> tuple[bool, bool, int]:
+        """Return the sort key of a rank. False is sorted before True."""
+        return rank not in missing, rank != waiting_rank, rank
 
-    listed_ranks = sorted(states, key=order)[:_MAX_LISTED_RANKS]
+    listed_ranks = sorted(states, key=priority)[:_MAX_LISTED_RANKS]
     ranks_with_stack = (missing or listed_ranks)[:max_stacks]
     lines = []
     for rank in sorted(listed_ranks):
@@ -290,32 +294,35 @@ class HangReporter:
         is_asynchronous: bool = False,
     ) -> None:
         """Prepare the thread, and make the flight recorder. :meth:`start` starts the thread."""
-        # Holds the id of the latest report that the user requested. The supervisor sends it to all
-        # of its ranks. None if no launcher of fabric started this process.
+        # This thread receives the id of the latest report that the user requested, which the
+        # supervisor sends to all of its ranks. None if no launcher of fabric started this process.
         self._control = ControlThread.of_this_process()
-        # The ids of requests that need no report from this object. The empty id means that there
-        # was no request. The current id may be of a request from before this object was made.
+        # The ids of requests that need no report from this object: the empty id, which means that
+        # there was no request, and the id of a request from before this object was made.
         self._answered_requests = {"", self._user_request()}
         self.store = store
         self.polls: list[Callable[[float], object]] = []
         self._is_asynchronous = is_asynchronous
         self._prints = bool(threshold)
-        half_timeout = timeout / 2
-        seconds = threshold.total_seconds() or half_timeout.total_seconds()
-        self._threshold = min(seconds, half_timeout.total_seconds())
+        # In seconds. Without a threshold, reports are made only for the errors of collectives that
+        # time out.
+        half_timeout = timeout.total_seconds() / 2
+        self._threshold = half_timeout
+        if threshold:
+            self._threshold = min(threshold.total_seconds(), half_timeout)
         # Seconds between two looks for requests of other ranks.
         self._interval = self._threshold / _LOOKS_PER_THRESHOLD
         # Seconds in which every rank that runs sees a request and publishes its state.
         self._grace = _GRACE_PERIOD + 2 * self._interval
 
-        # The fields up to _report are changed by the thread only.
+        # Only the thread of this object changes the fields from here to _report.
         self._snapshot: object = None  # the state of the flight recorder at the latest poll
         # When the flight recorder changed last, or a rank was seen to compile.
         self._unchanged_since = monotonic()
         self._last_look = self._unchanged_since  # when this rank looked for requests last
         self._published = 0  # the number of the latest report for which this rank has published
-        # The number of the report on the wait in which this rank is now. None without a wait, or if
-        # no report was requested yet.
+        # The number of the report on the present wait of this rank. None if this rank does not
+        # wait, or if no report was requested yet.
         self._report_number: int | None = None
         self._report: str | None = None  # the text of the report on this wait, once it is stored
         self._store_error = ""  # why the thread has ended early
@@ -418,7 +425,7 @@ class HangReporter:
         Progress is a change of the flight recorder.
         """
         recorder = self.recorder
-        # The lists are copies, since other threads change the recorder.
+        # A copy of the ids of the threads, since other threads change the dict.
         open_threads = list(recorder.open_collectives)
         snapshot = (recorder.phase, sum(recorder.counts.values()), open_threads)
         if snapshot != self._snapshot:
@@ -475,7 +482,8 @@ class HangReporter:
         self._published += 1
         state = self._state()
         self.store.publish(f"state/{self._published}", state)
-        # If this rank waits too, the report is about its wait as well: it requests no other one.
+        # If this rank waits, too, the report is also about its own wait, and it requests no other
+        # report.
         is_waiting = state.seconds_waited > self._threshold / 2 or self._needs_report.is_set()
         if is_waiting:
             self._report_number = self._published
@@ -494,9 +502,11 @@ class HangReporter:
             request: see :meth:`_publish_state`.
         """
         number = self._published
-        if not self._wait_for_states(number):
+        should_go_on = self._wait_for_states(number)
+        if not should_go_on:
             return
         this_rank = str(self.store.rank).encode()
+        # Returns the first rank that has set the key.
         composing_rank = self.store.set_if_absent(f"composed/{number}", this_rank)
         if composing_rank != this_rank:
             return
@@ -521,7 +531,7 @@ class HangReporter:
             Whether this rank should go on. False means that :meth:`close` was called.
         """
         deadline = monotonic() + self._grace
-        # Of each tuple, one key has to be set.
+        # At least one key of each tuple has to be set.
         awaited_keys: list[tuple[str, ...]] = []
         if self.store.rank == 0:
             for rank in range(self.store.size):
@@ -545,6 +555,7 @@ class HangReporter:
         A rank that has not published a state gets one from what can be read of its process.
         """
         ranks = range(self.store.size)
+        # A state for this report takes precedence over the state of a rank that closed later.
         closed = self.store.read("closed", ranks)
         published = closed | self.store.read(f"state/{number}", ranks)
         states = {}
@@ -552,11 +563,11 @@ class HangReporter:
             if rank in published:
                 states[rank] = RankState(*published[rank])
             else:
-                states[rank] = self._unresponsive(rank)
+                states[rank] = self._read_unresponsive_state(rank)
         return states
 
-    def _unresponsive(self, rank: int) -> RankState:
-        """Return a state for a rank that published none, with its stack if it can be read."""
+    def _read_unresponsive_state(self, rank: int) -> RankState:
+        """Return a state for a rank that has published none, with its stack if it can be read."""
         address = self.store.read("address", [rank]).get(rank)
         if address is None:
             return RankState("it has not started")
@@ -580,7 +591,8 @@ class HangReporter:
         else:
             key = recorder.phase or recorder.latest_key
         latest = call or recorder.latest_collective
-        # The members of a group of all ranks are left out, to keep the state small.
+        # The members of a group of all ranks are left out, to keep the state small. If the key is
+        # that of a phase, all ranks must start it.
         members: Sequence[int] = ()
         if latest is not None and latest.group == key and len(latest.members) < self.store.size:
             members = tuple(latest.members)

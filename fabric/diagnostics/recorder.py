@@ -136,9 +136,9 @@ class FlightRecorder:
     def enter_phase(self, phase: str) -> None:
         """Record the start of a phase. Each call is followed by one call of :meth:`exit_phase`."""
         self.counts[phase] += 1
-        # exit_step() does not run after a step that raised. Also, a step may call its closure,
-        # which runs this phase. In both cases torch issues no collectives in the rest of the step,
-        # so exit_phase() need not return to the step.
+        # The phase may still be STEP: exit_step() does not run after a step that raised, and a step
+        # may call its closure, which runs this phase. In both cases torch issues no collectives in
+        # the rest of the step, so exit_phase() need not return to the step.
         outer_phase = None if self.phase == STEP else self.phase
         self._outer_phases.append(outer_phase)
         self.phase = phase
@@ -173,10 +173,11 @@ class FlightRecorder:
         self.phase = STEP
         self.latest_key = STEP
         self.counts[STEP] += 1
-        if len(optimizer.param_groups) != self.param_group_counts.get(id(optimizer)):
+        group_count = len(optimizer.param_groups)
+        if group_count != self.param_group_counts.get(id(optimizer)):
             self.on_param_groups_changed(optimizer)
             # Recorded only now: if the call raises, the next step calls it again.
-            self.param_group_counts[id(optimizer)] = len(optimizer.param_groups)
+            self.param_group_counts[id(optimizer)] = group_count
 
     def exit_step(self, *_: object) -> None:
         """Record the end of an optimizer's step. Called by torch as a post-hook of the step."""
@@ -220,7 +221,8 @@ class FlightRecorder:
             synchronizes: returns whether a backward pass would synchronize gradients now.
         """
         is_training = torch.is_grad_enabled()
-        if is_sharded or (is_training and synchronizes()):
+        must_all_ranks_run_it = is_sharded or (is_training and synchronizes())
+        if must_all_ranks_run_it:
             self._checks_next_backward |= is_training
             self._check_phase(f"forward of {title}")
 
@@ -322,11 +324,12 @@ class RecordedCommunicator(Communicator):
         # agree on its name without communication.
         self._subgroup_count += 1
         name = f"{self._name}/{self._subgroup_count}"
-        ranks = [self._ranks[rank] for rank in collective.buffer]
+        # The buffer of this operation has the members' ranks in this group.
+        global_ranks = [self._ranks[rank] for rank in collective.buffer]
         inner = self._record(collective)
         if inner is None:
             return None
-        return RecordedCommunicator(inner, self._recorder, name, ranks)
+        return RecordedCommunicator(inner, self._recorder, name, global_ranks)
 
     def _record(self, collective: Collective) -> Any:
         """Run a collective, and record it while it runs. Returns the result of the collective.

@@ -46,14 +46,14 @@ class StackAddress(NamedTuple):
     Attributes:
         node: the node of the process, as :func:`node` returns it.
         pid: the process id.
-        file: the descriptor of the file of stacks in that process. -1 if the process does not
+        descriptor: the descriptor of the file of stacks in that process. -1 if the process does not
             answer the signal.
         thread: the thread whose stack is reported, by ``threading.get_ident()``.
     """
 
     node: str
     pid: int
-    file: int
+    descriptor: int
     thread: int
 
 
@@ -90,8 +90,10 @@ class Stacks:
     @property
     def address(self) -> StackAddress:
         """The address with which other processes read the stack. See :func:`read_stack`."""
-        file = self._file.fileno() if self._answers_signal else -1
-        return StackAddress(node=node(), pid=os.getpid(), file=file, thread=self._thread)
+        descriptor = self._file.fileno() if self._answers_signal else -1
+        return StackAddress(
+            node=node(), pid=os.getpid(), descriptor=descriptor, thread=self._thread
+        )
 
     def dump(self) -> str:
         """Return the stack of the reported thread, innermost frame first."""
@@ -124,7 +126,7 @@ def read_stack(address: StackAddress) -> str:
     if has_ended(address.node, address.pid):
         return f"its process (pid {address.pid}) has ended"
     # The signal would end a process without a handler, such as one that has closed its file.
-    can_be_read = address.file >= 0 and _catches_signal(address.pid)
+    can_be_read = address.descriptor >= 0 and _catches_signal(address.pid)
     if can_be_read:
         with suppress(OSError):  # the process may end in the meantime
             dump = _request_dump(address)
@@ -144,7 +146,7 @@ def _request_dump(address: StackAddress) -> bytes:
     Raises:
         OSError: the process has ended.
     """
-    with open(f"/proc/{address.pid}/fd/{address.file}", "rb") as file:
+    with open(f"/proc/{address.pid}/fd/{address.descriptor}", "rb") as file:
         # The process appends, so its answer begins at the present end.
         start = file.seek(0, os.SEEK_END)
         os.kill(address.pid, _SIGNAL)
@@ -203,11 +205,11 @@ def _read_status(pid: int) -> str:
     return ""
 
 
-def _read_until_complete(file: int, start: int) -> bytes:
+def _read_until_complete(descriptor: int, start: int) -> bytes:
     """Return the bytes of a file that another process is writing, once the file stops growing.
 
     Args:
-        file: the descriptor of the file.
+        descriptor: the descriptor of the file.
         start: the position from which on the bytes are returned.
 
     Returns:
@@ -218,7 +220,7 @@ def _read_until_complete(file: int, start: int) -> bytes:
     content = b""
     while time.monotonic() < deadline:
         previous_content = content
-        content = os.pread(file, _MAX_DUMP_BYTES, start)
+        content = os.pread(descriptor, _MAX_DUMP_BYTES, start)
         has_stopped_growing = content != b"" and content == previous_content
         if has_stopped_growing:
             break

@@ -177,14 +177,16 @@ class TrainingChecks:
         The other rank took part in this synchronized backward pass, but only after its step. So the
         two ranks step with different gradients.
         """
-        # A rank may hold only empty shards. It gets no gradients, and so counts no steps.
+        # A rank that holds only empty shards gets no gradients, and so counts no steps.
         if self._is_finished or not self._had_gradient:
             return
+        # What the first rank has written after the step that this rank makes next.
         content = self._store.get_nowait(self._key("first", steps_ahead=1))
         if content is None:
             return
         published = _Published.from_bytes(content)
-        if published.synchronized_backwards < self._synchronized_backwards:
+        has_stepped_too_early = published.synchronized_backwards < self._synchronized_backwards
+        if has_stepped_too_early:
             self._raise_usage_error(
                 problem=f"rank {published.rank} has made step {self._steps + 1}, before this "
                 "backward pass",
@@ -210,7 +212,8 @@ class TrainingChecks:
         trained_ids = self._record_gradients(optimizer)
         if self._step_calls == 1:
             self._check_values(trained_ids)
-        # A closure computes the gradients within the step, so they cannot be checked before it.
+        # A closure computes the gradients within the step, so they cannot be checked before the
+        # step. The first of the arguments is the optimizer.
         has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if self._is_finished or has_closure:
             return
@@ -272,9 +275,8 @@ class TrainingChecks:
         """
         trained_in_module = _ids(contract.parameters().values()) & trained_ids
         without_gradient = trained_in_module - self._had_gradient
-        if not without_gradient or without_gradient == trained_in_module:
-            return
-        if contract.expects_unused or self._backwards == 0:
+        have_all_or_none = not without_gradient or without_gradient == trained_in_module
+        if have_all_or_none or contract.expects_unused or self._backwards == 0:
             return
         names = _names_of(contract, without_gradient)
         if contract.needs_forward:
@@ -306,7 +308,8 @@ class TrainingChecks:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
         if self._backwards and trained_ids:
-            if trained_ids & self._had_gradient:
+            has_any_gradient = not trained_ids.isdisjoint(self._had_gradient)
+            if has_any_gradient:
                 self._steps_without_gradient = 0
             else:
                 self._steps_without_gradient += 1
@@ -358,7 +361,7 @@ class TrainingChecks:
             return
         published = _Published(self._store.rank, self._fingerprint, self._synchronized_backwards)
         content = published.to_bytes()
-        # Writes this rank's fingerprint if no rank has written one. Returns the one that is stored.
+        # Writes this rank's values if no rank has written any. Returns the values in the store.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
         if first.fingerprint != self._fingerprint:
             # Written before this rank raises, so that the other ranks raise, too.
@@ -378,6 +381,7 @@ class TrainingChecks:
         """
         names = self._names_of_replicated(optimizer, trained)
         replicated = [parameter for parameter in trained if id(parameter) in names]
+        # Read only if no parameter is replicated. The parameters of the modules are then shards.
         has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
         if replicated:
             self._replicated_names = [names[id(parameter)] for parameter in replicated]
@@ -435,7 +439,7 @@ class TrainingChecks:
         """
         content = self._store.get_nowait(self._key("other"))
         if content is not None:
-            self._compare(_Published.from_bytes(content))
+            self._compare(_Published.from_bytes(content))  # raises if they differ
 
     def _compare(self, published: _Published) -> None:
         """Raise if another rank's fingerprint of the latest step differs from this rank's.
@@ -579,8 +583,9 @@ class SetupChecks:
         is_first_step = optimizer not in self._stepped_optimizers
         self._stepped_optimizers.add(optimizer)
         trained = _trainable_parameters(optimizer)
-        if optimizer not in self._optimizers:
-            self._check_setup([optimizer])
+        was_set_up = optimizer in self._optimizers
+        if not was_set_up:
+            self._check_setup([optimizer])  # raises if it could not be set up
             self._check_not_scaled(optimizer, trained)
         self._check_parameters_in_use(optimizer, trained)
         if is_first_step and self._store.size > 1:
@@ -628,6 +633,7 @@ class SetupChecks:
         are_all_in_modules = without_gradient <= _ids_of_modules(self._contracts)
         if are_all_in_modules:
             return
+        # The ids of the parameters of all optimizers that are set up or have stepped.
         in_optimizers: set[int] = set()
         for other_optimizer in (*self._optimizers, *self._stepped_optimizers):
             in_optimizers |= _ids(_trainable_parameters(other_optimizer))
@@ -712,7 +718,8 @@ def check_same_model(
         UsageError: the models or plans differ.
         FabricError: the error of the first rank that has one.
     """
-    with real_tensors():  # in a dry run, too
+    # In a dry run, new tensors are fake. The digests must have real values there, too.
+    with real_tensors():
         digest = 0  # means that this rank has an error
         if error is None:
             digest = _digest(root, plan)
