@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabric import loggers as fabric_loggers
+from fabric_compat.plugins import set_default_rank
 
 
 class Logger(ABC):
@@ -59,6 +60,8 @@ class _FileLogger(Logger):
         sub_dir: str | None = None,
         **_: Any,
     ) -> None:
+        # The methods run on rank 0 only, also in a process that joins no job.
+        set_default_rank()
         self.root_dir = os.fspath(root_dir)
         self.name = name or ""
         self._version = version

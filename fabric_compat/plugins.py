@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port as find_free_network_port
 from torch.optim import Optimizer
@@ -227,6 +228,15 @@ class ClusterEnvironment:
     set_global_rank = _do_nothing
     validate_settings = _do_nothing
     teardown = _do_nothing
+
+
+def set_default_rank() -> None:
+    """Set the rank that ``rank_zero_only`` reads to the rank in the environment, unless it is set.
+
+    Lightning sets the rank when it is imported. Fabric sets it when the process joins a job, which
+    a single process need not do.
+    """
+    vars(rank_zero_only).setdefault("rank", ClusterEnvironment().global_rank())
 
 
 class AsEnvironment:

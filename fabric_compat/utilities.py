@@ -32,7 +32,12 @@ from fabric.launchers.base import is_interactive
 from fabric.strategies.init_module import SkipRandomInit
 from fabric.world import World, available_cores
 from fabric_compat.missing import missing
-from fabric_compat.plugins import ClusterEnvironment, CollectibleGroup, find_free_network_port
+from fabric_compat.plugins import (
+    ClusterEnvironment,
+    CollectibleGroup,
+    find_free_network_port,
+    set_default_rank,
+)
 from fabric_compat.throughput import (
     Throughput,
     ThroughputMonitor,
@@ -46,8 +51,8 @@ def __getattr__(name: str) -> Any:
         return torch.__version__ >= name.removeprefix("_TORCH_GREATER_EQUAL_").replace("_", ".")
     if not hasattr(_rank_zero, name):
         return missing(__name__, name)
-    # Fabric sets the rank later. This file is imported before the environment of a rank is known.
-    vars(_rank_zero.rank_zero_only).setdefault("rank", ClusterEnvironment().global_rank())
+    # Not at the import of this file, when the environment of a rank may not be known yet.
+    set_default_rank()
     return getattr(_rank_zero, name)
 
 

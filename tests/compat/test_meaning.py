@@ -347,6 +347,13 @@ def test_a_strategy_of_ones_own_has_a_name_and_ddp_takes_a_group() -> None:
     assert DDPStrategy(process_group="a group").ddp_kwargs["process_group"] == "a group"
 
 
+def test_a_logger_works_in_a_process_that_joins_no_job(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delattr(rank_zero_only, "rank", raising=False)
+    with single(loggers=CSVLogger(tmp_path)) as fabric:
+        fabric.log("loss", 0.5)
+    assert (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").exists()
+
+
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
