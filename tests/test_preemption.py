@@ -170,7 +170,7 @@ def test_a_slurm_job_stops_in_time_before_its_end(left: Any, margin: Any, expect
         (job(JOBID=18, JOB_END_TIME="soon"), "SLURM_JOB_ID=17, SLURM_JOBID=18, "),
         (
             job(JOB_END_TIME="soon"),
-            "SLURM_JOBID=17, and the end is in [0-9]* s\n.*a margin shorter than that",
+            "SLURM_JOBID=17, and the end is in [0-9]* s\n.*a margin that is shorter",
         ),
         (job(JOB_END_TIME=1_000_000_000), "the end is in -[0-9]* s\n.*\n.*unset SLURM_JOB_ID"),
         (job(JOB_END_TIME="tomorrow"), "SLURM_JOB_END_TIME='tomorrow'"),
@@ -215,7 +215,7 @@ def test_the_controller_is_asked_where_the_environment_does_not_say_the_end(
     assert controller.read_text() == "show job -o 17\n" * 2
     monkeypatch.delenv("ANSWER")
     with pytest.warns(
-        UserWarning, match="the end of job 17 of SLURM is not known, time_limit= says it"
+        UserWarning, match="the end of job 17 of SLURM is not known; pass time_limit= instead"
     ):
         assert slurm_deadline(os.environ) == math.inf
 

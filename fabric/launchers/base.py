@@ -155,7 +155,7 @@ def node_worlds(
 
 def start_interpreter(
     fn: Callable[[], None],
-    file: int,
+    inherited_fd: int,
     arguments: Sequence[str] = (),
     cwd: str | None = None,
     stdin: int | None = None,
@@ -168,15 +168,17 @@ def start_interpreter(
 
     Args:
         fn: a module-level function of fabric, imported by name.
-        file: the descriptor of an open file that the new process inherits. The number of the
-            descriptor is ``sys.argv[1]`` in the new process.
+        inherited_fd: the descriptor of an open file that the new process inherits under the same
+            number. The number is ``sys.argv[1]`` in the new process.
         arguments: further arguments, shown in process lists.
         cwd: the working directory. None uses the directory of this process.
         stdin: the descriptor of the standard input. None uses the input of this process.
         output: the descriptor of the standard output and error. None uses the output of this
             process.
     """
-    # The private function that multiprocessing uses for the same purpose.
+    # A private function that multiprocessing uses for the same purpose. It returns the options of
+    # this interpreter, but not -u, which sys.flags does not tell: then standard output writes
+    # through.
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     is_unbuffered = getattr(sys.__stdout__, "write_through", False)
     if is_unbuffered:
@@ -188,22 +190,32 @@ def start_interpreter(
         f"sys.path.append({_ROOT!r})",
         f"from {fn.__module__} import {fn.__name__}",
     ]
-    # fabric_compat names the module of its import hook, which has to be loaded before the script.
+    # fabric_compat sets this variable to the module of its import hook, which has to be loaded
+    # before fn imports or runs the user's code.
     preload = os.environ.get("FABRIC_PRELOAD")
     if preload:
         statements.append(f"import {preload}")
     statements.append("sys.path.pop()")
     statements.append(f"{fn.__name__}()")
     # -P: files in the current folder must not shadow modules of fabric or of the standard library.
-    command = [sys.executable, *options, "-P", "-c", "; ".join(statements), str(file), *arguments]
+    command = [
+        sys.executable,
+        *options,
+        "-P",
+        "-c",
+        "; ".join(statements),
+        str(inherited_fd),
+        *arguments,
+    ]
     return subprocess.Popen(
-        command, pass_fds=[file], cwd=cwd, stdin=stdin, stdout=output, stderr=output
+        command, pass_fds=[inherited_fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
     )
 
 
 def is_interactive() -> bool:
     """Return whether this process is a notebook, a Python or IPython prompt, or ``python -i``."""
-    if hasattr(sys, "ps1") or sys.flags.interactive:
+    has_prompt = hasattr(sys, "ps1")
+    if has_prompt or sys.flags.interactive:
         return True
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython is not None and get_ipython() is not None
@@ -214,7 +226,7 @@ def notebook_start_method(
 ) -> Literal["forkserver", "fork"]:
     """Return the start method for functions of a notebook.
 
-    It is ``"fork"`` only if functions cannot be pickled and a fork is safe.
+    It is ``"fork"`` only if functions of the notebook cannot be pickled and a fork is safe.
 
     Args:
         can_pickle_functions: whether ``cloudpickle`` is installed.
@@ -255,11 +267,12 @@ def refuse_while_importing_main() -> None:
     the name ``__mp_main__``, as in ``multiprocessing``.
     """
     imported_script = sys.modules.get("__mp_main__")
-    # In other processes the name is an alias of the script itself, even if a debugger or
-    # `fabric run` has replaced `__main__`.
-    if imported_script is sys.modules["__main__"]:
-        return
-    if getattr(imported_script, "__name__", None) == "__mp_main__":
+    # Both names mean one module once a rank has finished the import, and in other processes.
+    is_main = imported_script is sys.modules["__main__"]
+    # In other processes the module's own name is "__main__", even if a debugger or `fabric run` has
+    # replaced `__main__`.
+    has_import_name = getattr(imported_script, "__name__", None) == "__mp_main__"
+    if has_import_name and not is_main:
         raise UsageError(
             "launch() at the top level of a script",
             problem="another process imports the script to find the function that it has to run, "

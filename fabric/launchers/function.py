@@ -143,7 +143,7 @@ class ProcessLauncher(base.Launcher):
         call = Call(fn, args, kwargs)
         payload = None  # a forked rank has the call in its memory
         if self.name != "fork":
-            # Before any process starts: an argument that cannot be pickled raises here.
+            # An argument that cannot be pickled raises here, before any process is started.
             payload = payload_of_call(call)
         start_process = self._start_process_function(call)
         worlds = base.node_worlds(spec.num_processes)
@@ -153,16 +153,18 @@ class ProcessLauncher(base.Launcher):
                 supervisor.start(start_process, worlds, payload, spec.results)
                 pickled_results = supervisor.wait_for_ranks()
         except KeyboardInterrupt:
-            # The supervisor raises KeyboardInterrupt for every signal that ends a job.
+            # The supervisor raises KeyboardInterrupt for every signal that ends a job. The next
+            # call raises SystemExit, unless the signal was SIGINT.
             if supervisor.signals:
                 _raise_signal(supervisor.signals[0].number)
             raise
         except RankFailedError:
-            # If nothing catches the error, this hook sets the exit code. A hook that the user has
-            # installed stays.
+            # If nothing catches the error, this hook sets the exit code of this process. A hook
+            # that the user has installed stays.
             if sys.excepthook is sys.__excepthook__ and not base.is_interactive():
                 sys.excepthook = _exit_as_the_rank
             raise
+        # A rank whose result spec.results does not select has sent None.
         results = [load(pickled_result) for pickled_result in pickled_results]
         if spec.results == "all":
             return results
@@ -188,9 +190,9 @@ class ProcessLauncher(base.Launcher):
 def _raise_signal(number: int) -> None:
     """Let a signal, which has ended the ranks already, take its usual effect on this process.
 
-    While the ranks ran, the supervisor's handler received the signal. By now the handlers of the
-    user are restored, so the user's handler is called, if there is one. Then SystemExit is raised
-    with code 128 + n. For SIGINT this function returns, because the caller raises
+    The supervisor's handler received the signal while the ranks ran. Now the user's handlers are
+    restored, and a handler of the user for this signal is called. Then this function raises
+    SystemExit with code 128 + n. For SIGINT it only returns, and the caller raises
     KeyboardInterrupt.
     """
     if number == signal.SIGINT:
@@ -230,7 +232,7 @@ class _LauncherState:
 
 
 def payload_of_call(call: Call) -> Payload:
-    """Return a payload that takes over the current state of this process, then loads the call.
+    """Return a payload that gives a rank the current state of this process, then loads the call.
 
     The payload is sent to every rank that does not share the memory of this process.
 
@@ -240,7 +242,8 @@ def payload_of_call(call: Call) -> Payload:
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
     main_module = sys.modules["__main__"]
-    # The name is known under `python -m`, and for a folder or an archive with a __main__.py.
+    # None for `python script.py`. There is a name under `python -m`, and for a folder or an archive
+    # with a __main__.py.
     module_name = getattr(main_module.__spec__, "name", None)
     script_path = getattr(main_module, "__file__", None)
     # A new process cannot import the __main__ of an interactive session or a notebook. It must not
@@ -287,16 +290,17 @@ def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     Returns:
         The function with its arguments bound.
     """
-    # First, because the imports below may read variables.
+    # The environment is set first, because the imports below may read variables.
     os.environ.clear()
     os.environ.update(state.environment)
-    # All ranks of the fork server inherit one state of NumPy's generator, and would draw the same
-    # numbers. Python seeds its own generator after a fork.
+    # All ranks that the fork server forks inherit the same state of NumPy's generator, and would
+    # draw the same numbers. Python itself seeds its own generator after a fork.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     linecache.cache.update(state.sources)
-    # Before loading: the call may refer to modules that only the launcher's sys.path finds.
+    # The launcher's sys.path is set before the call is loaded: the call may refer to modules that
+    # only this path finds.
     multiprocessing.spawn.prepare(state.preparation)
     call: Call = load(pickled_call)
     return partial(call.fn, *call.args, **call.kwargs)
@@ -307,7 +311,7 @@ def _spawn(control: Connection, config: RankConfig) -> StartedProcess:
 
     Args:
         control: the rank's end of the control pipe. The rank inherits the open file.
-        config: unused. The rank receives the configuration through the control pipe.
+        config: unused. The rank receives its configuration and payload through the control pipe.
     """
     process = base.start_interpreter(main, control.fileno(), stdin=subprocess.DEVNULL)
     return StartedProcess(process.pid, process.poll)
@@ -321,15 +325,15 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
         control: the rank's end of the control pipe.
         config: the configuration of the rank.
     """
-    # A fork has no threads, but inherits the thread pools of this process, and would wait for their
-    # threads forever. So the rank computes in one thread.
+    # A fork inherits the thread pools of this process without their threads. An operation in
+    # several threads would wait for these threads forever, so the rank computes in one thread.
     config = replace(config, threads=1)
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked_rank, args=(control, config, call)
     )
-    # Finalizers of garbage may wait for threads that the fork does not have: to collect the garbage
-    # in the fork can crash or hang. start() returns only in this process, so the garbage stays
-    # frozen in the fork.
+    # A finalizer may wait for a thread that the fork does not have. So a collection of this
+    # process's garbage in the fork could hang or crash. start() returns only in this process, so
+    # the objects stay frozen in the fork and are never collected there.
     gc.freeze()
     try:
         process.start()
@@ -340,7 +344,7 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
 
 
 def _run_forked_rank(control: Connection, config: RankConfig, call: Callable[[], Any]) -> NoReturn:
-    """Run a rank in a fork of the launching process."""
+    """Run a rank in a fork of the launching process, in the main thread of the fork."""
     sys.exit(run_rank(control, config, lambda: call))
 
 
@@ -379,7 +383,8 @@ class _ForkServer:
         """
         with self._lock:
             if self._server is not None:
-                # The errors mean that the server was killed since the last launch.
+                # These errors mean that the server was killed since the last launch. Then a new
+                # server is started.
                 with suppress(OSError, EOFError):
                     return _request_rank(self._server.requests, control)
                 self._server.stop()
@@ -431,14 +436,15 @@ def _request_rank(requests: socket.socket, control: Connection) -> StartedProces
     with server_status_pipe:
         standard_output = 1
         standard_error = 2
-        files = [
+        # forkserver_main() reads the descriptors in this order.
+        descriptors = [
             control.fileno(),
             server_status_pipe.fileno(),
             standard_output,
             standard_error,
         ]
-        # Files can only be sent along with data. The server ignores the byte.
-        socket.send_fds(requests, [b"!"], files)
+        # Descriptors can only be sent along with data. The server ignores the byte.
+        socket.send_fds(requests, [b"!"], descriptors)
     if not status_pipe.poll(_START_TIMEOUT):
         raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
     pid = status_pipe.recv()
@@ -467,7 +473,8 @@ def _read_exit_code(status_pipe: Connection) -> int | None:
             return None
         return status_pipe.recv()
     except EOFError:
-        # The server was killed. The rank ends, too: it watches the id of its parent process.
+        # The server was killed, so the exit code cannot be known. The rank ends, too, because it
+        # watches the id of its parent process.
         return UNKNOWN_EXIT_CODE
 
 
@@ -479,36 +486,37 @@ def forkserver_main() -> None:
     """
     owner = os.getppid()
     # The server has to survive signals to the process group, since only the server can report the
-    # exit codes of the ranks. An ignored SIGINT stays ignored, because the ranks inherit that.
+    # exit codes of the ranks. An ignored signal stays ignored, because the ranks inherit this, too.
     for number in ending_signals():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _do_nothing)
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _PRELOAD:
         importlib.import_module(name)
-    # A garbage collection in a rank would mark all objects that are not frozen, and the system
-    # would copy the memory of the marked objects.
+    # The ranks share the memory of these objects with the server. A garbage collection in a rank
+    # would write to all objects that are not frozen, and the system would copy their memory.
     gc.freeze()
     status_pipes: dict[ForkProcess, Connection] = {}  # of the ranks that run
-    # A process that the owner forked may hold the socket open after the owner has ended. The id of
-    # the parent process shows that the owner has ended.
+    # The id of the parent process changes when the owner ends. The socket does not show it: a
+    # process that the owner forked may hold the socket open.
     while os.getppid() == owner:
         sentinels = [process.sentinel for process in status_pipes]
-        # The sentinel of an ended rank is not ready while a process that the rank forked lives. So
-        # the exit codes are looked at after a short time in any case.
+        # A process that a rank forked keeps the rank's sentinel from becoming ready. So the exit
+        # codes are looked at after a short time in any case.
         timeout = 0.1 if status_pipes else 1.0
         ready = wait([requests, *sentinels], timeout)
         _report_exits(status_pipes)
         if requests not in ready:
             continue
-        message, files, _, _ = socket.recv_fds(requests, 1, maxfds=4)
-        if not message:  # the owner has closed the socket
+        request, descriptors, _, _ = socket.recv_fds(requests, 1, maxfds=4)
+        if not request:  # the owner has closed the socket
             break
-        control_file, status_file, *output_files = files
-        # Copies of these in the rank would hide from the owner that the server has ended.
+        control_fd, status_fd, *output_fds = descriptors
+        # The rank closes these: a copy in the rank would hide from the owner that the server has
+        # ended.
         server_connections = [requests, *status_pipes.values()]
         process, status_pipe = _fork_rank(
-            control_file, status_file, output_files, server_connections
+            control_fd, status_fd, output_fds=output_fds, server_connections=server_connections
         )
         status_pipes[process] = status_pipe
     # No exit handlers: they would wait for the ranks, which exit by themselves.
@@ -531,9 +539,9 @@ def _report_exits(status_pipes: dict[ForkProcess, Connection]) -> None:
 
 
 def _fork_rank(
-    control_file: int,
-    status_file: int,
-    output_files: list[int],
+    control_fd: int,
+    status_fd: int,
+    output_fds: list[int],
     server_connections: list[socket.socket | Connection],
 ) -> tuple[ForkProcess, Connection]:
     """Fork a rank from the server, and send its process id to the owner.
@@ -541,55 +549,56 @@ def _fork_rank(
     The server closes the rank's files. The status pipe stays open, for the exit code.
 
     Args:
-        control_file: the descriptor of the rank's end of the control pipe.
-        status_file: the descriptor of the status pipe.
-        output_files: the descriptors of the rank's standard output and error.
-        server_connections: what the rank inherits and has to close, because only the server uses
-            it.
+        control_fd: the descriptor of the rank's end of the control pipe.
+        status_fd: the descriptor of the server's end of the rank's status pipe.
+        output_fds: the descriptors of the rank's standard output and error.
+        server_connections: connections that only the server uses. The rank inherits and closes
+            them.
 
     Returns:
         The process of the rank, and its status pipe.
     """
-    control = Connection(control_file)
-    status_pipe = Connection(status_file)
+    control = Connection(control_fd)
+    status_pipe = Connection(status_fd)
     process = multiprocessing.get_context("fork").Process(
-        target=_run_served_rank, args=(control, output_files, [status_pipe, *server_connections])
+        target=_run_served_rank, args=(control, output_fds, [status_pipe, *server_connections])
     )
     process.start()  # returns only in the server
+    # The rank has its own copies of these.
     control.close()
-    for file in output_files:
-        os.close(file)
+    for descriptor in output_fds:
+        os.close(descriptor)
     _send_status(status_pipe, process.pid)
     return process, status_pipe
 
 
 def _send_status(status_pipe: Connection, number: int | None) -> None:
     """Send a process id or an exit code to the owner."""
-    # The owner may have ended. The loop of the server detects that.
+    # If the owner has ended, the loop of forkserver_main() ends the server.
     with suppress(BrokenPipeError):
         status_pipe.send(number)
 
 
 def _run_served_rank(
     control: Connection,
-    output_files: list[int],
+    output_fds: list[int],
     server_connections: list[socket.socket | Connection],
 ) -> NoReturn:
-    """Run a rank in a fork of the server.
+    """Run a rank in a fork of the server, in the main thread of the fork.
 
     Args:
         control: the rank's end of the control pipe.
-        output_files: the descriptors of the rank's standard output and error.
-        server_connections: what only the server uses. The rank closes these connections.
+        output_fds: the descriptors of the rank's standard output and error.
+        server_connections: connections that only the server uses. The rank closes them.
     """
     for connection in server_connections:
         connection.close()
-    # The standard output has the number 1, and the standard error 2.
-    for number, file in enumerate(output_files, start=1):
-        os.dup2(file, number)
-        os.close(file)
+    # Replace standard output and error, the descriptors 1 and 2, by the descriptors of the owner.
+    for standard_fd, output_fd in enumerate(output_fds, start=1):
+        os.dup2(output_fd, standard_fd)
+        os.close(output_fd)
     config, payload = receive_payload(control)
     exit_code = run_rank(control, config, payload)
-    # multiprocessing ends a forked process with os._exit. So the exit handlers that the server has
-    # registered do not run in the rank.
+    # multiprocessing catches the SystemExit and ends the forked process with os._exit. So the exit
+    # handlers that the server has registered do not run in the rank.
     sys.exit(exit_code)

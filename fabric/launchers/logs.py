@@ -50,7 +50,7 @@ class RankLogs:
         if restart > 0:
             self._suffix = f".restart-{restart}.log"
         self._logs: dict[int, _RankLog] = {}  # by global rank
-        self._have_ranks_ended = threading.Event()  # ends the thread
+        self._ranks_have_ended = threading.Event()  # set by close(); _show_lines() then returns
         self._tee_thread: threading.Thread | None = None
         if tee:
             self._tee_thread = threading.Thread(
@@ -73,12 +73,12 @@ class RankLogs:
     def close(self, ranks: Iterable[RankProcess]) -> None:
         """Show the remaining output, append each failed rank's error to its file, close the files.
 
-        The ranks do not print their errors themselves.
+        Ranks do not print their errors, but send them to the supervisor.
 
         Args:
             ranks: the ranks, which have all ended.
         """
-        self._have_ranks_ended.set()
+        self._ranks_have_ended.set()
         if self._tee_thread is not None:
             self._tee_thread.join()
         for rank in ranks:
@@ -95,16 +95,17 @@ class RankLogs:
     def _show_lines(self) -> None:
         """Show the new lines of all files on standard output until the ranks have ended.
 
-        This is the main function of the thread that shows the output.
+        This is the main function of the thread that ``tee`` starts. :meth:`close` ends it.
         """
+        # The descriptor of standard output, since the output of a rank need not be valid text.
         with open(1, "wb", closefd=False) as standard_output:
-            have_ranks_ended = False
-            while not have_ranks_ended:
-                # The files are read once more after the ranks have ended.
-                have_ranks_ended = self._have_ranks_ended.wait(_POLL_INTERVAL)
+            is_last_read = False
+            while not is_last_read:
+                # wait() returns whether the ranks have ended. The files are then read once more.
+                is_last_read = self._ranks_have_ended.wait(_POLL_INTERVAL)
                 # A copy: the main thread may open the file of another rank.
                 for rank, log in list(self._logs.items()):
-                    for line in _read_lines(log, is_last_read=have_ranks_ended):
+                    for line in _read_lines(log, is_last_read):
                         # A progress bar writes "\r" before each of its states. Only the last state
                         # is shown.
                         _, _, visible = line.rstrip(b"\r").rpartition(b"\r")

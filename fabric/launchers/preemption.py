@@ -88,7 +88,8 @@ class StopRequest:
     def is_due(self) -> bool:
         """Return whether to stop now. From the first call on, signals are noted and do not raise.
 
-        Every rank calls this method equally often. ``fabric.should_stop`` calls it.
+        ``fabric.should_stop`` calls this method. All ranks must call it equally often, since they
+        agree on the number of the call at which it is True.
 
         Raises:
             ConfigurationError: the variables of SLURM contradict each other, or the margin is too
@@ -96,32 +97,34 @@ class StopRequest:
             UsageError: not all ranks have answered within the timeout.
         """
         self._call_count += 1
-        # Nearly every call ends here: this rank is not held.
+        # Nearly every call returns here, because this rank is not held.
         if self._call_count < self._held_call:
             return False
         return self._decide()
 
     def _decide(self) -> bool:
-        """Return whether to stop now, when this rank is held or calls :meth:`is_due` first.
+        """Return whether to stop now.
 
-        Without a reporter this method is collective.
+        :meth:`is_due` calls this method at its first call and while this rank is held. Without a
+        reporter it does so at every call, and this method is collective.
         """
         if not self._is_listening:
             self._listen()
         reporter = self._reporter
         if reporter is None:
-            is_due = self._is_requested or time.monotonic() >= self._deadline
-            return any(self._communicator.gather_objects(is_due))
+            is_requested = self._is_requested or time.monotonic() >= self._deadline
+            # All ranks stop if any rank is asked to.
+            return any(self._communicator.gather_objects(is_requested))
         # The name of the phase is in a hang report while this rank waits.
         with reporter.recorder.record_phase("should_stop"):
             self._wait_for_agreement()
         return self._call_count >= self._agreed_call
 
     def _wait_for_agreement(self) -> None:
-        """Wait at the held call until the agreed call is known.
+        """Wait, in the main thread, while this rank is held.
 
-        The reporter's thread sets both calls. If this rank is not held at the current call, return
-        at once.
+        If this rank is not held, return at once. The reporter's thread ends the wait: it sets
+        ``_agreed_call``.
 
         Raises:
             UsageError: not all ranks have answered within the timeout.
@@ -137,7 +140,7 @@ class StopRequest:
 
     def _is_held(self) -> bool:
         """Return whether this rank has reached the held call, and the agreed call is not known."""
-        # The reporter's thread forgets the reporter when the other ranks have gone.
+        # _poll() sets the reporter to None when the host of the store has ended.
         if self._call_count < self._held_call or self._reporter is None:
             return False
         return self._agreed_call == math.inf
@@ -145,7 +148,7 @@ class StopRequest:
     def _listen(self) -> None:
         """Note signals from now on, and have the reporter's thread look for requests.
 
-        The first call of :meth:`is_due` calls this method.
+        The first call of :meth:`is_due` calls this method. :meth:`close` undoes it.
         """
         end_of_job = slurm_deadline(os.environ, self._margin, self._runtime.world.rank)
         self._deadline = min(self._deadline, end_of_job)
@@ -153,7 +156,7 @@ class StopRequest:
         is_main_thread = threading.current_thread() is threading.main_thread()
         for number in stop_signals():
             self._listen_to(number, is_main_thread)
-        control_thread = ControlThread.of_this_process()
+        control_thread = ControlThread.of_this_process()  # None: fabric did not start this process
         if control_thread is not None:
             # The supervisor then gives this rank time to save, and does not end it on a signal.
             control_thread.send("saving")
@@ -163,14 +166,15 @@ class StopRequest:
                 stacklevel=5,  # the line that reads should_stop
             )
         if self._reporter is not None:
+            # From now on is_due() only counts, until _poll() finds a request and holds this rank.
             self._held_call = math.inf
             self._reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
         """Note the signal ``number`` from now on instead of ending this process.
 
-        In a rank that fabric started, the handler of the rank passes signals on, so this works in
-        any thread. In another process only the main thread can install a handler.
+        In a rank that fabric started, a SignalHandler passes signals on to its listeners, so this
+        method works in any thread. In another process only the main thread can install a handler.
         """
         handler = signal.getsignal(number)
         if isinstance(handler, SignalHandler):
@@ -193,7 +197,8 @@ class StopRequest:
                 thread.
         """
         with self._answer_lock:
-            if self._reporter is None or self._agreed_call < math.inf:
+            is_agreed = self._agreed_call < math.inf
+            if self._reporter is None or is_agreed:
                 return
             try:
                 self._read_store(self._reporter.store, now)
@@ -208,19 +213,20 @@ class StopRequest:
     def _read_store(self, store: JobStore, now: float) -> None:
         """Hold this rank if any rank is asked to stop, and read the agreed call if it is known.
 
-        Called in the reporter's thread, with the lock.
+        Called in the reporter's thread, with ``_answer_lock``. See ``[Note: Stopping]`` in
+        preemption.py.
         """
         has_held_call = self._held_call < math.inf
         if not has_held_call:
             is_requested = self._is_requested or now >= self._deadline
             if not is_requested and not store.get_nowait("stop/requested"):
                 return
-            # The main thread may call is_due() between the two steps of an assignment. The number
-            # is chosen again until the main thread has not reached it.
+            # After _call_count is read here, and before _held_call is assigned, the main thread may
+            # make the chosen call and not wait in it. So a call is chosen until one lies ahead.
             while not self._call_count < self._held_call < math.inf:
                 self._held_call = self._call_count + 1
             store.set("stop/requested", "yes")
-            # Before the answer: the last rank that answers reads the held calls of all ranks.
+            # Published before the answer, since the last rank to answer reads all held calls.
             store.publish("stop/held", self._held_call)
             self._answer(store)
         self._agreed_call = float(store.get_nowait("stop/agreed") or math.inf)
@@ -228,16 +234,20 @@ class StopRequest:
     def _answer(self, store: JobStore) -> None:
         """Count this rank as one that has answered. The last rank to answer writes the agreed call.
 
-        A rank calls this method once, with the lock.
+        Call this method once on each rank, with ``_answer_lock``.
         """
         is_last_answer = store.add("stop/answers", 1) == store.size
         if is_last_answer:
-            # A rank that was closed without being held has published no call.
+            # A rank that has closed without being held has published no call. If no rank was held,
+            # the value does not matter.
             held_calls = store.read("stop/held", range(store.size)).values()
             store.set("stop/agreed", str(max(held_calls, default=0)))
 
     def close(self) -> None:
-        """Restore the signal handlers, and let the other ranks agree without this one."""
+        """Restore the signal handlers, and let the other ranks agree without this one.
+
+        May be called from any thread, and more than once.
+        """
         # In a thread that cannot restore handlers, _on_signal() does so at the next signal.
         self._is_listening = False
         for number, previous_handler in self._previous_handlers.items():
@@ -247,8 +257,10 @@ class StopRequest:
                 self._restore_handler(number)
         # A DistError means that the process that hosted the store has ended: nobody waits.
         with self._answer_lock, suppress(dist.DistError):
-            has_answered = self._held_call < math.inf
-            if self._reporter is not None and not has_answered:
+            # A rank that was held has answered. A rank that never called is_due() has 0 as its held
+            # call, and does not answer.
+            should_answer = self._held_call == math.inf
+            if self._reporter is not None and should_answer:
                 self._answer(self._reporter.store)
             self._reporter = None
 
@@ -263,6 +275,7 @@ class StopRequest:
         Returns:
             Whether the handler was that of this object, and has been replaced.
         """
+        # Not `is`: every access to a method makes a new object.
         if signal.getsignal(number) != self._on_signal:
             return False
         # The previous handler is None if it was installed from C. Python cannot restore it.
@@ -276,12 +289,12 @@ class StopRequest:
         which passes no frame.
         """
         self._is_requested = True
-        # Another thread than the main thread may have closed this object. It could not restore the
-        # handler.
+        # close() may have run in a thread that could not restore the handler. Then it is restored
+        # here, and the signal has its usual effect.
         if not self._is_listening and self._restore_handler(number):
             signal.raise_signal(number)  # for the restored handler
             return
-        # A handler of the user is called as well. The handler of a rank calls this method itself.
+        # A handler of the user is called as well. A SignalHandler is not: it calls this method.
         previous_handler = self._previous_handlers.get(number)
         if callable(previous_handler) and not isinstance(previous_handler, SignalHandler):
             previous_handler(number, frame)
@@ -311,7 +324,7 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
     Args:
         env: the environment, such as ``os.environ``.
         margin: how long before the end to stop. None uses a minute, or half of the remaining time
-            if that is less.
+            if half of it is less than a minute.
         rank: the rank of this process. Rank 0 asks ``scontrol`` if the environment has no end time.
             The other ranks then return infinity, and stop together with rank 0.
 
@@ -333,14 +346,16 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         margin_seconds = min(_DEFAULT_MARGIN, seconds_left / 2)
     else:
         margin_seconds = margin.total_seconds()
-    # SLURM sets both variables to the same job. In a shell that is older than its job they differ.
+    # SLURM sets SLURM_JOB_ID and SLURM_JOBID to the same job. They differ in a shell that has kept
+    # a variable from another job.
     is_other_job = read_variable(env, "SLURM_JOBID") not in (None, job)
     if is_other_job or seconds_left <= max(margin_seconds, 0):
         raise ConfigurationError(
             f"fabric.should_stop {margin_seconds:g} s before the end of a SLURM job",
             problem=f"SLURM_JOB_ID={job}, SLURM_JOBID={env.get('SLURM_JOBID', job)}, and the end "
             f"is in {seconds_left:.0f} s",
-            expected="the variables of one job that has not ended, and a margin shorter than that",
+            expected="the variables of one job that has not ended, and a margin that is shorter "
+            "than the time to its end",
             suggestion="unset SLURM_JOB_ID   # in a shell older than its job",
         )
     return time.monotonic() + seconds_left - margin_seconds
@@ -349,7 +364,7 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
 def _ask_for_end(job: str) -> float | None:
     """Return the time at which a SLURM job ends, in seconds since the epoch.
 
-    The result is None if SLURM does not know the time, or with a warning if SLURM cannot be asked.
+    Return None if SLURM does not know the time. If SLURM cannot be asked, warn and return None.
     """
     try:
         description = _scontrol("show", "job", "-o", job)
@@ -359,7 +374,7 @@ def _ask_for_end(job: str) -> float | None:
         return datetime.fromisoformat(end["time"]).timestamp()
     except (UsageError, ValueError) as error:
         warnings.warn(
-            f"the end of job {job} of SLURM is not known, time_limit= says it: {error}",
+            f"the end of job {job} of SLURM is not known; pass time_limit= instead: {error}",
             stacklevel=7,  # the line that reads should_stop
         )
         return None
@@ -369,7 +384,7 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
     """Exit with :data:`PREEMPTED`, the exit code of a job that asks to be started again.
 
     Args:
-        close: called first, to end what this process has begun, such as saves.
+        close: called first. It finishes what this process has begun, such as saves.
         requeue: whether to put the SLURM job, if there is one, back into the queue.
 
     Raises:

@@ -135,7 +135,7 @@ class RankConfig:
         stack_file: the path to which the interpreter writes the stack of a fatal signal.
         runs_script: whether the rank runs a script, which may exit at any time. Otherwise the rank
             runs a function.
-        returns: whether the result of the payload is sent back.
+        returns_result: whether the result of the payload is sent back.
     """
 
     world: World
@@ -143,7 +143,7 @@ class RankConfig:
     threads: int
     stack_file: str
     runs_script: bool
-    returns: bool
+    returns_result: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +170,12 @@ class Failure:
     def of(cls, error: BaseException) -> "Failure":
         """Return the failure for an error, without the frames that lead to the user's code.
 
-        The traceback of ``error`` is shortened.
+        These frames are also removed from the traceback of ``error`` itself.
         """
         user_traceback = error.__traceback__
         while user_traceback is not None:
-            file = user_traceback.tb_frame.f_code.co_filename
-            if not file.startswith(_OUR_FRAMES):
+            file_name = user_traceback.tb_frame.f_code.co_filename
+            if not file_name.startswith(_OUR_FRAMES):
                 break
             user_traceback = user_traceback.tb_next
         lines = traceback.format_exception(error.with_traceback(user_traceback))
@@ -238,7 +238,10 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def _mentions(error: BaseException, phrases: Sequence[str]) -> bool:
-    """Return whether the first line of an error contains one of the phrases, in lower case."""
+    """Return whether the first line of an error contains one of the phrases in any case.
+
+    The phrases are in lower case.
+    """
     # str(error) is not used: it may raise, and would include later lines of the message.
     first_line = traceback.format_exception_only(error)[0].lower()
     return any(phrase in first_line for phrase in phrases)
@@ -322,9 +325,9 @@ class ControlThread(threading.Thread):
         """Send the stack of the main thread, and the error that the main thread is handling.
 
         A rank that waits for other ranks in a ``finally`` block has not sent its error yet. The
-        stack is sent first, because the supervisor waits only for the error.
+        stack is sent first, because the supervisor waits only for the message with the error.
         """
-        main_thread = threading.main_thread().ident or 0
+        main_thread = threading.main_thread().ident or 0  # "or 0" only for the type checker
         stack = traceback.format_stack(sys._current_frames()[main_thread])
         self.send("stack", "".join(stack))
         error: Any = sys._current_exceptions().get(main_thread)
@@ -338,8 +341,12 @@ class ControlThread(threading.Thread):
 
 
 def main() -> None:
-    """Run as a rank in a new interpreter. The first argument is the number of the control pipe."""
+    """Run as a rank in a new interpreter.
+
+    The first argument is the descriptor of the rank's end of the control pipe.
+    """
     control = Connection(int(sys.argv[1]))
+    # Child processes of the rank must not hold the pipe open.
     os.set_inheritable(control.fileno(), False)
     config, payload = receive_payload(control)
     exit_code = run_rank(control, config, payload)
@@ -352,8 +359,8 @@ def main() -> None:
 def receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
     """Receive the configuration and the payload of a rank from its supervisor.
 
-    A rank that shares the memory of its supervisor does not call this function. If the supervisor
-    has ended, or has ended the launch, this function ends the process.
+    A rank that shares the memory of its supervisor does not call this function. This function ends
+    the process if the supervisor has closed the pipe or has ended.
     """
     try:
         return control.recv()
@@ -378,11 +385,11 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     if sys.platform == "linux":
         _end_with_parent()
     if not faulthandler.is_enabled():
-        # The file is unbuffered because a crash flushes nothing. It stays open: faulthandler keeps
-        # a reference.
+        # The file is unbuffered because a crash flushes nothing. faulthandler refers to the file,
+        # so it stays open.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
     control_thread.start()
-    outcome = _run_payload(control_thread, payload)
+    outcome = _run_payload(control_thread, payload)  # raises nothing
     # Signals no longer raise: no ``finally`` block is left to run, and a signal that raises during
     # send() would leave half a message in the pipe. A handler of the user stays.
     for number in ending_signals():
@@ -397,8 +404,8 @@ def _end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even while C++ code holds the GIL.
 
     To the kernel the parent is the *thread* that started the process. A launch keeps that thread
-    until its ranks have ended. DataLoader workers and other forks of the main thread end with this
-    process in turn. Daemons, which fork twice, do not. Call this function in the main thread.
+    until its ranks have ended. Forks of this process's main thread, such as DataLoader workers, end
+    with this process. Daemons, which fork twice, do not. Call this function in the main thread.
     """
     set_parent_death_signal = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
     set_parent_death_signal()
@@ -406,7 +413,7 @@ def _end_with_parent() -> None:
     main_thread = threading.get_ident()
 
     def set_in_child() -> None:
-        """Set the signal in a fork, which does not inherit the setting."""
+        """Set the signal in a fork, which does not inherit the setting from this process."""
         is_child_of_rank = os.getppid() == rank_pid
         # A fork of another thread would be killed when that thread ends.
         is_fork_of_main_thread = threading.get_ident() == main_thread
@@ -433,18 +440,19 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
     """Run the payload and return how it ended. This function raises nothing."""
     config = control_thread.config
     try:
-        raise_on_signals(partial(control_thread.send, "signal"))
+        raise_on_signals(on_signal=partial(control_thread.send, "signal"))
+        # Sent after the handlers are installed: from now on a signal runs ``finally`` blocks.
         control_thread.send("ready")
         call = payload()
-        # Set after loading: a script that is imported to find the function must not detect that it
-        # runs in a rank.
+        # Set after the payload is prepared: a script that is imported to find the function must not
+        # detect that it runs in a rank.
         os.environ.update(config.variables)
         torch = sys.modules.get("torch")
         if torch is not None:
             # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.
             torch.set_num_threads(config.threads)
         result = call()
-        if not config.returns:
+        if not config.returns_result:
             result = None
         return _Outcome(exit_code=0, message=Message("finished", dump_result(result)))
     except KeyboardInterrupt:
@@ -460,27 +468,29 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
 
 
 def _outcome_of_exit(error: SystemExit, runs_script: bool) -> _Outcome:
-    """Return how a rank ends whose payload has called ``sys.exit``.
+    """Return the outcome of a payload that has called ``sys.exit``.
 
-    - The code 75 (:data:`PREEMPTED`), and for a script the code 0, count as finished.
-    - The code 0 of a function, and 128 + n for a signal n that asks the job to stop, send no
-      message: the supervisor judges the exit code.
+    - With the code 75 (:data:`PREEMPTED`), or 0 from a script, the rank has finished.
+    - With the code 0 from a function, or 128 + n for a signal n that asks the job to stop, the rank
+      sends no message: the supervisor judges the exit code.
     - Any other code is an error.
     """
     text = ""
     if error.code is None:
         exit_code = 0
     elif isinstance(error.code, int):
-        exit_code = error.code & 0xFF  # the system keeps eight bits, too
+        exit_code = error.code & 0xFF  # the system also keeps only eight bits of an exit code
     else:
         # sys.exit("text") prints the text and exits with 1.
         exit_code = 1
         text = str(error.code)
     if exit_code == PREEMPTED or (exit_code == 0 and runs_script):
-        return _Outcome(exit_code, Message("finished", b""))
-    if exit_code == 0 or exit_code - 128 in stop_signals():
+        return _Outcome(exit_code, message=Message("finished", b""))
+    was_stopped_by_signal = exit_code - 128 in stop_signals()
+    if exit_code == 0 or was_stopped_by_signal:
         return _Outcome(exit_code)
-    return _Outcome(exit_code, Message("error", Failure(text=text, exit_code=exit_code)))
+    failure = Failure(text=text, exit_code=exit_code)
+    return _Outcome(exit_code, message=Message("error", failure))
 
 
 class SignalHandler:
@@ -491,13 +501,13 @@ class SignalHandler:
 
     Attributes:
         listeners: functions to call with the number of a signal that asks the job to save. While
-            there are any, the signal does not raise.
-        noted: the numbers of the signals that listeners were called for.
+            there are listeners, the signal does not raise.
+        handled_by_listeners: the numbers of the signals that listeners have been called with.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[int], object]] = []
-        self.noted: set[int] = set()
+        self.handled_by_listeners: set[int] = set()
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle the signal ``number``, in the main thread. The interpreter calls this method.
@@ -506,7 +516,7 @@ class SignalHandler:
             KeyboardInterrupt: the signal is SIGINT.
             SystemExit: the signal is another one, and there are no listeners. The code is 128 + n.
         """
-        has_listeners = self.notify(number)
+        has_listeners = self.notify(number)  # False for SIGINT, which always raises
         if has_listeners:
             return
         # The same signal again must not interrupt the ``finally`` blocks.
@@ -516,30 +526,31 @@ class SignalHandler:
         raise SystemExit(128 + number)
 
     def notify(self, number: int) -> bool:
-        """Call all listeners with the number of a signal, from any thread.
+        """Call all listeners with the number of a signal. May be called from any thread.
 
         Returns:
-            Whether there are listeners. If so, the handler does not raise. The result is False for
-            Ctrl-C, which always raises.
+            Whether there are listeners. If so, the handler does not raise. For SIGINT, which always
+            raises, no listener is called and the result is False.
         """
         if number == signal.SIGINT:
             return False
         has_listeners = False
         for listener in self.listeners:
             listener(number)
-            self.noted.add(number)
+            self.handled_by_listeners.add(number)
             has_listeners = True
         return has_listeners
 
 
 def raise_on_signals(on_signal: Callable[[int], object]) -> None:
-    """Make the signals that end a job raise in the main thread. Call it in the main thread, once.
+    """Make the signals that end a job raise in the main thread. Call this once, in the main thread.
 
     This function starts a thread.
 
     Args:
-        on_signal: a function to call with the number of a signal once the handler has raised, or if
-            a handler that the user installed has received the signal. The started thread calls it.
+        on_signal: a function to call with the number of a signal once a handler has received the
+            signal in this process: the handler that this function installs, a listener, or a
+            handler of the user. The started thread calls it.
     """
     handler = SignalHandler()
     for number in ending_signals():
@@ -547,10 +558,10 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
         # nohup. The supervisor ends ranks with SIGTERM, so SIGTERM is never ignored.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
-    # A signal interrupts no wait if it arrives after the interpreter's last check but before the
-    # wait, or in another thread. The main thread would stay blocked and never run its ``finally``
-    # blocks. So another thread reads the numbers of all signals from a pipe, and wakes the main
-    # thread.
+    # A signal does not interrupt a wait of the main thread if it arrives in another thread, or
+    # between the interpreter's last check for signals and the wait. The main thread would stay
+    # blocked and never run its ``finally`` blocks. So another thread reads the numbers of all
+    # signals from a pipe, and wakes the main thread.
     reading_end, writing_end = os.pipe()
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
@@ -564,8 +575,8 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
         daemon=True,
     )
     signal_thread.start()
-    # The supervisor blocked SIGINT while it started this process. If SIGINT has arrived since then,
-    # this line raises.
+    # The supervisor blocked SIGINT while it started this process. This line raises
+    # KeyboardInterrupt if SIGINT has arrived since then.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -577,34 +588,36 @@ def _wake_on_signals(
 ) -> None:
     """Send each signal to the main thread again until the handler has raised in the main thread.
 
-    This is the main function of the thread that :func:`raise_on_signals` starts.
+    This is the main function of the thread that :func:`raise_on_signals` starts. It exists because
+    a main thread that waits in C++ code or in a system call may not run the handler after one
+    delivery of the signal.
 
     Args:
-        reading_end: the pipe to which the interpreter writes the number of each signal, one byte
-            each.
-        handler: the handler of the signals in the main thread. Before the handler raises, it makes
-            this process ignore the signal.
+        reading_end: the descriptor of the pipe to which the interpreter writes the number of each
+            signal that arrives, as one byte.
+        handler: the handler of the signals. When the main thread runs the handler, the handler
+            either calls the listeners, or replaces itself by SIG_IGN and raises.
         main_thread: the identifier of the main thread.
-        on_signal: see :func:`raise_on_signals`.
+        on_signal: tells the supervisor that this rank has acted on a signal.
     """
     while True:
         received = os.read(reading_end, 1)
         if not received:
             return
         number = received[0]
-        time.sleep(_WAKE_INTERVAL)
+        time.sleep(_WAKE_INTERVAL)  # usually enough for the main thread to run the handler
+        # The handler is installed until it raises, so it has not raised yet.
         while signal.getsignal(number) is handler:
-            # Listeners are called here, too, since the main thread may be in C++ code for a long
-            # time and cannot run the handler.
+            # Listeners are also called from this thread, because the main thread may be unable to
+            # run the handler for a long time.
             has_listeners = handler.notify(number)
-            # A noted signal is not sent again. If the listeners are gone by now, the signal would
-            # end a job that has saved because of it.
-            if has_listeners or number in handler.noted:
+            # A signal that listeners have handled is not sent again. The job saves because of the
+            # signal, and the listeners may be gone already: then a repeated signal would raise.
+            if has_listeners or number in handler.handled_by_listeners:
                 break
             signal.pthread_kill(main_thread, number)
             time.sleep(_WAKE_INTERVAL)
-        # The supervisor must not learn about other signals, such as SIGCHLD: they do not show that
-        # the rank responds.
+        # Other signals, such as SIGCHLD, do not show that the rank has acted on a signal to end.
         if number in ending_signals():
             on_signal(number)
 
@@ -621,7 +634,7 @@ def exit_process(code: int) -> NoReturn:
         code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
             flushed.
     """
-    # A private function that multiprocessing calls for the same purpose.
+    # Waits for the threads that are not daemons. multiprocessing calls this private function, too.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -637,7 +650,7 @@ def exit_process(code: int) -> NoReturn:
 
 def _flush_files() -> None:
     """Flush all open files of this process, which ends without the interpreter's finalization."""
-    gc.disable()  # the process ends: a collection of all objects would only take time
+    gc.disable()  # the process ends, so a collection of garbage would only take time
     gc.unfreeze()  # gc.get_objects() leaves out frozen objects
     objects = gc.get_objects()
     # Text files first: they write to the buffered files.
@@ -656,8 +669,8 @@ def exit_with_late_error() -> None:
     """Make this process end with code 120 instead of 0. Call it in an exit handler that fails.
 
     An exception in an exit handler does not change the exit code, and exiting at once would skip
-    the other handlers. But the last step of the interpreter is to flush the standard streams, and a
-    failure of this step changes the exit code to 120 (see ``sys.exit``). So this function replaces
+    the other handlers. But the interpreter flushes the standard streams in its last step, and exits
+    with the code 120 if the flush fails (see ``sys.exit``). So this function replaces the method
     ``flush`` of the standard error by a function that fails in that step.
     """
     stream: Any = sys.stderr
@@ -668,7 +681,7 @@ def exit_with_late_error() -> None:
     def flush_or_fail() -> None:
         """Flush the stream, and raise if the interpreter itself is calling."""
         flush()
-        is_called_by_interpreter = sys._getframe().f_back is None
+        is_called_by_interpreter = sys._getframe().f_back is None  # no Python code is calling
         if is_called_by_interpreter:
             raise OSError("an exit handler has failed")
 

@@ -59,19 +59,18 @@ class Script:
         Raises:
             ConfigurationError: there is no script that could be run again.
         """
-        file = getattr(main, "__file__", None)
+        script_path = getattr(main, "__file__", None)
         spec = getattr(main, "__spec__", None)
         if base.is_interactive():
             raise _no_script_error("this is a notebook or a prompt")
-        if file in (None, "<stdin>"):
+        if script_path in (None, "<stdin>"):
             raise _no_script_error("the code came from `python -c` or standard input")
 
-        # The interpreter gives __main__ a spec, except for a file: python script.py.
         is_module = False
-        if spec is None:
-            name = os.path.abspath(file)
+        if spec is None:  # python script.py: the interpreter gives __main__ no spec
+            name = os.path.abspath(script_path)
         elif spec.name == "__main__":  # a directory or a zip archive with a __main__.py
-            name = str(Path(file).parent)
+            name = str(Path(script_path).parent)
         else:  # python -m name
             name = spec.name.removesuffix(".__main__")
             is_module = True
@@ -84,8 +83,8 @@ class Script:
         A script is the payload of its ranks. A rank calls this method in its main thread.
         """
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # A killed rank flushes nothing, and parts of a line would mix with the lines of other
-            # ranks.
+            # Each line is flushed at once: a killed rank flushes nothing, and parts of a line would
+            # mix with the lines of other ranks.
             sys.stdout.reconfigure(line_buffering=True)
         sys.argv[:] = self.arguments
         if self.extends_path:
@@ -95,7 +94,7 @@ class Script:
     def _extend_path(self) -> None:
         """Prepend the folder to ``sys.path`` that the interpreter would prepend.
 
-        For a folder or an archive, ``runpy`` prepends its path.
+        If the script is a folder or an archive, this is left to ``runpy``.
         """
         if self.is_module:
             sys.path.insert(0, os.getcwd())
@@ -126,7 +125,7 @@ def _arguments_from(command: Sequence[str], name: str, is_module: bool) -> Seque
     """
     words = command
     if not is_module:
-        # The command may have a relative path of the script.
+        # The command may have a relative path of the script, so all words are made absolute paths.
         directory = _START_DIRECTORY or ""
         words = [os.path.abspath(os.path.join(directory, word)) for word in command]
     if name not in words:
@@ -144,9 +143,9 @@ def _no_script_error(problem: str) -> ConfigurationError:
 
 
 def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments of a script with the output folder of Hydra, if Hydra runs the script.
+    """Return a script's arguments, with an argument for Hydra's output folder if Hydra is running.
 
-    Every rank then uses the output folder of this process instead of creating another one.
+    So every rank uses the output folder of this process, and does not create another folder.
     """
     hydra_config: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra_config is None or not hydra_config.HydraConfig.initialized():
@@ -161,8 +160,8 @@ def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
         option = "hydra.run.dir"
         folder = config.runtime.output_dir
     escaped_folder = folder.replace("'", r"\'")
-    # Hydra reads arguments such as key=value as overrides, which must be consecutive. So this
-    # override follows the last one.
+    # Hydra reads arguments such as key=value as overrides. All overrides must be consecutive, so
+    # the new one is put after the last one, or at the end.
     position = len(arguments)
     for index, argument in enumerate(arguments):
         is_override = re.match("[^-]*=", argument) is not None
@@ -196,11 +195,11 @@ class ScriptLauncher(base.Launcher):
             raise UsageError(
                 f"a launch of {spec.num_processes} processes by re-running the script",
                 problem=f"this process is rank {os.environ.get('RANK')} of a job that fabric "
-                "launched: it would never end",
+                "launched: each rank would start the script again, without end",
                 suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start another job from "
                 "within a rank",
             )
-        # Called only for its error.
+        # Called only for its error: there may be no script that could be run again.
         Script.of(sys.modules["__main__"])
 
     def launch(
@@ -254,9 +253,12 @@ def run_script(
             output and error of this process.
 
     Returns:
-        The exit code for this process. It is 0 if all ranks ended with 0. If a rank failed, it is
-        the exit code of the rank that failed first, or 128 + n for signal n, and this call has
-        written one report to standard error. It is 128 + n if signal n interrupted this process.
+        The exit code for this process, and whether a signal ended the job:
+
+        - If all ranks ended with 0, the code is 0.
+        - If a rank failed, the code is the exit code of the rank that failed first, or 128 + n if
+          signal n killed that rank. This function has written a report to standard error.
+        - If signal n to this process ended the job, the code is 128 + n.
 
     Raises:
         SystemExit: the job was preempted; see :meth:`Supervisor.wait_for_ranks`.
@@ -289,14 +291,16 @@ def run_script(
     supervisor = Supervisor()
     try:
         with supervisor:
-            supervisor.start(start_process, worlds, script, variables=variables, runs_script=True)
+            supervisor.start(
+                start_process, worlds, payload=script, variables=variables, runs_script=True
+            )
             supervisor.wait_for_ranks()
     except KeyboardInterrupt:
         # The supervisor raises KeyboardInterrupt for every signal that ends a job.
         return ScriptEnd(128 + supervisor.signals[0].number, is_interrupted=True)
     except RankFailedError as error:
-        # Flushes what this process has printed, so that the report comes last. Not
-        # sys.stdout.flush(): the stream may be None.
+        # Flushes what this process has printed, so that the report comes last. sys.stdout.flush()
+        # is not used, since the stream may be None.
         print(end="", flush=True)
         print(f"\n{error}", file=sys.stderr, flush=True)
         return ScriptEnd(exit_status(error.exit_code), is_interrupted=bool(supervisor.signals))

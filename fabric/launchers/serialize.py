@@ -38,21 +38,23 @@ class PickledCall(NamedTuple):
 def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> PickledCall:
     """Pickle a call once, for all ranks.
 
-    Functions and classes of importable modules and of a script are pickled by name: the ranks
-    import the script, as with the standard library's ``multiprocessing``, and can pickle its
-    classes in turn. Closures, lambdas and definitions of a notebook are pickled by value if
+    Functions and classes of importable modules and of a script are pickled by name. The ranks
+    import the script, as with the standard library's ``multiprocessing``, so that they can also
+    pickle its classes. Closures, lambdas and definitions of a notebook are pickled by value if
     ``cloudpickle`` is installed.
 
     Args:
         call: the function and its arguments.
         main_is_importable: whether a rank could import ``__main__``.
-        by_name: whether to try the standard library's ``pickle`` first.
+        by_name: whether to try the standard library's ``pickle`` first, which pickles functions and
+            classes by name. Default: True.
 
     Raises:
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not
             installed.
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
+    # _try_dump() returns the error if the call cannot be pickled.
     if by_name:
         data = _try_dump(pickle.dumps, call)
         if isinstance(data, bytes):
@@ -83,7 +85,7 @@ def _call_error(
     function_name = getattr(call.fn, "__qualname__", call.fn)
     call_text = f"launch({function_name}, ...)"
     unpicklable = _find_unpicklable(call, dump)
-    # Without an error the call can be pickled by name, but the ranks cannot import the name.
+    # Without an error, the call can be pickled by name, but the ranks could not import the name.
     has_unimportable_name = unpicklable.error is None
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
     if has_unimportable_name or (is_definition and not by_value):
@@ -108,17 +110,16 @@ def dump_result(value: Any) -> bytes:
     Raises:
         ArgumentTypeError: a part of the result cannot be pickled. The text names the part.
     """
-    data = _try_dump(_dump_detached, value)
-    if isinstance(data, bytes):
-        return data
-    pickling_error = data
+    data_or_error = _try_dump(_dump_detached, value)
+    if isinstance(data_or_error, bytes):
+        return data_or_error
     unpicklable = _find_unpicklable(value, _dump_detached)
     raise ArgumentTypeError(
         "what the function returned in a rank has to reach the launching process",
         problem=f"result{unpicklable.path} is {unpicklable.description}",
         expected="numbers, texts, tensors, state dicts, and collections of them",
         suggestion="return the values that you need; or None, or launch(..., return_result=False)",
-    ) from pickling_error
+    ) from data_or_error
 
 
 def load(data: bytes) -> Any:
@@ -216,11 +217,12 @@ def _dump_with(pickler_type: Any, value: Any) -> bytes:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """Return the ``__reduce_ex__`` of a detached copy of a tensor on the CPU.
+    """Return what a pickler stores for a tensor: the reduction of a detached copy on the CPU.
 
-    A Parameter stays a Parameter, with its ``requires_grad``. A pickler calls this function.
+    A Parameter stays a Parameter, with its ``requires_grad``. A pickler calls this function in
+    place of ``tensor.__reduce_ex__``.
     """
-    # Without the clone, a view would be pickled with all of its storage.
+    # Without the clone, a view would be pickled together with the whole storage of its base.
     detached = tensor.detach().cpu().clone()
     is_parameter = type(tensor) is not type(detached)
     if is_parameter:

@@ -111,12 +111,12 @@ def _open_standard_streams() -> None:
     Otherwise the next files that this process opens would get the numbers 0 to 2, and ranks would
     print to these files.
     """
-    # os.open() returns the lowest number that is free.
-    file = os.open(os.devnull, os.O_RDWR)
-    while file < 3:
-        os.set_inheritable(file, True)
-        file = os.open(os.devnull, os.O_RDWR)
-    os.close(file)
+    # os.open() returns the lowest descriptor that is not in use. The loop keeps 0 to 2 open.
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor < 3:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
 
 
 def _never() -> bool:
@@ -149,7 +149,8 @@ class _PrivateFile:
             return tempfile.NamedTemporaryFile(prefix="fabric-")
         if hasattr(os, "memfd_create"):
             return open(os.memfd_create("fabric"), "rb")
-        # The interpreter was built for an older C library, as some interpreters of conda are.
+        # Some interpreters, such as some of conda's, are built for a C library without
+        # memfd_create.
         return tempfile.TemporaryFile()
 
     def close(self) -> None:
@@ -200,7 +201,7 @@ class RankProcess:
         return "finished" in self.messages or "error" in self.messages
 
     def poll(self) -> bool:
-        """Return whether the rank has ended. Update ``exit_code`` and ``end_time``."""
+        """Return whether the rank has ended. Update ``exit_code`` and ``end_time``. Do not wait."""
         if self.exit_code is None:
             self.exit_code = self.process.poll()
             self.end_time = monotonic()
@@ -214,14 +215,15 @@ class RankProcess:
             return False
         if self.exit_code not in (0, PREEMPTED):
             return True
-        # A script may exit at any time, but a function has to return.
+        # A script may exit at any time with 0. A function has to return, and its rank then sends
+        # "finished".
         has_exited_early = "finished" not in self.messages
         return has_exited_early and not self.config.runs_script
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the signal ``number`` to the rank, unless the rank has ended."""
         if not self.poll():
-            # A process that is not a child of this one may end after the poll.
+            # A rank of the fork server is not a child of this process, and may end after the poll.
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
@@ -251,12 +253,12 @@ class RankProcess:
         empty if the rank has written no stack.
         """
         text = Path(self.stack.path).read_text(errors="replace")
-        # faulthandler writes the reason, one paragraph per thread, and a list of the extension
-        # modules.
+        # faulthandler writes paragraphs: the reason, one per thread, and a list of the extension
+        # modules, which is cut off here.
         paragraphs, _, _ = text.partition("\n\nExtension")
         reason, *threads = paragraphs.split("\n\n")
-        # The thread that received the signal begins with "Current thread". The last is the main
-        # thread.
+        # The paragraph of the thread that received the signal begins with "Current thread". The
+        # last paragraph is that of the main thread.
         shown_threads = [thread for thread in threads if thread.startswith("Current")]
         if not shown_threads:
             shown_threads = threads[-1:]
@@ -278,8 +280,8 @@ class RankProcess:
             # In a stack of faulthandler the innermost frame is the first.
             is_traceback = frames[0]["comma"] != ""
             frame = frames[-1] if is_traceback else frames[0]
-            code = linecache.getline(frame["file"], int(frame["line"])).strip()
-            return f"{frame['file']}:{frame['line']}: {code}"
+            source_line = linecache.getline(frame["file"], int(frame["line"])).strip()
+            return f"{frame['file']}:{frame['line']}: {source_line}"
         if "finished" in self.messages:
             return "it had finished"
         return "unknown"
@@ -287,14 +289,16 @@ class RankProcess:
     def processor_seconds(self) -> float:
         """Return the CPU time that all threads of the process have used, in seconds.
 
-        The result is NaN if the time is unknown, or if the main thread is not sleeping.
+        The result is NaN if the time is unknown, or if the main thread is not sleeping: then the
+        process is not idle, whatever the time says.
         """
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:  # the process has ended, or this is not Linux
             return math.nan
-        # The second field is the name of the program in parentheses, which may contain spaces. So
-        # the fields are counted from the closing parenthesis. See proc(5).
+        # See proc(5). The second field is the name of the program in parentheses, which may contain
+        # spaces. So the fields are counted from the closing parenthesis: `fields` begins with the
+        # fourth field, and has utime and stime, the fields 14 and 15, at the indices 10 and 11.
         _, _, after_name = stat.rpartition(")")
         state, *fields = after_name.split()
         is_sleeping = state == "S"
@@ -316,7 +320,8 @@ class RankProcess:
         - 4: the rank runs, has finished, or was preempted.
 
         Args:
-            peer_lost: whether any rank of the job reports that it has lost another rank.
+            peer_lost: whether any rank of the job reports that it has lost its connection to
+                another rank.
 
         Returns:
             The unlikeliness, the time of the failure or of the end, and the global rank.
@@ -332,7 +337,7 @@ class RankProcess:
             return unlikeliness, failure.time, self.global_rank
 
         if "finished" in self.messages:
-            # A rank that has finished did so too early only if another rank has lost a peer.
+            # A rank that has finished has left too early only if another rank still needed it.
             has_left_early = peer_lost
         else:
             has_left_early = self.exit_code == 0
@@ -370,7 +375,7 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        _open_standard_streams()
+        _open_standard_streams()  # before any file is opened here
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
         self._store = _PrivateFile()  # through which the ranks find each other
@@ -383,7 +388,7 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         """Install signal handlers, which record signals instead of ending this process."""
-        # Only the main thread may install handlers. In another thread the signals keep theirs.
+        # Only the main thread may install handlers. In another thread the handlers do not change.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
                 if self._should_handle(number):
@@ -399,7 +404,7 @@ class Supervisor:
             # An ignored signal stays ignored, as the shell or nohup wants. The shell also ignores
             # SIGQUIT for all "&" jobs, but only to protect them from the keyboard.
             return number == self._report_signal
-        # A handler that the user has installed for another signal than these stays.
+        # For a signal that is not a standard signal, a handler of the user stays.
         return number in _STANDARD_SIGNALS or handler is signal.SIG_DFL
 
     def __exit__(self, *_: object) -> None:
@@ -445,24 +450,35 @@ class Supervisor:
                 exits before it returns.
         """
         for world in worlds:
-            returns = results == "all" or (results == "first" and world.rank == 0)
-            config, stack = self._configure_rank(world, returns, variables, runs_script)
+            returns_result = results == "all" or (results == "first" and world.rank == 0)
+            config, stack = self._configure_rank(
+                world,
+                returns_result=returns_result,
+                user_variables=variables,
+                runs_script=runs_script,
+            )
             self._start_rank(start_process, config, stack)
-        # Sent last, so that all ranks start at the same time: a payload may exceed the capacity of
-        # a pipe, and would then be sent only as fast as the rank starts.
+        # Sent after all processes have been started. A payload may exceed the capacity of a pipe,
+        # and send_payload() then waits until the rank reads. So the ranks would start one by one.
         if payload is not None:
             for rank in self.ranks:
                 rank.send_payload(payload)
 
     def _configure_rank(
-        self, world: World, returns: bool, variables: Mapping[str, str], runs_script: bool
+        self,
+        world: World,
+        *,
+        returns_result: bool,
+        user_variables: Mapping[str, str],
+        runs_script: bool,
     ) -> tuple[RankConfig, _PrivateFile]:
         """Return the configuration of a rank, and the new file for its stack.
 
         Args:
             world: the place of the rank.
-            returns: whether the rank sends back its result.
-            variables: variables of the user, which win over those of fabric.
+            returns_result: whether the rank sends back its result.
+            user_variables: variables for the environment of the rank. They replace variables of
+                fabric.
             runs_script: whether the rank runs a script.
         """
         if world.port is None:
@@ -470,7 +486,7 @@ class Supervisor:
         rank_environment = {
             **world.to_env(),
             **rank_variables(os.environ, world, available_cores(), sys.platform),
-            **variables,
+            **user_variables,
         }
         # OpenMP allows a list, one number per level of nesting.
         threads, _, _ = rank_environment["OMP_NUM_THREADS"].partition(",")
@@ -481,7 +497,7 @@ class Supervisor:
             threads=int(threads),
             stack_file=stack.path,
             runs_script=runs_script,
-            returns=returns,
+            returns_result=returns_result,
         )
         return config, stack
 
@@ -524,26 +540,27 @@ class Supervisor:
         have_ended = False
         while not have_ended:
             have_ended = self._collect(_POLL_INTERVAL)
-            # Both methods raise once they have ended the ranks.
             if self.signals:
+                # Raises if it has ended the ranks and not all of them were preempted.
                 self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
-                self._end_failed_job()
+                self._end_failed_job()  # always raises
         if any(rank.exit_code == PREEMPTED for rank in self.ranks):
             raise SystemExit(PREEMPTED)
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
-    def collect_until(self, seconds: float, is_done: Callable[[], object] = _never) -> None:
+    def collect_until(self, timeout: float, is_done: Callable[[], object] = _never) -> None:
         """Collect messages and exit codes until all ranks have ended.
 
         Args:
-            seconds: how long to wait at most.
+            timeout: how long to wait at most, in seconds. The messages that have arrived are read
+                even if it is 0.
             is_done: a condition that ends the wait earlier.
         """
-        deadline = monotonic() + seconds
+        deadline = monotonic() + timeout
         while True:
-            timeout = min(_POLL_INTERVAL, max(0.0, deadline - monotonic()))
-            have_ended = self._collect(timeout)
+            time_left = max(0.0, deadline - monotonic())
+            have_ended = self._collect(min(_POLL_INTERVAL, time_left))
             if have_ended or is_done() or monotonic() >= deadline:
                 return
 
@@ -555,9 +572,10 @@ class Supervisor:
             self.signals.append(ReceivedSignal(number, monotonic()))
 
     def _handle_signal(self) -> None:
-        """Pass the first recorded signal on to the ranks, and end the job unless the ranks save.
+        """Pass the first recorded signal on to the ranks, and end the job unless it is a warning.
 
-        A rank that asks ``fabric.should_stop`` saves a checkpoint on a signal, and then exits.
+        A rank that asks ``fabric.should_stop`` saves a checkpoint on a signal, and then exits. This
+        method returns if the signal only warned such ranks, or if all ranks have saved and exited.
 
         Raises:
             KeyboardInterrupt: the ranks have been ended, and not all of them were preempted.
@@ -565,8 +583,8 @@ class Supervisor:
         number = self.signals[0].number
         saving_ranks = [rank for rank in self.ranks if "saving" in rank.messages]
         if saving_ranks and number not in _STANDARD_SIGNALS:
-            # A scheduler sent the signal as a warning. The scheduler itself will end the job when
-            # the time to save is over. So the supervisor forgets the signal and goes on waiting.
+            # A scheduler sent the signal as a warning, and will itself end the job when the time to
+            # save is over. So the supervisor forgets the signal and goes on waiting for the ranks.
             self.signals.pop(0)
             for rank in saving_ranks:
                 rank.kill(number)
@@ -579,9 +597,10 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _has_second_signal(self) -> bool:
-        """Return whether a signal has arrived that does not just repeat the first one.
+        """Return whether another signal has arrived well after the first one.
 
-        A user who sends a second signal does not want to wait for the ranks any longer.
+        It means that the user does not want to wait for the ranks any longer. A signal that follows
+        the first one at once is a repetition, which ``timeout`` and other programs send.
         """
         return self.signals[-1].time - self.signals[0].time > REPEAT_WINDOW
 
@@ -591,6 +610,8 @@ class Supervisor:
 
     def _collect(self, timeout: float) -> bool:
         """Wait for messages or an exit, and record them in ``ranks``.
+
+        If the user has asked for a report of what the ranks are doing, ask the ranks for it first.
 
         Args:
             timeout: how long to wait at most, in seconds.
@@ -605,7 +626,8 @@ class Supervisor:
                 rank.send("report", request_id)
         controls = [rank.control for rank in self.ranks if not rank.control.closed]
         if not controls:
-            # Without an open pipe nothing ends the wait early, and the ranks are about to end.
+            # Without an open pipe nothing ends the wait early. The ranks have closed their pipes,
+            # so they are about to end.
             timeout = min(timeout, 0.005)
         wait(controls, timeout)
         for rank in self.ranks:
@@ -623,7 +645,7 @@ class Supervisor:
         for rank in self._running_ranks():
             rank.send("describe")
         self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
-        # Before the ranks are ended: their ends by a signal are not causes.
+        # The cause is determined before the ranks are ended: an end by SIGTERM is not a cause.
         error = self._root_cause()
         self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
@@ -641,10 +663,11 @@ class Supervisor:
     def _end_ranks(
         self, number: int, grace: float, should_stop: Callable[[], object] = _never
     ) -> None:
-        """Send a signal to the ranks, and wait until they have run their ``finally`` blocks.
+        """Send a signal to the ranks, and wait until they have ended.
 
-        The wait also stops if the ranks do not respond; see ``[Note: Unresponsive ranks]`` in
-        supervisor.py. Ranks that remain are killed by :meth:`close`.
+        The ranks run their ``finally`` blocks on the signal. The wait also stops if the ranks do
+        not respond; see ``[Note: Unresponsive ranks]`` in supervisor.py. :meth:`close` kills the
+        ranks that still run.
 
         Args:
             number: the signal to send.
@@ -674,7 +697,8 @@ class Supervisor:
             for rank in running_ranks:
                 if "signal" in rank.messages or rank.is_exiting:
                     has_responded = True
-            # The time may be NaN, which is not less than anything: then the wait goes on.
+            # The time is NaN if a rank is not asleep. A comparison with NaN is false, so the wait
+            # goes on.
             are_idle = seconds_used < _IDLE_LOAD * RESPONSE_TIME
             has_rank_ended = self._running_ranks() != running_ranks
             if are_idle and not has_responded and not has_rank_ended:
@@ -708,7 +732,7 @@ class Supervisor:
             outcome = "failed (exit code 1)"
         problem = ""
         if exit_code == -signal.SIGABRT:
-            # C++ code often aborts because another rank made a different call.
+            # C++ code often aborts because another rank made a different call. The table shows it.
             problem = self._last_calls()
         return RankFailedError(
             f"rank {cause.global_rank} of {cause.config.world.world_size} {outcome}",
@@ -741,9 +765,9 @@ def _first_text(failures: Sequence[Failure]) -> str:
 def rank_variables(
     environ: Mapping[str, str], world: World, cores: int, platform: str
 ) -> dict[str, str]:
-    """Return the environment variables of a rank besides its place.
+    """Return the environment variables that a rank needs besides the variables of its place.
 
-    Variables that the user has set to a value that is not empty keep their values.
+    A variable that the user has set to a non-empty value keeps this value.
 
     Args:
         environ: the environment of the launching process.
@@ -760,19 +784,23 @@ def rank_variables(
         loopback = "lo0" if platform == "darwin" else "lo"
         variables["GLOO_SOCKET_IFNAME"] = loopback
     for name in variables:
-        variables[name] = environ.get(name) or variables[name]
+        user_value = environ.get(name, "")
+        if user_value != "":
+            variables[name] = user_value
     return variables
 
 
 def exit_status(code: int) -> int:
     """Return the exit code of the launching process after a rank has failed with ``code``.
 
-    A shell shows 128 + n for a process that signal n has killed, and so does this function. The
-    result is never 0, even for a rank that left early with 0.
+    For a rank that signal n has killed, whose ``code`` is -n, the result is 128 + n, as in a shell.
+    The result is never 0: it is 1 for a rank that has left early with 0.
     """
     if code < 0:
         return 128 - code
-    return code or 1
+    if code == 0:
+        return 1
+    return code
 
 
 # Usual reasons for a rank's end by a signal.
