@@ -308,8 +308,9 @@ class Fabric:
             **kwargs: the keyword arguments of the function.
 
         Returns:
-            The function's result: that of process 0, copied to the CPU, or, if nothing is started,
-            the result in this process. A list by rank with ``return_all``.
+            The result of the function in process 0, copied to the CPU. If nothing is started, the
+            result in this process. With ``return_all``, a list of the results of all processes by
+            rank. None if ``return_result`` is false.
 
         Raises:
             RankFailedError: a process raised, exited early or was killed.
@@ -601,7 +602,7 @@ class Fabric:
     def init_module(
         self, empty_init: bool = False, source: _Source = "every_rank"
     ) -> AbstractContextManager[object]:
-        """Create modules in a context on this process's device, in the dtype of the precision.
+        """Return a context in which modules get this process's device and the precision's dtype.
 
         A strategy that shards builds modules on the CPU instead, with the same values, in scratch
         space on disk instead of memory. ``setup`` moves the modules to the device shard by shard.
@@ -626,7 +627,7 @@ class Fabric:
     sharded_model = init_module  # the older name
 
     def init_tensor(self) -> AbstractContextManager[object]:
-        """Create tensors in a context on this process's device, in the dtype of the precision."""
+        """Return a context in which tensors get this process's device and the precision's dtype."""
         device = self._ensure_session("init_tensor").runtime.device
         return created_on(device, self.precision.param_dtype)
 
@@ -800,7 +801,7 @@ class Fabric:
     def no_backward_sync(
         self, module: Module | Sequence[Module], enabled: bool = True
     ) -> AbstractContextManager[object]:
-        """Do not synchronize gradients in a context, to accumulate gradients.
+        """Return a context in which gradients are not synchronized, to accumulate them.
 
         Use the context for all micro-batches of an accumulation but the last. The context has to
         contain the forward and the backward pass.
@@ -923,7 +924,7 @@ class Fabric:
             CollectiveMismatchError: the calls differ between processes.
         """
         op = Reduce(reduce_op)
-        # A sum or product over the whole job counts data that several ranks hold only once.
+        # If several ranks hold the same data, a sum or product over the whole job counts it once.
         communicator = self._communicator("all_reduce", group, op)
         return collectives.all_reduce(communicator, data, op)
 
@@ -1016,6 +1017,7 @@ class Fabric:
             of the batches of all processes, in the order of the loader's sampler.
         """
         session = self._ensure_session("gather_for_metrics")
+        # Only the ranks that read different batches, so that each sample counts once.
         communicator = session.strategy._data_parallel_communicator()
         # The running loops know which samples of a batch repeat earlier ones.
         return gather_batch(communicator, session.active_loops, data)
@@ -1084,7 +1086,8 @@ class Fabric:
             The object of this process. Its tensors are detached. Tensors that were on an
             accelerator are on this process's device.
         """
-        return collectives.scatter(self._communicator("scatter", group), parts, src, self.device)
+        communicator = self._communicator("scatter", group)
+        return collectives.scatter(communicator, parts, src=src, device=self.device)
 
     def gather(self, obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
         """Collect one object or collection from each process on one process. Collective.
@@ -1098,7 +1101,8 @@ class Fabric:
             The objects by rank, with detached tensors, on rank ``dst``. None on the other
             processes.
         """
-        return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
+        communicator = self._communicator("gather", group)
+        return collectives.gather(communicator, obj, dst=dst, device=self.device)
 
     def send(self, obj: Any, dst: int, group: Group = None) -> None:
         """Send any object to one process, which has to call :meth:`recv`. Not a collective.
@@ -1440,7 +1444,7 @@ class Fabric:
         return [name for name in super().__dir__() if not name.startswith("_")]
 
     def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
-        """Write a trace of the steps of all processes, in a context. Collective on entry.
+        """Return a context that writes a trace of the steps of all processes. Collective on entry.
 
         The trace contains the phases of every step and the collectives of each process. Open the
         file in ui.perfetto.dev or ``chrome://tracing``.
@@ -1657,8 +1661,8 @@ class Fabric:
         Args:
             method_name: the name of the method that needs the collectives, for errors.
             group: a result of :meth:`new_group`, a process group of torch, or None.
-            op: the reduction. A sum or product over the whole job counts data that several ranks
-                hold only once.
+            op: the reduction, if the method has one. If several ranks hold the same data, a sum or
+                product over the whole job counts the data once.
         """
         return self._ensure_session(method_name).strategy.communicator(group, op)
 

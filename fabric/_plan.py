@@ -450,8 +450,9 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
         ConfigurationError: the machine has no such hardware.
     """
     if accelerator == "auto":
-        # The CPU is last in the table, and always available.
-        return next(kind() for kind in ACCELERATORS.values() if kind().is_available())
+        candidates = [accelerator_class() for accelerator_class in ACCELERATORS.values()]
+        # There always is one: the CPU, which is last in the table.
+        return next(candidate for candidate in candidates if candidate.is_available())
     parsed = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not parsed.is_available():
         raise ConfigurationError(
@@ -687,6 +688,7 @@ def _parse_num_nodes(num_nodes: Any, job: _ExistingJob | None) -> int:
         ConfigurationError: the job has another number of nodes.
     """
     actual_num_nodes = 1 if job is None else job.world.num_nodes
+    # `fabric run` passes the number as a text.
     if num_nodes == "auto" or str(num_nodes).strip() == str(actual_num_nodes):
         return actual_num_nodes
     raise ConfigurationError(

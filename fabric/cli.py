@@ -455,9 +455,9 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
 def _find_option_after_script(options: argparse.Namespace, name: str) -> str | None:
     """Return the value of an option of ``fabric run`` that the user wrote after the script.
 
-    Return None if there is none. Everything after the script is passed to the script, so that such
-    an option may be a mistake. It is an option of the script itself if the script's text contains
-    the option in quotes: then this returns None.
+    Return None if there is no such option. Everything after the script is passed to the script, so
+    the user may have meant the option for ``fabric run``. But if the text of the script contains
+    the option in quotes, the script has an option of the same name, and this returns None.
 
     Args:
         options: the parsed options.

@@ -207,23 +207,33 @@ class _VariableEnvironment:
         if address is None:
             address = self._read_first_host(env)
         if address is None:
-            self._refuse_missing("MASTER_ADDR", "host of rank 0", world_size, local_world_size)
+            self._refuse_missing(
+                "MASTER_ADDR",
+                description="host of rank 0",
+                world_size=world_size,
+                local_world_size=local_world_size,
+            )
 
         port = read_integer_variable(env, "MASTER_PORT")
         if port is None and world_size > 1:
             port = self._derive_port(env)
             if port is None:
-                self._refuse_missing("MASTER_PORT", "port", world_size, local_world_size)
+                self._refuse_missing(
+                    "MASTER_PORT",
+                    description="port",
+                    world_size=world_size,
+                    local_world_size=local_world_size,
+                )
         return address, port
 
     def _refuse_missing(
-        self, variable: str, content: str, world_size: int, local_world_size: int
+        self, variable: str, *, description: str, world_size: int, local_world_size: int
     ) -> NoReturn:
         """Raise because a variable of the rendezvous is neither set nor derived.
 
         Args:
             variable: the name of the variable.
-            content: what the user has to set it to, in words.
+            description: what the variable has to hold, in words.
             world_size: the number of processes of the job.
             local_world_size: the number of processes on this node.
         """
@@ -233,7 +243,7 @@ class _VariableEnvironment:
             problem=f"{variable} is not set, and cannot be derived from the other variables",
             expected="MASTER_ADDR with the host name of rank 0's node, and MASTER_PORT with a free "
             "port of that node, in every process",
-            suggestion=f"export {variable}=<{content}>   # before srun or mpiexec; Open MPI: "
+            suggestion=f"export {variable}=<{description}>   # before srun or mpiexec; Open MPI: "
             f"mpirun -x {variable} ...",
         )
 

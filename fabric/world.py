@@ -112,8 +112,8 @@ class World:
             )
         if local_world_size is None:
             local_world_size = world_size
-        # Variables that are missing follow from the others, if all nodes have as many processes. A
-        # number below 1 must not divide by zero here: it is an error of the constructor.
+        # Missing variables follow from the others, if all nodes have equally many processes. A
+        # number below 1 must not lead to a division by zero: the constructor refuses the number.
         ranks_per_node = max(1, local_world_size)
         if local_rank is None:
             local_rank = rank % ranks_per_node
