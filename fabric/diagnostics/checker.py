@@ -195,6 +195,7 @@ class CollectiveChecker:
             self._latest = published_call
             started = {**record.started, entry.group: entry.number}
             self._publish(_Record(started, (*record.calls, published_call), end_reason=""))
+        # Without the lock, so that other threads can make calls while this one waits.
         try:
             self._wait(full_call, entry.number)
         except dist.DistError as error:

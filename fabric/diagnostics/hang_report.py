@@ -233,6 +233,7 @@ def announce_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
         timer = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
         timer.daemon = True
         timer.start()
+        # The end of the context cancels the timer, so that a short wait prints nothing.
         context.callback(timer.cancel)
     return context
 
@@ -344,6 +345,7 @@ class HangReporter:
             return
         self._stop.set()
         self._thread.join(_JOIN_TIMEOUT)
+        # Without the store, nothing can be published.
         if not self._store_error:
             activity = f"makes no further calls: {exit_reason()}"
             state = self._state()._replace(activity=activity, is_inside=False, stack="")
@@ -451,7 +453,9 @@ class HangReporter:
             self._unchanged_since = now
 
     def _request_report(self, user_request: str = "") -> None:
-        """Request the next report, and take part in it.
+        """Request the next report, and take part in it. Runs in the thread.
+
+        Every rank takes part in every report, in the order of their numbers.
 
         Args:
             user_request: the id of the user's request. Empty, the default, means that this rank
@@ -464,7 +468,7 @@ class HangReporter:
         self._compose(request)
 
     def _answer_request(self) -> None:
-        """Take part in the next report if another rank has requested it."""
+        """Take part in the next report if another rank has requested it. Runs in the thread."""
         request = self.store.get_nowait(f"request/{self._published + 1}")
         if request is None:
             return

@@ -153,6 +153,7 @@ class FlightRecorder:
                 with what each rank is doing.
         """
         if error is not None:
+            # Before the phase ends, since the report says in which phase this rank is.
             self.annotate(error)
         self.phase = self._outer_phases.pop()
 
@@ -340,6 +341,7 @@ class RecordedCommunicator(Communicator):
         self._check_process(collective)
         entry = self._new_entry(collective)
         thread = threading.get_ident()
+        # Recorded before the checks, in which this rank may wait: a hang report shows the call.
         recorder.latest_collective = entry
         recorder.open_collectives[thread] = entry
         recorder.latest_key = entry.group

@@ -167,6 +167,7 @@ class TrainingChecks:
             self._check_replicas()
             if any(contract.synchronizes() for contract in self._contracts):
                 self._synchronized_backwards += 1
+            # After the count, which this check compares with that of another rank.
             self._check_no_rank_is_ahead()
         if self._is_finished:
             self.close()

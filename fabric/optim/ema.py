@@ -160,7 +160,8 @@ class ExponentialMovingAverage(nn.Module):
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         for average, weight in self._pairs():
-            if not average.is_floating_point() and not average.is_complex():
+            can_be_averaged = average.is_floating_point() or average.is_complex()
+            if not can_be_averaged:
                 average.copy_(weight)
             elif average.dtype == weight.dtype:
                 averages.append(average)

@@ -168,6 +168,8 @@ class LossWeights:
 
         Called at the start of each backward pass, also of a loss without a weight. Collective at
         the first weighted loss of an optimizer, and if :meth:`LossScaler.scale_loss` is collective.
+        The optimizers get the window with this loss only in :meth:`after_backward`, so that a
+        backward pass that raises leaves their windows as they were.
 
         Args:
             loss: the loss.

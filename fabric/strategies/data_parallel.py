@@ -530,8 +530,9 @@ def _chunk(start: int, size: int, tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor
     rows = tensor[start : start + size]
-    # Views of one tensor share their autograd history. If two replicas changed their chunks in
-    # place, they would both change this history.
+    # With gradients, a copy. Views of one tensor share their autograd history, and two replicas
+    # that change their chunks in place would both change this history. Without gradients, a view
+    # without a history is enough.
     return rows.clone() if rows.requires_grad else rows.detach()
 
 

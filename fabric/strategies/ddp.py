@@ -287,7 +287,7 @@ class DDPStrategy(ParallelStrategy):
         if not enabled or not _has_trainable_parameters(module):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
-            refuse_unprepared(self, module)
+            refuse_unprepared(self, module)  # raises the UsageError
         return module.no_sync()
 
     @override
@@ -346,7 +346,7 @@ class DDPStrategy(ParallelStrategy):
         has_other_collectives = self.model_averaging_period is not None or self.sync_batchnorm
         has_unwrapped_module = len(wrappers) < len(modules)
         if has_other_collectives or has_unwrapped_module:
-            self._refuse_join()
+            self._refuse_join()  # raises the UsageError
         return _joined(wrappers, divide_by_all)
 
     @property

@@ -76,10 +76,12 @@ def created_on(
     """
     with ExitStack() as stack:
         if dtype is not None:
+            # The present default is restored at the end.
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype)
         if empty:
             stack.enter_context(SkipRandomInit())
+        # A torch.device is a context in which it is the default device.
         stack.enter_context(device)
         yield
 

@@ -451,7 +451,9 @@ class ModelParallelStrategy(FSDPStrategy):
             # Without those that a layer before has shared.
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
-            for style in torch_styles(layer, self._unsplit_layers.pop(layer)):
+            # Removed, so that the outer FSDP modules do not split the layer again.
+            style_of_plan = self._unsplit_layers.pop(layer)
+            for style in torch_styles(layer, style_of_plan):
                 # None: this rank has rank 0's values already, and torch need not send them.
                 parallelize_module(layer, mesh, style, src_data_rank=None)
             registered = registered_parameters(layer)

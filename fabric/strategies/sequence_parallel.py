@@ -251,8 +251,9 @@ class _SequenceParallelAttention(TorchFunctionMode):
             return self._attend_outside_of_graphs(*args, **kwargs)
         if func is Tensor.backward:
             # torch switches the mode off in this method. Checkpointed modules compute their
-            # attention again in the backward pass, and so the mode is switched on. For an edge of
-            # the graph in place of the loss, torch does not call this method again.
+            # attention again in the backward pass, and so the mode is switched on. With the loss
+            # itself, torch would call this method again, so the loss is passed as an edge of the
+            # graph. torch passes the gradient by keyword, also if it is None.
             gradient = kwargs.pop("gradient")
             with self:
                 return torch.autograd.backward(get_gradient_edge(args[0]), gradient, **kwargs)

@@ -146,6 +146,7 @@ def find_layers(
                 problem=f"no layer is called {pattern!r}",
                 expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
+        # If a layer fits several patterns, the last one decides.
         layers.update(dict.fromkeys(matching_modules, style))
     if not layers:
         raise ConfigurationError(request, problem=f"no layer fits {', '.join(styles)}")

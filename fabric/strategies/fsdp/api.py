@@ -346,6 +346,7 @@ class FSDPStrategy(ParallelStrategy):
         finally:
             if is_from_rank0 and self.is_global_zero:
                 self.runtime.store.set(key, states)
+        # Not reached if the block raised on this rank, which then does not wait for rank 0.
         if is_receiver:
             self._receive_rng_state(key, state_before, states)
 
@@ -445,6 +446,7 @@ class FSDPStrategy(ParallelStrategy):
             # hooks that gather parameters run outside of the checkpointed call.
             checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
         mesh = self._shard_mesh()
+        # Before fully_shard(), which has to leave these parameters alone.
         replicated = replicate_unsharded(
             self.runtime.communicator, root, self._ignored_parameters, mesh
         )
@@ -570,6 +572,7 @@ class FSDPStrategy(ParallelStrategy):
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
+                # None if the parameter was not replaced by a sharded one.
                 shard = shard_of(parameter)
                 if shard is None:
                     continue
@@ -589,6 +592,7 @@ class FSDPStrategy(ParallelStrategy):
         root = uncompiled(prepared)
         forward = self._sharded_forwards[id(root)]
         unsharded = forward.unsharded
+        # Collected once, and not in each of the steps.
         parameters = dict(root.named_parameters())
         replicated: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
@@ -596,6 +600,7 @@ class FSDPStrategy(ParallelStrategy):
                 replicated[name] = parameter
 
         def unreduced() -> list[Tensor]:
+            """Return the parameters whose gradients are not reduced yet: of FSDP2, and the rest."""
             return [*unreduced_parameters(root), *unsharded.unreduced]
 
         has_low_precision = self.runtime.precision.compute_dtype is not None
@@ -606,7 +611,7 @@ class FSDPStrategy(ParallelStrategy):
             parameters=lambda: parameters,
             is_sharded=True,
             peers=self._shard_ranks,
-            # Not a Python function, since it is called in every step.
+            # Called in every step. Without a Python function, the call takes less time.
             synchronizes=partial(attrgetter("synchronizes"), unsharded),
             gradients_differ=True,
             replicated=lambda: replicated,
@@ -627,7 +632,7 @@ class FSDPStrategy(ParallelStrategy):
         """
         forward = self._sharded_forwards.get(id(uncompiled(module)))
         if forward is None:
-            refuse_unprepared(self, module)
+            refuse_unprepared(self, module)  # raises the UsageError
         if not enabled:
             return nullcontext()
         return forward.without_sync()

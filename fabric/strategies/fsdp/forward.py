@@ -64,8 +64,8 @@ class ShardedForward:
         # The sum of the in-place versions of the shards before the last forward pass.
         self._sum_of_versions = 0
         self._register_state_dict_hooks()
-        # Prepended: the other pre-hooks of the root then run within the forward pass, and may call
-        # submodules.
+        # The first hook is prepended, so that the other pre-hooks of the root run within the
+        # forward pass, and may call submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)
@@ -132,7 +132,7 @@ class ShardedForward:
         # In a backward pass, the user's own activation checkpointing calls submodules again.
         if is_in_forward or is_in_backward():
             return
-        # A method of the user's model that calls the submodule is the better name for the call.
+        # If a public method of the user's model calls the submodule, the error names the method.
         call = call_of_method(self.root) or f"{path}(...)"
         raise UsageError(
             f"{call} on rank {self._rank}",
@@ -146,6 +146,9 @@ class ShardedForward:
 
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
         """Prepare the model for a forward pass. The first forward pre-hook of the root.
+
+        torch calls :meth:`_end_pass` at the end of each forward pass, even of one that raised. In
+        between, :meth:`_note_success` sets ``_is_ready`` again if the forward pass did not raise.
 
         Raises:
             UsageError: the forward or backward pass before raised, and this release of torch cannot
@@ -205,7 +208,8 @@ class ShardedForward:
             self._after_forward(output)
         if torch.compiler.is_dynamo_compiling():
             return
-        # Put the hooks that refuse calls of submodules back, as the first ones.
+        # Put the hooks that refuse calls of submodules back. They have to run before FSDP's own
+        # hooks, so they are the first ones.
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)

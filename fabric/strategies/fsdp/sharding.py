@@ -464,6 +464,7 @@ def shard_module(
         is_dtensor = local_tensor(parameter) is not parameter
         if not is_dtensor:
             plain_parameters[name] = parameter
+    # First, since fully_shard() cuts this rank's shards from this rank's own values.
     receive_values(communicator, module, list(plain_parameters.values()))
     if not isinstance(module, FSDPModule):
         fully_shard(module, **arguments)
