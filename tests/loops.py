@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from fabric import Fabric
 from fabric._torch import full_tensor
 
-GLOBAL_BATCH = 36  # This divides by 1 to 4 ranks times 1 and 3 micro-batches.
+# The batch divides by 1 to 4 ranks times 1 and 3 micro-batches.
+GLOBAL_BATCH = 36
 STEPS = 3
 WIDTH = 8
 
@@ -37,7 +39,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.GELU(),
+            nn.Linear(2 * WIDTH, WIDTH),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +70,8 @@ class Transformer(nn.Module):
 def make_model(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Transformer().to(dtype)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    return model, optimizer
 
 
 def batches(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor]]:
@@ -78,12 +83,24 @@ def batches(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor
         yield inputs.to(dtype), targets.to(dtype)
 
 
+def micro_batches(x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(x.chunk(count), y.chunk(count), strict=True)
+
+
 def full_gradients(model: nn.Module) -> list[Tensor]:
-    return [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+    gradients = []
+    for parameter in model.parameters():
+        gradient = full_tensor(parameter.grad)
+        gradients.append(gradient.clone())
+    return gradients
 
 
 def full_parameters(model: nn.Module) -> list[Tensor]:
-    return [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+    parameters = []
+    for parameter in model.parameters():
+        value = full_tensor(parameter.detach())
+        parameters.append(value.clone())
+    return parameters
 
 
 def plain_loop(
@@ -99,15 +116,16 @@ def plain_loop(
     """
     model, optimizer = make_model(dtype)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    uses_autocast = autocast is not None
     record = Record([], 0.0, [], [])
     for x, y in batches(dtype):
         step_loss = 0.0
-        micro_batches = zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)
-        for inputs, targets in micro_batches:
-            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        for inputs, targets in micro_batches(x, y, accumulation):
+            with torch.autocast("cpu", dtype=autocast, enabled=uses_autocast):
                 output = model(inputs)
-            loss = nn.functional.mse_loss(output.to(dtype), targets) / accumulation
-            scaler.scale(loss).backward()
+            loss = mse_loss(output.to(dtype), targets) / accumulation
+            scaled_loss = scaler.scale(loss)
+            scaled_loss.backward()
             step_loss += loss.item()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -129,14 +147,14 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
     rank_samples = slice(fabric.global_rank, None, fabric.world_size)
     for x, y in batches(dtype):
         step_loss = 0.0
-        micro_batches = zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)
-        for index, (inputs, targets) in enumerate(micro_batches):
+        for index, (inputs, targets) in enumerate(micro_batches(x, y, accumulation)):
             is_last = index == accumulation - 1
             with fabric.no_backward_sync(model, enabled=not is_last):
                 output = model(inputs[rank_samples])
-                loss = nn.functional.mse_loss(output, targets[rank_samples]) / accumulation
+                loss = mse_loss(output, targets[rank_samples]) / accumulation
                 fabric.backward(loss)
-            step_loss += fabric.all_reduce(loss.detach()).item()
+            mean_loss = fabric.all_reduce(loss.detach())
+            step_loss += mean_loss.item()
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
         record.losses.append(step_loss)
         record.norm = norm.item()
@@ -149,8 +167,8 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
 
 def assert_same(actual: Record, expected: Record, tolerance: float) -> None:
     """Compare two loops to an absolute and relative tolerance; 0 means bit for bit."""
-    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), **close)
-    torch.testing.assert_close(torch.tensor(actual.norm), torch.tensor(expected.norm), **close)
-    torch.testing.assert_close(actual.gradients, expected.gradients, **close)
-    torch.testing.assert_close(actual.parameters, expected.parameters, **close)
+    assert_close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses))
+    assert_close(torch.tensor(actual.norm), torch.tensor(expected.norm))
+    assert_close(actual.gradients, expected.gradients)
+    assert_close(actual.parameters, expected.parameters)

@@ -16,13 +16,14 @@ class Net(nn.Module):
         self.width = 8
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.encoder(x)
+        hidden = self.encoder(x)
         for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+            hidden = block(hidden)
+        return self.head(hidden)
 
     def loss(self, x: Tensor) -> Tensor:
-        return self(x).pow(2).mean()
+        output = self(x)
+        return output.pow(2).mean()
 
     def training_step(self, x: Tensor) -> Tensor:
         return self.loss(x)

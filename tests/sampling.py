@@ -34,12 +34,16 @@ def sampled(
     """
     candidates = [case for case in cases if case not in quick]
     sample = _sample(candidates, slow, quick)
-    parameters = [pytest.param(*case, marks=marks(case)) for case in quick]
+    parameters = []
+    for case in quick:
+        parameter = pytest.param(*case, marks=marks(case))
+        parameters.append(parameter)
     for case in candidates:
-        case_marks = [pytest.mark.slow]
+        case_marks = [pytest.mark.slow, *marks(case)]
         if case not in sample:
             case_marks.append(pytest.mark.soak)
-        parameters.append(pytest.param(*case, marks=[*case_marks, *marks(case)]))
+        parameter = pytest.param(*case, marks=case_marks)
+        parameters.append(parameter)
     return parameters
 
 

@@ -9,8 +9,8 @@ import fabric
 PACKAGE = Path(fabric.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the lowest layer to the highest. The entries of one layer do not import each other. A file of
-# a package is in the layer of its package, unless it has an entry of its own.
+# The layers from the lowest to the highest. The entries of one layer do not import each other. A
+# file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
     ["errors", "_torch"],
     ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
@@ -96,11 +96,14 @@ POSITION = file_positions()
 
 
 def module_name(path: Path) -> str:
-    """Return the name of a file without ``fabric.``. That of an ``__init__`` is its package's."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if parts[-1] == "__init__" and len(parts) > 1:
-        parts = parts[:-1]
-    return ".".join(parts)
+    """Return the name of a file without ``fabric.``.
+
+    The name of an ``__init__`` is the name of its package.
+    """
+    names = path.relative_to(PACKAGE).with_suffix("").parts
+    if names[-1] == "__init__" and len(names) > 1:
+        names = names[:-1]
+    return ".".join(names)
 
 
 def package_of(name: str) -> str:
@@ -118,27 +121,52 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def modules_of_import(node: ast.Import) -> set[str]:
+    """Return the modules of fabric of an ``import fabric.module``."""
+    modules = set()
+    for alias in node.names:
+        if alias.name.startswith("fabric."):
+            modules.add(alias.name.removeprefix("fabric."))
+    return modules
+
+
+def modules_of_import_from(node: ast.ImportFrom) -> set[str]:
+    """Return the modules of fabric of a ``from fabric.module import name``.
+
+    The name may be a submodule, or an object of the module.
+    """
+    module = node.module or ""
+    if module != "fabric" and not module.startswith("fabric."):
+        return set()
+    modules = set()
+    for alias in node.names:
+        submodule = f"{module}.{alias.name}".removeprefix("fabric.")
+        if is_module(submodule):
+            modules.add(submodule)
+        elif module == "fabric":
+            modules.add("__init__")
+        else:
+            modules.add(module.removeprefix("fabric."))
+    return modules
+
+
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of fabric that a file imports, at its top or inside a function."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    modules = set()
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("fabric."):
-                    names.add(alias.name.removeprefix("fabric."))
-        elif isinstance(node, ast.ImportFrom) and node.module == "fabric":
-            for alias in node.names:
-                names.add(alias.name if is_module(alias.name) else "__init__")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fabric."):
-            module = (node.module or "").removeprefix("fabric.")
-            for alias in node.names:
-                submodule = f"{module}.{alias.name}"
-                names.add(submodule if is_module(submodule) else module)
-    return names
+            modules |= modules_of_import(node)
+        elif isinstance(node, ast.ImportFrom):
+            modules |= modules_of_import_from(node)
+    return modules
 
 
 def imports_from_above(path: Path) -> set[str]:
-    """Return what a file imports from its own layer or a higher one, its own package aside."""
+    """Return the imports of a file from its layer or a higher layer, except from its package."""
     importer = module_name(path)
     names = set()
     for name in imported_modules(path):
@@ -149,13 +177,14 @@ def imports_from_above(path: Path) -> set[str]:
 
 
 def imports_from_behind(path: Path) -> set[str]:
-    """Return what a file imports of its own package that does not come before it."""
+    """Return the imports of a file from files of its package that do not come before it."""
     importer = module_name(path)
     last = len(POSITION)
+    position_of_importer = POSITION.get(importer, last)
     names = set()
     for name in imported_modules(path):
         is_sibling = package_of(name) == package_of(importer) and name != importer
-        if is_sibling and POSITION.get(name, last) >= POSITION.get(importer, last):
+        if is_sibling and POSITION.get(name, last) >= position_of_importer:
             names.add(name)
     return names
 
@@ -176,13 +205,14 @@ def test_the_core_imports_no_tool() -> None:
 
 def test_the_facade_imports_tools_only_inside_functions() -> None:
     for name in LAZY_FACADE:
-        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+        tree = syntax_tree(PACKAGE / f"{name}.py")
         for node in tree.body:
             if isinstance(node, ast.ImportFrom):
-                assert not (node.module or "").startswith("fabric.tools"), name
+                module = node.module or ""
+                assert not module.startswith("fabric.tools"), name
 
 
-def test_every_file_of_a_package_has_its_place() -> None:
+def test_every_file_of_a_package_has_a_position() -> None:
     names = set()
     for path in FILES:
         is_in_package = path.parent != PACKAGE
@@ -199,23 +229,28 @@ def test_a_file_imports_only_from_files_before_it_in_its_package() -> None:
 
 def test_no_file_imports_relatively() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.ImportFrom) and node.level > 0), module_name(path)
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, module_name(path)
+
+
+def contributing() -> str:
+    return (PACKAGE.parent / "CONTRIBUTING.md").read_text()
 
 
 def test_contributing_names_only_files_that_exist() -> None:
-    root = PACKAGE.parent
-    text = (root / "CONTRIBUTING.md").read_text()
-    for name in re.findall(r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", text):
-        assert any(
-            (folder / name).exists() for folder in (root, PACKAGE, PACKAGE / "diagnostics")
-        ), name
+    folders = [PACKAGE.parent, PACKAGE, PACKAGE / "diagnostics"]
+    for name in re.findall(r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", contributing()):
+        exists = [(folder / name).exists() for folder in folders]
+        assert any(exists), name
 
 
-def test_contributing_names_every_part_of_the_package() -> None:
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+def test_contributing_names_every_file_and_subpackage() -> None:
+    text = contributing()
     for path in PACKAGE.iterdir():
         if path.name in ("__init__.py", "__pycache__", "py.typed"):
             continue
-        name = f"{path.name}/" if path.is_dir() else path.name
+        name = path.name
+        if path.is_dir():
+            name = f"{name}/"
         assert f"`{name}`" in text, name

@@ -1,13 +1,13 @@
 """What the hypothesis strategies draw."""
 
-import functools
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fabric.testing import PerRank
 from fabric.testing import generators as gen
@@ -17,18 +17,30 @@ FEW = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 ONCE = settings(database=None, derandomize=True, max_examples=2000)
 
 
+def shapes_of_leaves(tree: Any) -> list[Any]:
+    """Return the shape of each tensor of a tree, and the type of each other leaf."""
+    leaves, _ = flatten(tree)
+    shapes = []
+    for leaf in leaves:
+        shape = getattr(leaf, "shape", type(leaf))
+        shapes.append(shape)
+    return shapes
+
+
+def dtypes_of_leaves(tree: Any) -> list[Any]:
+    """Return the dtype of each tensor of a tree, and None for each other leaf."""
+    leaves, _ = flatten(tree)
+    return [getattr(leaf, "dtype", None) for leaf in leaves]
+
+
 @FEW
 @given(st.data())
 def test_ranks_agree_in_structure_shape_and_dtype(data: Any) -> None:
-    drawn = data.draw(gen.per_rank_trees(3))
-    kinds = {
-        str([getattr(leaf, "shape", type(leaf)) for leaf in flatten(value)[0]])
-        for value in drawn.values
-    }
-    dtypes = {
-        str([getattr(leaf, "dtype", None) for leaf in flatten(value)[0]]) for value in drawn.values
-    }
-    assert (len(drawn.values), len(kinds), len(dtypes)) == (3, 1, 1)
+    trees = data.draw(gen.per_rank_trees(3)).values
+    assert len(trees) == 3
+    for tree in trees:
+        assert shapes_of_leaves(tree) == shapes_of_leaves(trees[0])
+        assert dtypes_of_leaves(tree) == dtypes_of_leaves(trees[0])
 
 
 @FEW
@@ -36,10 +48,9 @@ def test_ranks_agree_in_structure_shape_and_dtype(data: Any) -> None:
 def test_exact_floats_sum_the_same_in_any_order(data: Any) -> None:
     dtype = data.draw(st.sampled_from(gen.FLOATS))
     values = data.draw(st.lists(gen.tensors(dtype, (4,)), min_size=8, max_size=8))
-    order = data.draw(st.permutations(values))
-    assert torch.equal(
-        sum(values, torch.zeros(4, dtype=dtype)), sum(order, torch.zeros(4, dtype=dtype))
-    )
+    permuted = data.draw(st.permutations(values))
+    zeros = torch.zeros(4, dtype=dtype)
+    assert torch.equal(sum(values, zeros), sum(permuted, zeros))
 
 
 @FEW
@@ -47,13 +58,15 @@ def test_exact_floats_sum_the_same_in_any_order(data: Any) -> None:
 def test_layouts_keep_shape_and_dtype_and_but_for_expanded_the_values(data: Any) -> None:
     plain = data.draw(gen.tensors(gen.dtypes(), layout="contiguous"))
     for layout in gen.LAYOUTS:
-        laid = gen.lay_out(plain, layout)
-        assert (laid.shape, laid.dtype) == (plain.shape, plain.dtype)
-        assert layout == "expanded" or torch.equal(laid, plain)
+        tensor = gen.lay_out(plain, layout)
+        assert tensor.shape == plain.shape
+        assert tensor.dtype == plain.dtype
+        if layout != "expanded":
+            assert torch.equal(tensor, plain)
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "has_kind",
     [
         lambda x: x.dim() == 0,
         lambda x: x.numel() == 0,
@@ -63,8 +76,9 @@ def test_layouts_keep_shape_and_dtype_and_but_for_expanded_the_values(data: Any)
     ],
     ids=["0-dim", "empty", "strided", "offset", "expanded"],
 )
-def test_every_kind_of_tensor_comes_up(wanted: Any) -> None:
-    assert wanted(find(gen.tensors(), wanted, settings=ONCE))
+def test_every_kind_of_tensor_comes_up(has_kind: Callable[[Tensor], bool]) -> None:
+    tensor = find(gen.tensors(), has_kind, settings=ONCE)
+    assert has_kind(tensor)
 
 
 @FEW
@@ -73,30 +87,41 @@ def test_reductions_and_dtypes_fit(data: Any) -> None:
     op = data.draw(gen.reduce_ops())
     assert op in gen.REDUCE_OPS
     dtype = data.draw(gen.dtypes(op))
-    assert dtype.is_floating_point or dtype.is_complex or op != "mean"
-    assert not dtype.is_complex or data.draw(gen.reduce_ops(dtype)) in ("sum", "mean")
+    if op == "mean":
+        assert dtype.is_floating_point or dtype.is_complex
+    if dtype.is_complex:
+        op_of_dtype = data.draw(gen.reduce_ops(dtype))
+        assert op_of_dtype in ("sum", "mean")
 
 
 @FEW
 @given(st.data())
 def test_groups_are_sorted_and_partitions_cover_the_world(data: Any) -> None:
     size = data.draw(gen.world_sizes(4))
+    ranks = range(size)
     group = data.draw(gen.groups(size))
     assert group == sorted(set(group))
-    assert set(group) <= set(range(size))
-    assert sorted(functools.reduce(operator.iadd, data.draw(gen.partitions(size)), [])) == list(
-        range(size)
-    )
+    assert set(group) <= set(ranks)
+    ranks_of_partition = []
+    for members in data.draw(gen.partitions(size)):
+        ranks_of_partition.extend(members)
+    assert sorted(ranks_of_partition) == list(ranks)
 
 
-def test_lengths_differ_where_asked() -> None:
+def has_two_lengths(tensors: PerRank) -> bool:
+    first, second = tensors.values
+    return len(first) != len(second)
+
+
+def test_lengths_differ_in_ragged_tensors() -> None:
     ragged = gen.per_rank_tensors(2, ragged=True)
-    actual = find(
-        ragged, lambda drawn: drawn.values[0].shape[0] != drawn.values[1].shape[0], settings=ONCE
-    )
-    assert sorted(value.shape[0] for value in actual.values) == [0, 1]
+    tensors = find(ragged, has_two_lengths, settings=ONCE)
+    lengths = [len(tensor) for tensor in tensors.values]
+    assert sorted(lengths) == [0, 1]
 
 
 def test_what_is_printed_shows_the_strides() -> None:
-    assert repr(PerRank([torch.zeros(4)[::2]])) == "PerRank([tensor([0., 0.]) of strides (2,)])"
-    assert repr(PerRank([{"a": 1}, torch.zeros(1)])) == "PerRank([{'a': 1}, tensor([0.])])"
+    strided = torch.zeros(4)[::2]
+    assert repr(PerRank([strided])) == "PerRank([tensor([0., 0.]) of strides (2,)])"
+    mixed = PerRank([{"a": 1}, torch.zeros(1)])
+    assert repr(mixed) == "PerRank([{'a': 1}, tensor([0.])])"

@@ -30,13 +30,13 @@ def pool() -> Iterator[RankPool]:
 
 @dataclass
 class Point:
-    """A class that only this module knows."""
+    """A class of this test module."""
 
     x: int
 
 
-class Odd(Exception):
-    """One that does not travel."""
+class UnpicklableError(Exception):
+    """An error that cannot be pickled."""
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError
@@ -48,18 +48,19 @@ def total(fabric: Fabric, x: Any) -> Any:
 
 def test_every_rank_makes_the_call_and_results_come_by_rank(pool: RankPool) -> None:
     factor = 10
-    assert pool.run(lambda fabric, x: fabric.global_rank * factor + x, PerRank([1, 2])) == [1, 12]
+    actual = pool.run(lambda fabric, x: fabric.global_rank * factor + x, PerRank([1, 2]))
+    assert actual == [1, 12]
     assert pool.run(total, PerRank([1, 2])) == [3, 3]
     assert pool.run(partial(total, x=4)) == [8, 8]
     assert pool.run(total, x=PerRank([2, 5])) == [7, 7]
 
 
 def test_tensors_arrive_with_the_strides_they_have(pool: RankPool) -> None:
-    views = PerRank([torch.arange(6.0)[::2], torch.zeros(3, 3)[:, 1]])
-    assert pool.run(lambda fabric, x: (x.stride(), x.sum().item()), views) == [
-        ((2,), 6.0),
-        ((3,), 0.0),
-    ]
+    every_second = torch.arange(6.0)[::2]
+    column = torch.zeros(3, 3)[:, 1]
+    views = PerRank([every_second, column])
+    actual = pool.run(lambda fabric, x: (x.stride(), x.sum().item()), views)
+    assert actual == [((2,), 6.0), ((3,), 0.0)]
 
 
 def test_classes_of_a_test_module_travel_both_ways(pool: RankPool) -> None:
@@ -67,24 +68,39 @@ def test_classes_of_a_test_module_travel_both_ways(pool: RankPool) -> None:
     assert points == [Point(1), Point(2)]
 
 
+def random_number(fabric: Fabric) -> float:
+    return torch.rand(1).item()
+
+
 def test_calls_begin_with_the_same_random_state(pool: RankPool) -> None:
     pool.run(lambda fabric: torch.rand(fabric.global_rank + 1))
-    draws = [pool.run(lambda fabric: torch.rand(1).item()) for _ in range(2)]
-    assert len({one for draw in draws for one in draw}) == 1
+    first = pool.run(random_number)
+    second = pool.run(random_number)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def process_id(fabric: Fabric) -> int:
+    return os.getpid()
 
 
 def test_processes_are_kept_from_call_to_call(pool: RankPool) -> None:
-    assert pool.run(lambda fabric: os.getpid()) == pool.run(lambda fabric: os.getpid())
+    assert pool.run(process_id) == pool.run(process_id)
 
 
-def fail(fabric: Fabric, how: str) -> None:
-    """Rank 1 goes wrong while rank 0 waits for it."""
+def assert_have_ended(process_ids: list[int]) -> None:
+    for pid in process_ids:
+        assert not psutil.pid_exists(pid)
+
+
+def fail_on_second_rank(fabric: Fabric, failure: str) -> None:
+    """Fail on rank 1 while rank 0 waits for it."""
     if fabric.global_rank == 1:
-        if how == "raise":
+        if failure == "raise":
             raise ValueError("one is wrong")
-        if how == "kill":
+        if failure == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
+        if failure == "exit":
             os._exit(3)
         while True:
             time.sleep(0.01)
@@ -92,74 +108,87 @@ def fail(fabric: Fabric, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "did", "code"),
+    ("failure", "timeout", "problem", "exit_code"),
     [
-        ("raise", "raised ValueError: one is wrong", 1),
-        ("kill", "was killed by SIGKILL", -signal.SIGKILL),
-        ("exit", "exited with exit code 3", 3),
-        ("hang", "did not return within 0.5 s", -signal.SIGKILL),
+        ("raise", 30, "raised ValueError: one is wrong", 1),
+        ("kill", 30, "was killed by SIGKILL", -signal.SIGKILL),
+        ("exit", 30, "exited with exit code 3", 3),
+        ("hang", 0.5, "did not return within 0.5 s", -signal.SIGKILL),
     ],
 )
 def test_a_failing_rank_is_named_and_the_next_call_works(
-    pool: RankPool, how: str, did: str, code: int
+    pool: RankPool, failure: str, timeout: float, problem: str, exit_code: int
 ) -> None:
-    before = pool.run(lambda fabric: os.getpid())
-    with pytest.raises(RankFailedError, match=did) as caught:
-        pool.run(fail, how, timeout=0.5 if how == "hang" else 30)
-    assert (caught.value.rank, caught.value.exit_code) == (1, code)
-    assert "fail: rank 1 of 2" in str(caught.value)
-    assert not any(psutil.pid_exists(pid) for pid in before)
+    process_ids = pool.run(process_id)
+    with pytest.raises(RankFailedError, match=problem) as caught:
+        pool.run(fail_on_second_rank, failure, timeout=timeout)
+    error = caught.value
+    assert error.rank == 1
+    assert error.exit_code == exit_code
+    assert "fail_on_second_rank: rank 1 of 2" in str(error)
+    assert_have_ended(process_ids)
     assert pool.run(total, 1) == [2, 2]
 
 
 def test_the_error_of_a_rank_is_the_cause_with_its_traceback(pool: RankPool) -> None:
     with pytest.raises(RankFailedError) as caught:
-        pool.run(fail, "raise")
+        pool.run(fail_on_second_rank, "raise")
     assert isinstance(caught.value.__cause__, ValueError)
     assert 'raise ValueError("one is wrong")' in caught.value.traceback
 
 
 def test_the_error_of_a_hang_says_where_each_rank_was(pool: RankPool) -> None:
     with pytest.raises(RankFailedError) as caught:
-        pool.run(fail, "hang", timeout=0.5)
+        pool.run(fail_on_second_rank, "hang", timeout=0.5)
     text = str(caught.value)
-    assert "in fail" in text
+    assert "in fail_on_second_rank" in text
     assert "in barrier" in text
     assert "rank 0 did not return" in text
     assert "forkserver" not in text
 
 
+def wait_on_second_rank(fabric: Fabric) -> None:
+    if fabric.global_rank == 1:
+        fabric.barrier()
+
+
 def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(
     pool: RankPool,
 ) -> None:
-    with pytest.raises(
-        RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s\n  rank 0 returned"
-    ):
-        pool.run(lambda fabric: fabric.global_rank and fabric.barrier(), timeout=0.5)
+    problem = r"rank 1 of 2 did not return within 0\.5 s\n  rank 0 returned"
+    with pytest.raises(RankFailedError, match=problem):
+        pool.run(wait_on_second_rank, timeout=0.5)
 
 
 def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    fails = tmp_path / "fails"
+    rank_1_has_failed = tmp_path / "rank 1 has failed"
 
-    def unpicklable(fabric: Fabric) -> None:
+    def fail_on_both_ranks(fabric: Fabric) -> None:
         if fabric.global_rank == 1:
-            fails.touch()
-            raise Odd("by itself")
-        while not fails.exists():
+            rank_1_has_failed.touch()
+            raise UnpicklableError("by itself")
+        while not rank_1_has_failed.exists():
             time.sleep(0.01)
         raise ConnectionError("lost the other")
 
     with pytest.raises(RankFailedError, match="rank 1 of 2 raised") as caught:
-        pool.run(unpicklable)
-    assert "by itself" in str(caught.value)
-    assert "rank 0 raised ConnectionError" in str(caught.value)
+        pool.run(fail_on_both_ranks)
+    text = str(caught.value)
+    assert "by itself" in text
+    assert "rank 0 raised ConnectionError" in text
 
 
-def test_what_cannot_travel_is_an_error_before_any_rank_is_asked(pool: RankPool) -> None:
+def yield_letters() -> Iterator[str]:
+    yield from "ab"
+
+
+def test_an_argument_that_cannot_travel_is_an_error_before_any_rank_is_asked(
+    pool: RankPool,
+) -> None:
     with pytest.raises(ArgumentTypeError, match="cannot be pickled"):
-        pool.run(total, (one for one in "ab"))
+        pool.run(total, yield_letters())
     with pytest.raises(ConfigurationError, match="there are 3 values"):
         pool.run(total, PerRank([1, 2, 3]))
     assert pool.run(total, 1) == [2, 2]
@@ -167,14 +196,16 @@ def test_what_cannot_travel_is_an_error_before_any_rank_is_asked(pool: RankPool)
 
 def test_a_result_that_cannot_travel_is_the_error_of_its_rank(pool: RankPool) -> None:
     with pytest.raises(RankFailedError, match="cannot be pickled"):
-        pool.run(lambda fabric: (one for one in "ab"))
+        pool.run(lambda fabric: yield_letters())
 
 
 def test_a_closed_pool_leaves_nothing_behind_and_refuses_calls() -> None:
     with RankPool(1) as pool:
-        [(pid, store)] = pool.run(lambda fabric: (os.getpid(), os.environ["FABRIC_STORE"]))
-    assert not psutil.pid_exists(pid)
-    assert not Path(store.removeprefix("file://")).exists()
+        process_ids = pool.run(process_id)
+        [store] = pool.run(lambda fabric: os.environ["FABRIC_STORE"])
+    assert_have_ended(process_ids)
+    store_path = Path(store.removeprefix("file://"))
+    assert not store_path.exists()
     with pytest.raises(UsageError, match="closed"):
         pool.run(total, 1)
     pool.close()
@@ -182,16 +213,15 @@ def test_a_closed_pool_leaves_nothing_behind_and_refuses_calls() -> None:
 
 def test_a_pool_that_is_dropped_ends_its_processes() -> None:
     pool = RankPool(1)
-    [pid] = pool.run(lambda fabric: os.getpid())
+    process_ids = pool.run(process_id)
     del pool
-    assert not psutil.pid_exists(pid)
+    assert_have_ended(process_ids)
 
 
 def test_options_of_fabric_reach_every_rank() -> None:
     with RankPool(1, strategy="single_device", precision="bf16-true") as pool:
-        assert pool.run(lambda fabric: (fabric.strategy.name, fabric.precision.name)) == [
-            ("single_device", "bf16-true")
-        ]
+        assert pool.run(lambda fabric: fabric.strategy.name) == ["single_device"]
+        assert pool.run(lambda fabric: fabric.precision.name) == ["bf16-true"]
 
 
 def test_a_pool_without_ranks_is_refused() -> None:
@@ -203,36 +233,47 @@ def test_ctrl_c_ends_the_call_and_its_ranks(pool: RankPool) -> None:
     def interrupt(fabric: Fabric, caller: int) -> None:
         if fabric.global_rank == 0:
             os.kill(caller, signal.SIGINT)
-        fabric.barrier() if fabric.global_rank else time.sleep(60)
+            time.sleep(60)
+        else:
+            fabric.barrier()
 
-    before = pool.run(lambda fabric: os.getpid())
+    process_ids = pool.run(process_id)
     with pytest.raises(KeyboardInterrupt):
         pool.run(interrupt, os.getpid())
-    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert_have_ended(process_ids)
     assert pool.run(total, 1) == [2, 2]
 
 
 def test_a_call_after_the_fork_server_was_killed_finds_new_ranks(pool: RankPool) -> None:
-    server = psutil.Process(pool.run(lambda fabric: os.getppid())[0])
-    ranks = [psutil.Process(pid) for pid in pool.run(lambda fabric: os.getpid())]
+    parent_ids = pool.run(lambda fabric: os.getppid())
+    server = psutil.Process(parent_ids[0])
+    ranks = [psutil.Process(pid) for pid in pool.run(process_id)]
     server.kill()
     psutil.wait_procs([server, *ranks], 20)
     assert pool.run(total, 1) == [2, 2]
 
 
+KILLED_OWNER = """
+import os, signal
+from fabric.testing import RankPool
+pool = RankPool(1)
+print(*pool.run(lambda fabric: os.getpid()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path) -> None:
-    code = (
-        "import os, signal; from fabric.testing import RankPool; pool = RankPool(1)\n"
-        "print(*pool.run(lambda fabric: os.getpid()), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", KILLED_OWNER],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == -signal.SIGKILL
+    pid_of_rank = int(done.stdout)
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout)).wait(20)
+        psutil.Process(pid_of_rank).wait(20)
     assert_no_files_left(tmp_path)
 
 
@@ -240,11 +281,12 @@ def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path)
 
 
 def test_a_call_ends_in_time_when_a_stopped_rank_reads_nothing(pool: RankPool) -> None:
-    [_, stopped] = pool.run(lambda fabric: os.getpid())
+    _, stopped = pool.run(process_id)
     os.kill(stopped, signal.SIGSTOP)
+    more_than_a_pipe_holds = bytes(5_000_000)
     start = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s"):
-        pool.run(lambda fabric, data: None, bytes(5_000_000), timeout=0.5)
+        pool.run(lambda fabric, data: None, more_than_a_pipe_holds, timeout=0.5)
     assert time.monotonic() - start < 10
 
 
@@ -255,9 +297,10 @@ def fail_with_a_note(fabric: Fabric) -> None:
 
 
 def test_the_headline_of_an_error_with_a_note_shows_the_error(pool: RankPool) -> None:
+    headline = "rank 0 of 2 raised ValueError: the loss is not a number\n"
     with pytest.raises(RankFailedError) as caught:
         pool.run(fail_with_a_note)
-    assert "rank 0 of 2 raised ValueError: the loss is not a number\n" in str(caught.value)
+    assert headline in str(caught.value)
     assert "in epoch 3" in caught.value.traceback
 
 
