@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
@@ -29,7 +31,13 @@ def fabric() -> Iterator[Fabric]:
 
 
 def make_fabric(devices: int = 2, **options: Any) -> Fabric:
-    return Fabric(accelerator="cpu", strategy="dp", devices=devices, environment="none", **options)
+    return Fabric(
+        accelerator="cpu",
+        strategy="dp",
+        devices=devices,
+        environment="none",
+        **options,
+    )
 
 
 class Calls(nn.Module):
@@ -50,9 +58,18 @@ def replicated(function: Callable[..., Any], devices: int = 2) -> Any:
     return strategy.setup_module(Calls(function))
 
 
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert_close(actual, expected, rtol=0, atol=0)
+
+
+def mean_square(tensor: Tensor) -> Tensor:
+    return tensor.pow(2).mean()
+
+
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
-    model(x).pow(2).mean().backward()
+    loss = mean_square(model(x))
+    loss.backward()
     gradients = []
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -72,12 +89,16 @@ def test_an_uneven_or_small_batch_gives_the_gradients_of_one_device(
     x = torch.randn(batch, 4, dtype=torch.float64)
     with make_fabric(devices, precision="64-true") as fabric:
         model = fabric.setup(copy.deepcopy(plain))
-        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradients(model, x), gradients(plain, x), rtol=1e-10, atol=1e-10)
+        assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+        actual = gradients(model, x)
+        expected = gradients(plain, x)
+        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_an_empty_batch_runs_on_one_replica(fabric: Fabric) -> None:
-    assert fabric.setup(Net())(torch.empty(0, 4)).shape == (0, 1)
+    model = fabric.setup(Net())
+    output = model(torch.empty(0, 4))
+    assert output.shape == (0, 1)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
@@ -94,25 +115,31 @@ def test_two_runs_are_bit_identical(precision: str) -> None:
 def test_one_device_is_bit_identical_to_the_plain_loop() -> None:
     with make_fabric(1) as fabric:
         actual = fabric.launch(fabric_loop, torch.float32, 3)
-    assert_same(actual, plain_loop(torch.float32, None, False, 3), 0.0)
+    expected = plain_loop(torch.float32, None, False, 3)
+    assert_same(actual, expected, 0.0)
 
 
 def test_gradients_reach_the_input_and_its_source(fabric: Fabric) -> None:
     plain = Net().double()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     model = fabric.setup(copy.deepcopy(plain))
-    (expected,) = torch.autograd.grad(plain(2 * x).sum(), x)
-    (actual,) = torch.autograd.grad(model(2 * x).sum(), x)
-    torch.testing.assert_close(actual, expected)
+    expected_sum = plain(2 * x).sum()
+    actual_sum = model(2 * x).sum()
+    (expected,) = torch.autograd.grad(expected_sum, x)
+    (actual,) = torch.autograd.grad(actual_sum, x)
+    assert_close(actual, expected)
 
 
 def test_tied_and_frozen_parameters_stay_tied_and_frozen(fabric: Fabric) -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    plain[1].weight = plain[0].weight
-    plain[2].requires_grad_(False)
+    first = nn.Linear(4, 4)
+    tied = nn.Linear(4, 4)
+    frozen = nn.Linear(4, 4)
+    tied.weight = first.weight
+    frozen.requires_grad_(False)
+    plain = nn.Sequential(first, tied, frozen).double()
     x = torch.randn(5, 4, dtype=torch.float64)
     model = fabric.setup(copy.deepcopy(plain))
-    torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+    assert_close(gradients(model, x), gradients(plain, x))
     assert model.module[2].weight.grad is None
 
 
@@ -123,14 +150,15 @@ class Recurrent(nn.Module):
         self.head = parametrizations.weight_norm(nn.Linear(4, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
+        hidden, _ = self.lstm(x)
+        return self.head(hidden)
 
 
 def test_recurrent_and_parametrized_layers_work(fabric: Fabric) -> None:
     plain = Recurrent().double()
     x = torch.randn(5, 3, 4, dtype=torch.float64)
     model = fabric.setup(copy.deepcopy(plain))
-    torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+    assert_close(gradients(model, x), gradients(plain, x))
 
 
 # -- the context of a replica ----------------------------------------------------------------------
@@ -151,19 +179,22 @@ def contexts_of_replicas(devices: int = 2) -> list[ReplicaContext]:
     barrier = threading.Barrier(devices, timeout=30)
 
     def record_context(x: Tensor) -> Tensor:
+        product = x @ x.T
         context = ReplicaContext(
             thread=threading.get_ident(),
             has_grad=torch.is_grad_enabled(),
             has_inference_mode=torch.is_inference_mode_enabled(),
             has_autocast=torch.is_autocast_enabled("cpu"),
             autocast_dtype=torch.get_autocast_dtype("cpu"),
-            computed_dtype=(x @ x.T).dtype,
+            computed_dtype=product.dtype,
         )
         contexts.append(context)
-        barrier.wait()  # passes only if all replicas run at one time, each in a thread
+        # The barrier lets the replicas pass only if all run at one time, each in a thread.
+        barrier.wait()
         return x
 
-    replicated(record_context, devices)(torch.ones(2 * devices, 4))
+    model = replicated(record_context, devices)
+    model(torch.ones(2 * devices, 4))
     return contexts
 
 
@@ -205,23 +236,33 @@ def test_grad_mode_and_inference_mode_hold_in_the_replicas(
         assert context_of_replica.has_inference_mode == inference
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
-)
+def record_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Return a list to which each forward pass of a module adds the dtype of its output."""
+    dtypes: list[torch.dtype] = []
+    module.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    return dtypes
+
+
+DTYPES_OF_MIXED_PRECISIONS = [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), DTYPES_OF_MIXED_PRECISIONS)
 def test_a_mixed_precision_computes_in_16_bits_and_returns_32(
     precision: str, dtype: torch.dtype
 ) -> None:
-    dtypes = []
     with make_fabric(precision=precision) as fabric:
         model = fabric.setup(Net())
-        model.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
-        assert model(torch.randn(5, 4)).dtype == torch.float32
+        dtypes = record_dtypes(model.head)
+        output = model(torch.randn(5, 4))
+    assert output.dtype == torch.float32
     assert dtypes == [dtype, dtype]
 
 
 def test_evaluation_keeps_no_graph(fabric: Fabric) -> None:
-    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))).eval()
-    assert not any(module.training for module in model.module.modules())
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    model = fabric.setup(plain).eval()
+    for module in model.module.modules():
+        assert not module.training
     x = torch.randn(5, 4)
     with torch.no_grad():
         output = model(x)
@@ -231,28 +272,34 @@ def test_evaluation_keeps_no_graph(fabric: Fabric) -> None:
 
 def test_no_thread_is_left_behind(fabric: Fabric) -> None:
     before = threading.active_count()
-    fabric.setup(Net())(torch.randn(5, 4))
+    model = fabric.setup(Net())
+    model(torch.randn(5, 4))
     assert threading.active_count() == before
 
 
 # -- arguments and outputs -------------------------------------------------------------------------
 
 
-def scatter(
-    *args: Any, devices: int = 2, **kwargs: Any
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the arguments and keyword arguments of each replica."""
+class Arguments(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def scatter(*args: Any, devices: int = 2, **kwargs: Any) -> list[Arguments]:
+    """Return the arguments of each replica."""
     wrapper = replicated(lambda: None, devices)
     args_of_replicas, kwargs_of_replicas = wrapper.scatter(args, kwargs, wrapper.device_ids)
-    return list(zip(args_of_replicas, kwargs_of_replicas, strict=True))
+    return list(map(Arguments, args_of_replicas, kwargs_of_replicas))
 
 
 @pytest.mark.parametrize("batch", range(1, 9))
 @pytest.mark.parametrize("devices", [2, 3, 5])
 def test_a_batch_is_split_as_by_torch_chunk(batch: int, devices: int) -> None:
     x = torch.arange(batch)
-    for (args, _), expected in zip(scatter(x, devices=devices), x.chunk(devices), strict=True):
-        assert torch.equal(args[0], expected)
+    arguments_of_replicas = scatter(x, devices=devices)
+    chunks = x.chunk(devices)
+    for arguments, chunk in zip(arguments_of_replicas, chunks, strict=True):
+        assert torch.equal(arguments.args[0], chunk)
 
 
 class Pair(NamedTuple):
@@ -264,9 +311,17 @@ def test_nested_arguments_are_split_and_others_shared() -> None:
     x = torch.arange(5)
     scale = torch.tensor(3.0)
     marker = object()
-    arguments = scatter({"x": [x]}, Pair(x, "a"), scale, y=(x, 2), marker=marker, none=None)
-    for (args, kwargs), chunk in zip(arguments, x.chunk(2), strict=True):
-        nested, pair, scale_of_replica = args
+    arguments_of_replicas = scatter(
+        {"x": [x]},
+        Pair(x, "a"),
+        scale,
+        y=(x, 2),
+        marker=marker,
+        none=None,
+    )
+    for arguments, chunk in zip(arguments_of_replicas, x.chunk(2), strict=True):
+        nested, pair, scale_of_replica = arguments.args
+        kwargs = arguments.kwargs
         assert torch.equal(nested["x"][0], chunk)
         assert isinstance(pair, Pair)
         assert torch.equal(pair.x, chunk)
@@ -280,52 +335,69 @@ def test_nested_arguments_are_split_and_others_shared() -> None:
 
 def test_the_batch_of_a_replica_can_be_written_in_place() -> None:
     x = torch.ones(4, 2, requires_grad=True)
-    replicated(lambda chunk: chunk.mul_(3.0))(x * 2).sum().backward()
-    assert torch.equal(x.grad, torch.full((4, 2), 6.0))
+    triple = replicated(lambda chunk: chunk.mul_(3.0))
+    output = triple(x * 2)
+    output.sum().backward()
+    expected = torch.full((4, 2), 6.0)
+    assert torch.equal(x.grad, expected)
 
 
 def test_outputs_are_joined_leaf_by_leaf() -> None:
     def forward(x: Tensor) -> Any:
-        return {"x": [x, Pair(x + 1, "a")], "mean": x.mean(), "none": None, "count": 3}
+        return {
+            "x": [x, Pair(x + 1, "a")],
+            "mean": x.mean(),
+            "none": None,
+            "count": 3,
+        }
 
     x = torch.arange(5.0)
-    output = replicated(forward)(x)
-    assert torch.equal(output["x"][0], x)
-    assert torch.equal(output["x"][1].x, x + 1)
+    model = replicated(forward)
+    output = model(x)
+    first, pair = output["x"]
+    assert torch.equal(first, x)
+    assert torch.equal(pair.x, x + 1)
+    assert pair.name == "a"
     assert output["mean"].tolist() == [1.0, 3.5]
-    assert output["x"][1].name == "a"
     assert output["none"] is None
     assert output["count"] == 3
 
 
 def test_a_scalar_output_becomes_a_vector_with_an_entry_for_each_replica() -> None:
     mean = replicated(torch.mean, 3)
-    assert mean(torch.arange(6.0)).tolist() == [0.5, 2.5, 4.5]
-    assert mean(torch.arange(1.0)).tolist() == [0.0]
+    means_of_three = mean(torch.arange(6.0))
+    mean_of_one = mean(torch.arange(1.0))
+    assert means_of_three.tolist() == [0.5, 2.5, 4.5]
+    assert mean_of_one.tolist() == [0.0]
 
 
 def test_a_call_without_a_batch_runs_once() -> None:
-    assert replicated(lambda *args: torch.ones(3))(7).shape == (3,)
-    assert replicated(lambda: torch.ones(3))().shape == (3,)
+    model = replicated(lambda *args: torch.ones(3))
+    assert model(7).shape == (3,)
+    assert model().shape == (3,)
+
+
+def test_a_batch_of_two_lengths_is_refused() -> None:
+    model = replicated(lambda x, y: x)
+    with pytest.raises(ConfigurationError) as caught:
+        model(x=torch.ones(6), y=torch.ones(4, 2))
+    assert "shapes (6,), (4, 2)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "words"),
+    ("function", "words"),
     [
-        (lambda x, y: x, {"x": torch.ones(6), "y": torch.ones(4, 2)}, ["shapes (6,), (4, 2)"]),
-        (
-            lambda x: {"n": len(x)},
-            {"x": torch.ones(3)},
-            ["output['n']", "the replicas returned 2, 1"],
-        ),
-        (lambda x: {len(x): x}, {"x": torch.ones(3)}, ["output[2]", "output[1]"]),
+        (lambda x: {"n": len(x)}, ["output['n']", "the replicas returned 2, 1"]),
+        (lambda x: {len(x): x}, ["output[2]", "output[1]"]),
     ],
+    ids=["numbers differ", "keys differ"],
 )
-def test_arguments_and_outputs_that_cannot_be_split_or_joined_are_refused(
-    function: Any, arguments: dict[str, Tensor], words: list[str]
+def test_outputs_that_cannot_be_joined_are_refused(
+    function: Callable[[Tensor], Any], words: list[str]
 ) -> None:
+    model = replicated(function)
     with pytest.raises(ConfigurationError) as caught:
-        replicated(function)(**arguments)
+        model(x=torch.ones(3))
     for word in words:
         assert word in str(caught.value)
 
@@ -336,12 +408,18 @@ def test_an_error_in_a_replica_is_raised_and_names_it() -> None:
             raise KeyError("sample 5")
         return x
 
+    model = replicated(forward, 3)
     with pytest.raises(KeyError, match="sample 5") as caught:
-        replicated(forward, 3)(torch.arange(6))
+        model(torch.arange(6))
     assert caught.value.__notes__ == ["replica 2 of 3 on cpu raised this"]
-    with pytest.raises(ZeroDivisionError) as caught_by_all:
-        replicated(lambda x: 1 // 0)(torch.arange(2))
-    assert "replica 0 of 2" in caught_by_all.value.__notes__[0]
+
+
+def test_the_first_replica_is_named_where_all_replicas_raise() -> None:
+    model = replicated(lambda x: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        model(torch.arange(2))
+    [note] = caught.value.__notes__
+    assert "replica 0 of 2" in note
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -353,7 +431,7 @@ def test_buffers_are_those_of_replica_0(fabric: Fabric) -> None:
     model = fabric.setup(copy.deepcopy(plain))
     model(x)
     plain(x[:3])
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert_equal(model.state_dict(), plain.state_dict())
     assert model.num_batches_tracked.item() == 1
 
 
@@ -382,62 +460,78 @@ def test_an_assigned_buffer_is_kept_and_an_attribute_is_not(fabric: Fabric) -> N
 
 def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
     model = fabric.setup(Net())
-    calls = []
-    model.register_forward_pre_hook(lambda module, args: calls.append("pre"))
-    model.encoder.register_forward_hook(lambda module, args, output: calls.append("forward"))
-    model.head.register_full_backward_hook(lambda module, inputs, outputs: calls.append("backward"))
-    fabric.backward(model(torch.randn(5, 4)).sum())
-    assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2 + ["pre"] * 2
+    calls = Counter()
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda *args: calls.update([name])
+
+    model.register_forward_pre_hook(hook("forward pre"))
+    model.encoder.register_forward_hook(hook("forward"))
+    model.head.register_full_backward_hook(hook("backward"))
+    output = model(torch.randn(5, 4))
+    fabric.backward(output.sum())
+    assert calls == {"forward pre": 2, "forward": 2, "backward": 2}
 
 
 def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
     model = fabric.setup(Net())
     sums = []
-    model.head.bias.register_post_accumulate_grad_hook(
-        lambda parameter: sums.append(parameter.grad.item())
-    )
-    fabric.backward(model(torch.randn(5, 4)).sum())
+
+    def record_sum(parameter: Tensor) -> None:
+        sums.append(parameter.grad.item())
+
+    model.head.bias.register_post_accumulate_grad_hook(record_sum)
+    output = model(torch.randn(5, 4))
+    fabric.backward(output.sum())
     assert sums == [5.0]
 
 
 def test_state_dicts_have_the_users_names(fabric: Fabric) -> None:
     plain = Net()
     model = fabric.setup(copy.deepcopy(plain))
-    state = fabric.strategy.get_module_state_dict(model._fabric_prepared)
+    prepared = model._fabric_prepared
+    state = fabric.strategy.get_module_state_dict(prepared)
     names = list(plain.state_dict())
     assert list(state) == names
     assert list(model.state_dict()) == names
     zeros = {name: torch.zeros_like(value) for name, value in state.items()}
-    fabric.strategy.load_module_state_dict(model._fabric_prepared, zeros)
+    fabric.strategy.load_module_state_dict(prepared, zeros)
     for parameter in model.parameters():
         assert not parameter.any()
 
 
 def test_a_checkpoint_of_two_replicas_loads_on_one_device(fabric: Fabric, tmp_path: Any) -> None:
+    path = tmp_path / "checkpoint.pt"
     model, optimizer = fabric.setup(*make_model())
-    model(torch.randn(5, 5, 4)).sum().backward()
+    output = model(torch.randn(5, 5, 4))
+    output.sum().backward()
     optimizer.step()
-    fabric.save(tmp_path / "checkpoint.pt", {"model": model, "optimizer": optimizer})
+    fabric.save(path, {"model": model, "optimizer": optimizer})
     with Fabric(accelerator="cpu", devices=1) as one_device:
         loaded, loaded_optimizer = one_device.setup(*make_model())
-        one_device.load(
-            tmp_path / "checkpoint.pt", {"model": loaded, "optimizer": loaded_optimizer}
-        )
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+        one_device.load(path, {"model": loaded, "optimizer": loaded_optimizer})
+    assert_equal(loaded.state_dict(), model.state_dict())
 
 
 def test_a_copy_of_the_model_works(fabric: Fabric) -> None:
     model = fabric.setup(Net())
     x = torch.randn(5, 4)
     copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), model(x))
-    copied(x).sum().backward()
+    output = copied(x)
+    assert torch.equal(output, model(x))
+    output.sum().backward()
     assert model.head.weight.grad is None
 
 
 def test_dropout_trains(fabric: Fabric) -> None:
-    model = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
-    fabric.backward(model(torch.randn(7, 4)).mean())
+    plain = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.Dropout(0.5),
+        nn.Linear(8, 1),
+    )
+    model = fabric.setup(plain)
+    output = model(torch.randn(7, 4))
+    fabric.backward(output.mean())
     for parameter in model.parameters():
         assert parameter.grad.isfinite().all()
 
@@ -473,7 +567,8 @@ def test_other_methods_run_on_the_root_device_and_are_exact(fabric: Fabric) -> N
     x = torch.randn(5, 4)
     model = fabric.setup(copy.deepcopy(plain))
     fabric.backward(model.loss(x))
-    plain.loss(x).backward()
+    plain_loss = plain.loss(x)
+    plain_loss.backward()
     for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(actual.grad, expected.grad)
     assert model.training_step(x).shape == (2,)
@@ -493,17 +588,20 @@ def test_there_is_one_process(fabric: Fabric) -> None:
     assert strategy.reduce_boolean_decision(True)
     assert strategy.broadcast({"a": 1}) == {"a": 1}
     strategy.barrier("here")
-    assert torch.equal(fabric.all_reduce(torch.ones(3)), torch.ones(3))
-    assert fabric.all_gather(torch.ones(3)).shape == (1, 3)
-    with fabric.no_backward_sync(fabric.setup(Net())):
+    x = torch.ones(3)
+    assert torch.equal(fabric.all_reduce(x), x)
+    assert fabric.all_gather(x).shape == (1, 3)
+    model = fabric.setup(Net())
+    with fabric.no_backward_sync(model):
         pass
 
 
 def test_loaders_yield_unsplit_batches(fabric: Fabric) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(10)), batch_size=5))
-    first, second = loader
-    assert len(first[0]) == 5
-    assert len(second[0]) == 5
+    dataset = TensorDataset(torch.arange(10))
+    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=5))
+    [first], [second] = loader
+    assert len(first) == 5
+    assert len(second) == 5
 
 
 def test_describe_shows_the_replicas(fabric: Fabric) -> None:
@@ -529,19 +627,27 @@ def test_all_reduce_of_the_strategy_is_over_the_replicas(
 ) -> None:
     fabric.launch()
     gathered = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    collection = {"loss": [gathered], "scalar": torch.tensor(7.0), "name": "a", "count": 3}
+    collection = {
+        "loss": [gathered],
+        "scalar": torch.tensor(7.0),
+        "name": "a",
+        "count": 3,
+    }
     reduced = fabric.strategy.all_reduce(collection, reduce_op=op)
-    assert reduced["loss"][0].tolist() == expected
+    [loss] = reduced["loss"]
+    assert loss.tolist() == expected
     assert reduced["scalar"].item() == 7.0
     assert reduced["name"] == "a"
     assert reduced["count"] == 3
-    assert fabric.strategy.reduce(gathered, reduce_op=op).tolist() == expected
+    reduced_tensor = fabric.strategy.reduce(gathered, reduce_op=op)
+    assert reduced_tensor.tolist() == expected
 
 
 def test_all_reduce_takes_any_number_of_gathered_rows(fabric: Fabric) -> None:
     fabric.launch()
     for rows in (1, 3):
-        reduced = fabric.strategy.all_reduce(torch.ones(rows, 2), reduce_op="sum")
+        gathered = torch.ones(rows, 2)
+        reduced = fabric.strategy.all_reduce(gathered, reduce_op="sum")
         assert reduced.tolist() == [rows, rows]
 
 
@@ -549,10 +655,14 @@ def test_all_reduce_keeps_dtypes_and_gradients(fabric: Fabric) -> None:
     fabric.launch()
     strategy = fabric.strategy
     integers = torch.tensor([3, 4], dtype=torch.int32)
-    assert strategy.all_reduce(integers, reduce_op="product").dtype == torch.int32
-    assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
+    product = strategy.all_reduce(integers, reduce_op="product")
+    assert product.dtype == torch.int32
+    booleans = torch.tensor([True, False])
+    maximum = strategy.all_reduce(booleans, reduce_op="max")
+    assert maximum.item() is True
     losses = torch.tensor([1.0, 3.0], requires_grad=True)
-    strategy.all_reduce(losses).backward()
+    mean = strategy.all_reduce(losses)
+    mean.backward()
     assert losses.grad.tolist() == [0.5, 0.5]
 
 
@@ -587,18 +697,22 @@ def layer_compiled_in_place() -> nn.Module:
 def test_a_compiled_module_is_refused_on_several_devices(
     fabric: Fabric, make_layer: Callable[[], nn.Module]
 ) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make_layer())
     with pytest.raises(ConfigurationError, match=r"torch\.compile was applied to 1, and"):
-        fabric.setup(nn.Sequential(nn.Linear(4, 4), make_layer()))
+        fabric.setup(model)
+    model = nn.Sequential(nn.Linear(4, 4), make_layer())
     with make_fabric(1) as one_device:
-        one_device.setup(nn.Sequential(nn.Linear(4, 4), make_layer()))
+        one_device.setup(model)
 
 
 def test_several_nodes_and_devices_named_twice_are_refused() -> None:
     strategy = DataParallelStrategy()
-    gpu = torch.device("cuda", 0)
-    strategy.check(accelerator=CPUAccelerator(), devices=(CPU, CPU), num_nodes=1)
+    cpu_accelerator = CPUAccelerator()
+    cpus = (CPU, CPU)
+    strategy.check(accelerator=cpu_accelerator, devices=cpus, num_nodes=1)
     with pytest.raises(ConfigurationError, match="2 nodes"):
-        strategy.check(accelerator=CPUAccelerator(), devices=(CPU, CPU), num_nodes=2)
+        strategy.check(accelerator=cpu_accelerator, devices=cpus, num_nodes=2)
+    gpu = torch.device("cuda", 0)
     with pytest.raises(ConfigurationError, match="named twice"):
         strategy.check(accelerator=CUDAAccelerator(), devices=(gpu, gpu), num_nodes=1)
 
@@ -618,24 +732,30 @@ def test_a_strategy_without_fabric_refuses_to_be_one_of_several_processes(
 def test_a_strategy_works_without_fabric() -> None:
     strategy = DataParallelStrategy(CPUAccelerator(), [CPU, CPU, CPU])
     strategy.setup_environment()
-    wrapper = strategy.setup_module(strategy.module_to_device(Net()))
+    module = strategy.module_to_device(Net())
+    wrapper = strategy.setup_module(module)
     assert isinstance(wrapper, nn.DataParallel)
-    assert wrapper(torch.randn(4, 4)).shape == (4, 1)
+    output = wrapper(torch.randn(4, 4))
+    assert output.shape == (4, 1)
     strategy.teardown()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
-)
+@pytest.mark.parametrize(("precision", "dtype"), DTYPES_OF_MIXED_PRECISIONS)
 def test_autocast_holds_in_replicas_on_gpus(precision: str, dtype: torch.dtype) -> None:
-    dtypes: list[torch.dtype] = []
-    with Fabric(
-        accelerator="cuda", devices=2, strategy="dp", precision=precision, environment="none"
-    ) as fabric:
+    fabric = Fabric(
+        accelerator="cuda",
+        devices=2,
+        strategy="dp",
+        precision=precision,
+        environment="none",
+    )
+    with fabric:
         model = fabric.setup(Net())
-        model.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        dtypes = record_dtypes(model.head)
         assert type(model._fabric_prepared).__mro__[1] is nn.DataParallel
-        fabric.backward(model(torch.randn(5, 4, device=fabric.device)).mean())
+        x = torch.randn(5, 4, device=fabric.device)
+        output = model(x)
+        fabric.backward(output.mean())
     assert dtypes == [dtype, dtype]

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(90)
 
 DECAY = 0.9
 STEPS = 10
-BATCH = 12  # The batch divides by 1 to 4 ranks.
+# The batch divides by 1 to 4 ranks.
+BATCH = 12
 
 
 class Uneven(nn.Module):
@@ -36,8 +37,10 @@ class Uneven(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 5)
         self.norm = nn.LayerNorm(5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5, bias=False), nn.Linear(5, 5)])
-        self.blocks[1].weight = self.blocks[0].weight
+        first_block = nn.Linear(5, 5, bias=False)
+        second_block = nn.Linear(5, 5)
+        second_block.weight = first_block.weight
+        self.blocks = nn.ModuleList([first_block, second_block])
         # The average has an attribute of this name, too.
         self.decay = nn.Parameter(torch.tensor(0.5))
 
@@ -51,7 +54,8 @@ class Uneven(nn.Module):
 def make() -> tuple[Uneven, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Uneven().double()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    return model, optimizer
 
 
 def batches() -> Iterator[Tensor]:
@@ -64,8 +68,23 @@ def full_state(state: dict[str, Any]) -> dict[str, Tensor]:
     tensors = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            tensors[name] = full_tensor(value).detach().clone()
+            tensor = full_tensor(value).detach()
+            tensors[name] = tensor.clone()
     return tensors
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Compare numbers of steps in float64."""
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Compare tensors bit for bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def train_plainly() -> dict[str, Tensor]:
@@ -74,7 +93,8 @@ def train_plainly() -> dict[str, Tensor]:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for batch in batches():
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        loss = mean_square(model(batch))
+        loss.backward()
         optimizer.step()
         average.update_parameters(model)
     return {name: parameter.detach() for name, parameter in average.module.named_parameters()}
@@ -84,9 +104,8 @@ def train(fabric: Fabric) -> tuple[Any, Any, ExponentialMovingAverage]:
     model, optimizer = fabric.setup(*make())
     ema = fabric.ema(model, DECAY)
     for batch in batches():
-        optimizer.zero_grad()
-        fabric.backward(model(batch[fabric.global_rank :: fabric.world_size]).square().mean())
-        optimizer.step()
+        rank_samples = batch[fabric.global_rank :: fabric.world_size]
+        step_once(fabric, model, optimizer, rank_samples)
         ema.update()
     return model, optimizer, ema
 
@@ -114,8 +133,12 @@ def load_averages(fabric: Fabric, path: str) -> LoadedAverage:
     # This is not the first update: it moves the average by the default decay.
     ema.update()
     moved_average = full_state(ema.state_dict())
-    distance = (moved_average["first.weight"] - average["first.weight"]).abs().max().item()
-    return LoadedAverage(average, distance, ema.get_extra_state())
+    movement = moved_average["first.weight"] - average["first.weight"]
+    return LoadedAverage(
+        average=average,
+        distance=movement.abs().max().item(),
+        updates=ema.get_extra_state(),
+    )
 
 
 def run_in_one_process(
@@ -147,7 +170,7 @@ RUNS: dict[str, Callable[..., list[Any]]] = {
 def test_averages_are_those_of_torch_in_one_process(run: str) -> None:
     expected = train_plainly()
     for average in RUNS[run](train_averages):
-        torch.testing.assert_close(average, expected, rtol=1e-12, atol=1e-12)
+        assert_close(average, expected)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +179,13 @@ def test_averages_are_those_of_torch_in_one_process(run: str) -> None:
 def test_averages_load_into_any_strategy_and_number_of_processes(
     saver: str, loaders: list[str], tmp_path: Path
 ) -> None:
-    expected = RUNS[saver](train_averages, str(tmp_path / "saved"))[0]
+    path = str(tmp_path / "saved")
+    averages = RUNS[saver](train_averages, path)
     for loader in loaders:
-        for result in RUNS[loader](load_averages, str(tmp_path / "saved")):
-            torch.testing.assert_close(result.average, expected, rtol=0, atol=0)
-            assert 0 < result.distance < 0.01
+        for result in RUNS[loader](load_averages, path):
+            assert_equal(result.average, averages[0])
+            assert result.distance > 0
+            assert result.distance < 0.01
             assert result.updates == STEPS + 1
 
 
@@ -168,11 +193,11 @@ def test_averages_load_into_any_strategy_and_number_of_processes(
 
 
 def local_parameters(model: nn.Module) -> list[Tensor]:
-    return [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
-
-
-def assert_equal(tensors: list[Tensor], expected: list[Tensor]) -> None:
-    torch.testing.assert_close(tensors, expected, rtol=0, atol=0)
+    parameters = []
+    for parameter in model.parameters():
+        shard = local_tensor(parameter).detach()
+        parameters.append(shard.clone())
+    return parameters
 
 
 def with_averages(ema: ExponentialMovingAverage, forward: Callable[[], Tensor]) -> Tensor:
@@ -182,15 +207,18 @@ def with_averages(ema: ExponentialMovingAverage, forward: Callable[[], Tensor]) 
 
 def step_once(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     optimizer.zero_grad()
-    fabric.backward(model(batch).square().mean())
+    loss = mean_square(model(batch))
+    fabric.backward(loss)
     optimizer.step()
 
 
 def check_outputs(model: Any, ema: ExponentialMovingAverage, batch: Tensor) -> None:
     """Check that passes inside of ``applied()`` see the averages, and passes after it the weights."""
+    averages = full_state(ema.state_dict())
     reference, _ = make()
-    reference.load_state_dict(full_state(ema.state_dict()), strict=False)
+    reference.load_state_dict(averages, strict=False)
     reference.blocks[1].weight = reference.blocks[0].weight
+    expected = reference(batch)
 
     def validate() -> Tensor:
         with torch.no_grad():
@@ -206,14 +234,15 @@ def check_outputs(model: Any, ema: ExponentialMovingAverage, batch: Tensor) -> N
         with_averages(ema, lambda: model(batch)),
         with_averages(ema, lambda: with_averages(ema, validate)),
     ]
-    assert_equal([validate(), model(batch).detach()], [output_of_weights] * 2)
+    assert_equal(validate(), output_of_weights)
+    assert_equal(model(batch).detach(), output_of_weights)
     # The last pass had gradients and no backward pass: it has left weights gathered.
     outputs.append(with_averages(ema, validate))
     outputs.append(with_averages(ema, forward_with_gradients))
-    assert_equal([validate()], [output_of_weights])
+    assert_equal(validate(), output_of_weights)
     for output in outputs:
         assert not output.requires_grad
-        torch.testing.assert_close(output, reference(batch), rtol=1e-12, atol=1e-12)
+        assert_close(output, expected)
         assert not torch.allclose(output, output_of_weights, rtol=1e-3)
 
 
@@ -233,7 +262,7 @@ def check_failing_passes(model: Any, ema: ExponentialMovingAverage, batch: Tenso
         with pytest.raises(ZeroDivisionError):
             with_averages(ema, forward)
     handle.remove()
-    assert_equal([validate()], [output_of_weights])
+    assert_equal(validate(), output_of_weights)
 
 
 def check_applied(fabric: Fabric) -> None:
@@ -250,7 +279,10 @@ def check_applied(fabric: Fabric) -> None:
     assert_equal(local_parameters(model), local_parameters(untouched_model))
 
 
-RUNS_OF_APPLIED = {**RUNS, "SHARD_GRAD_OP": partial(run_sharded, sharding_strategy="SHARD_GRAD_OP")}
+RUNS_OF_APPLIED = {
+    **RUNS,
+    "SHARD_GRAD_OP": partial(run_sharded, sharding_strategy="SHARD_GRAD_OP"),
+}
 
 
 @pytest.mark.parametrize("run", RUNS_OF_APPLIED)
@@ -266,7 +298,11 @@ def count_collectives(fabric: Fabric) -> dict[str, int]:
         with ema.applied():
             ema.state_dict()
 
-    actions = {"update": ema.update, "applied": read_averages, "forward": lambda: model(batch)}
+    actions = {
+        "update": ema.update,
+        "applied": read_averages,
+        "forward": lambda: model(batch),
+    }
     counts = {}
     for name, action in actions.items():
         with CommDebugMode() as mode:
@@ -294,9 +330,11 @@ def errors_of_copies(fabric: Fabric) -> list[str]:
         with pytest.raises(Exception, match=r"deepcopy|sharded") as raised:
             make_copy()
         # Fabric explains an error that leaves the loop.
-        fabric.strategy._explain(raised.value)
-        notes = getattr(raised.value, "__notes__", [])
-        errors.append("\n".join([str(raised.value), *notes]))
+        error = raised.value
+        fabric.strategy._explain(error)
+        notes = getattr(error, "__notes__", [])
+        text = "\n".join([str(error), *notes])
+        errors.append(text)
     return errors
 
 
@@ -327,13 +365,16 @@ def test_averages_of_bfloat16_weights_are_float32_and_begin_with_the_first_updat
 ) -> None:
     model = fabric.setup(nn.Linear(2, 2))
     ema = fabric.ema(model)
-    assert torch.equal(ema.state_dict()["weight"], model.weight.float())
+    weight = ema.state_dict()["weight"]
+    assert torch.equal(weight, model.weight.float())
     fill(model, 1.0)
     ema.update()
-    assert ema.state_dict()["weight"].eq(1).all()
+    weight = ema.state_dict()["weight"]
+    assert weight.eq(1).all()
     fill(model, 2.0)
     ema.update()
-    torch.testing.assert_close(ema.state_dict()["bias"], torch.full((2,), 1.001))
+    bias = ema.state_dict()["bias"]
+    torch.testing.assert_close(bias, torch.full((2,), 1.001))
     with ema.applied():
         assert model.weight.dtype == torch.bfloat16
         assert model.weight.eq(1).all()
@@ -353,28 +394,31 @@ def test_a_decay_may_depend_on_the_number_of_updates(fabric: Fabric) -> None:
         fill(model, value)
         ema.update()
     assert counts == [1, 2]
+    bias = ema.state_dict()["bias"]
     mean = torch.full((2,), 3.0)
-    torch.testing.assert_close(ema.state_dict()["bias"], mean)
-    ema.load_state_dict(fabric.ema(model).state_dict())
+    torch.testing.assert_close(bias, mean)
+    state_without_updates = fabric.ema(model).state_dict()
+    ema.load_state_dict(state_without_updates)
     ema.update()
     assert counts == [1, 2], "the number of updates is loaded, too"
 
 
 def test_buffers_are_averaged_where_that_is_chosen(fabric: Fabric) -> None:
     model = fabric.setup(nn.BatchNorm1d(2))
-    without = fabric.ema(model)
+    ema_of_parameters = fabric.ema(model)
     ema = fabric.ema(model, 0.5, buffers=True)
     for value in (1.0, 3.0):
         fill(model, value)
         ema.update()
-        without.update()
-    with without.applied():
+        ema_of_parameters.update()
+    with ema_of_parameters.applied():
         assert model.running_mean.eq(3).all()
     with ema.applied():
         assert model.running_mean.eq(2).all()
-        assert model.num_batches_tracked == 3, "the latest value of what is not floating point"
+        # A buffer of integers has its latest value.
+        assert model.num_batches_tracked == 3
     assert model.running_mean.eq(3).all()
-    assert "running_mean" not in without.state_dict()
+    assert "running_mean" not in ema_of_parameters.state_dict()
 
 
 class Caching(nn.Linear):
@@ -385,8 +429,9 @@ class Caching(nn.Linear):
         self.register_buffer("table", torch.zeros(1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.register_buffer("table", torch.zeros(len(input)))
-        self.register_buffer("length", torch.tensor(len(input)))
+        length = len(input)
+        self.register_buffer("table", torch.zeros(length))
+        self.register_buffer("length", torch.tensor(length))
         return super().forward(input)
 
 
@@ -419,12 +464,16 @@ def test_weights_that_autocast_has_cast_before_are_not_used_again() -> None:
             assert model(inputs).item() == 3.0
 
 
-def test_what_cannot_be_averaged_is_refused(fabric: Fabric, tmp_path: Path) -> None:
+def test_modules_that_were_not_set_up_are_refused(fabric: Fabric) -> None:
     model = fabric.setup(nn.Sequential(nn.Linear(2, 2)))
     modules: list[Any] = [nn.Linear(2, 2), model.module, copy.deepcopy(model)]
     for module in modules:
         with pytest.raises(Exception, match="set"):
             fabric.ema(module)
+
+
+def test_decays_outside_of_0_to_1_are_refused(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Linear(2, 2))
     for decay in (-0.1, 1.5, float("nan")):
         with pytest.raises(ConfigurationError, match="decay"):
             fabric.ema(model, decay)
@@ -432,12 +481,31 @@ def test_what_cannot_be_averaged_is_refused(fabric: Fabric, tmp_path: Path) -> N
     ema.update()
     with pytest.raises(ConfigurationError, match=r"decay=2\.0"):
         ema.update()
+
+
+def test_an_update_while_the_averages_are_applied_is_refused(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Linear(2, 2))
+    ema = fabric.ema(model)
+    ema.update()
     with ema.applied(), pytest.raises(UsageError, match="within"):
         ema.update()
-    fabric.save(tmp_path / "saved", {"ema": ema})
-    wider_ema = fabric.ema(fabric.setup(nn.Sequential(nn.Linear(3, 2))))
+
+
+def test_averages_of_a_model_of_other_shapes_are_refused(fabric: Fabric, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    model = fabric.setup(nn.Sequential(nn.Linear(2, 2)))
+    ema = fabric.ema(model)
+    fabric.save(path, {"ema": ema})
+    wider_model = fabric.setup(nn.Sequential(nn.Linear(3, 2)))
+    wider_ema = fabric.ema(wider_model)
     with pytest.raises(CheckpointError, match=r"other shapes: 0\.weight"):
-        fabric.load(tmp_path / "saved", {"ema": wider_ema})
+        fabric.load(path, {"ema": wider_ema})
+
+
+def test_averages_of_a_model_that_has_grown_are_not_applied(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Sequential(nn.Linear(2, 2)))
+    ema = fabric.ema(model)
+    ema.update()
     model.module.append(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"1.bias, 1.weight"), ema.applied():
         pass

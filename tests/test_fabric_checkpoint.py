@@ -1,9 +1,11 @@
 """Checkpoints through the facade, on one and on several ranks: exact resuming, and errors."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +30,11 @@ STEPS = 13
 SAVED_AT = 6
 
 
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare tensors bit for bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 @dataclass
 class Run:
     """The losses of one rank, and its state at the end."""
@@ -42,11 +49,18 @@ class Run:
 def training_state(fabric: Fabric, seed: int) -> dict[str, Any]:
     """Return the objects of a training loop, with dropout and a random stream for each rank."""
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=StepLR(optimizer, 2, 0.5))
-    data = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(data), batch_size=3, shuffle=True))
+    net = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.Dropout(0.5),
+        nn.Linear(8, 1),
+    )
+    plain_optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    plain_scheduler = StepLR(plain_optimizer, 2, 0.5)
+    model, optimizer, scheduler = fabric.setup(net, plain_optimizer, scheduler=plain_scheduler)
+    generator = torch.Generator().manual_seed(3)
+    dataset = TensorDataset(torch.randn(24, 4, generator=generator))
+    plain_loader = DataLoader(dataset, batch_size=3, shuffle=True)
+    loader = fabric.setup_dataloaders(plain_loader)
     fabric.seed_everything(seed, per_rank=True)
     return {
         "model": model,
@@ -58,6 +72,7 @@ def training_state(fabric: Fabric, seed: int) -> dict[str, Any]:
 
 
 def train(fabric: Fabric, path: Path, resume: bool) -> Run:
+    """Train to the last step, and save in the middle, or resume from there."""
     if resume:
         state = training_state(fabric, seed=9)
         fabric.load(path, state)
@@ -67,8 +82,9 @@ def train(fabric: Fabric, path: Path, resume: bool) -> Run:
     optimizer = state["optimizer"]
     losses = []
     while state["step"] < STEPS:
-        for (x,) in state["loader"]:
-            loss = (model(x) - 1).pow(2).mean()
+        for [x] in state["loader"]:
+            error = model(x) - 1
+            loss = error.pow(2).mean()
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -80,14 +96,27 @@ def train(fabric: Fabric, path: Path, resume: bool) -> Run:
             if state["step"] == STEPS:
                 break
     parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
-    scaling = fabric.describe().partition("loss scale")[2]
-    return Run(losses, optimizer.param_groups[0]["lr"], parameters, scaling, torch.rand(1).item())
+    _, _, scaling = fabric.describe().partition("loss scale")
+    return Run(
+        losses=losses,
+        rate=optimizer.param_groups[0]["lr"],
+        parameters=parameters,
+        scaling=scaling,
+        stream=torch.rand(1).item(),
+    )
 
 
 SHARDED: dict[str, Any] = {"strategy": "fsdp"}
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {}), (2, SHARDED)])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, SHARDED),
+    ],
+)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
     ranks: int, options: dict[str, Any], precision: str, tmp_path: Path
@@ -102,19 +131,21 @@ def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
         assert resumed.rate == full.rate
         assert resumed.scaling == full.scaling
         assert resumed.stream == full.stream
-        assert all(map(torch.equal, resumed.parameters, full.parameters))
-    assert len({run.stream for run in full_runs}) == ranks
+        assert_equal(resumed.parameters, full.parameters)
+    streams = {run.stream for run in full_runs}
+    assert len(streams) == ranks
     has_scale = full_runs[0].scaling != ""
     assert has_scale is (precision == "16-mixed")
 
 
 def test_a_run_on_one_device_resumes_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
     with single() as fabric:
-        full = train(fabric, tmp_path / "state.pt", resume=False)
+        full = train(fabric, path, resume=False)
     with single() as fabric:
-        resumed = train(fabric, tmp_path / "state.pt", resume=True)
+        resumed = train(fabric, path, resume=True)
     assert resumed.losses == full.losses[SAVED_AT:]
-    assert all(map(torch.equal, resumed.parameters, full.parameters))
+    assert_equal(resumed.parameters, full.parameters)
 
 
 def single(**options: Any) -> Fabric:
@@ -125,31 +156,45 @@ def values(net: nn.Module) -> list[float]:
     return [parameter.sum().item() for parameter in net.parameters()]
 
 
-def load_alone(fabric: Fabric, path: Path) -> tuple[list[float], bool]:
-    """Return the loaded values, and whether the random stream is unchanged."""
+class LoadedModel(NamedTuple):
+    """The values of a model after a load, and whether the random stream is unchanged."""
+
+    values: list[float]
+    has_old_stream: bool
+
+
+def load_alone(fabric: Fabric, path: Path) -> LoadedModel:
     net = Net()
+    model = fabric.setup(net)
     torch.manual_seed(4)
     expected = torch.rand(1)
     torch.manual_seed(4)
-    fabric.load(path, {"model": fabric.setup(net)}, strict=False)
-    return values(net), torch.equal(torch.rand(1), expected)
+    fabric.load(path, {"model": model}, strict=False)
+    has_old_stream = torch.equal(torch.rand(1), expected)
+    return LoadedModel(values(net), has_old_stream)
 
 
 def save_model(fabric: Fabric, path: Path) -> list[float]:
     torch.manual_seed(1)
     net = Net()
-    fabric.save(path, {"model": fabric.setup(net), "epoch": 2})
+    model = fabric.setup(net)
+    fabric.save(path, {"model": model, "epoch": 2})
     return values(net)
 
 
 def test_another_number_of_ranks_loads_the_model_and_the_random_streams_of_the_saved_ranks(
     tmp_path: Path,
 ) -> None:
-    expected = run_in_ranks(save_model, tmp_path / "two.pt")[0]
-    assert run_in_ranks(load_alone, tmp_path / "two.pt", ranks=1) == [(expected, False)]
+    two_ranks = tmp_path / "two.pt"
+    one_rank = tmp_path / "one.pt"
+    expected, _ = run_in_ranks(save_model, two_ranks)
+    [alone] = run_in_ranks(load_alone, two_ranks, ranks=1)
+    assert alone == LoadedModel(expected, has_old_stream=False)
     with single() as fabric:
-        save_model(fabric, tmp_path / "one.pt")
-    assert run_in_ranks(load_alone, tmp_path / "one.pt") == [(expected, False), (expected, True)]
+        save_model(fabric, one_rank)
+    first, second = run_in_ranks(load_alone, one_rank)
+    assert first == LoadedModel(expected, has_old_stream=False)
+    assert second == LoadedModel(expected, has_old_stream=True)
 
 
 def save_with_filter_that_fails_on_rank_1(fabric: Fabric, path: Path) -> str:
@@ -161,7 +206,8 @@ def save_with_filter_that_fails_on_rank_1(fabric: Fabric, path: Path) -> str:
         return True
 
     fabric.save(path, {"model": model, "epoch": 1})
-    text = outcome(lambda: fabric.save(path, {"model": model, "epoch": 2}, filter={"model": keep}))
+    second = {"model": model, "epoch": 2}
+    text = outcome(lambda: fabric.save(path, second, filter={"model": keep}))
     state = {"epoch": 0}
     fabric.load(path, state)
     assert state["epoch"] == 1
@@ -211,22 +257,24 @@ def fail_between_modules(fabric: Fabric, path: Path) -> list[str]:
     with torch.no_grad():
         for parameter in (*first.parameters(), *last.parameters()):
             parameter.fill_(7)
+    cannot_be_read = {**state, "between": Fickle(fabric, "save")}
+    cannot_be_loaded = {**state, "between": Fickle(fabric, "load")}
     texts = [
         outcome(lambda: fabric.save(path, state, filter={"first": keep})),
-        outcome(lambda: fabric.save(path, {**state, "between": Fickle(fabric, "save")})),
-        outcome(lambda: fabric.load(path, {**state, "between": Fickle(fabric, "load")})),
+        outcome(lambda: fabric.save(path, cannot_be_read)),
+        outcome(lambda: fabric.load(path, cannot_be_loaded)),
     ]
     for parameter in (*first.parameters(), *last.parameters()):
         assert (local_tensor(parameter) == 7).all()
     return texts
 
 
-@pytest.mark.parametrize("options", [{"state_dict_type": "full"}, {}], ids=["full", "sharded"])
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
 def test_the_users_code_may_raise_on_one_rank_between_two_modules(
-    options: dict[str, Any], tmp_path: Path
+    state_dict_type: Any, tmp_path: Path
 ) -> None:
-    # No rank that gathers full states waits for the one that raised, and no module is changed.
-    strategy = FSDPStrategy(**options)
+    # No rank that gathers full states waits for the rank that raised, and no module is changed.
+    strategy = FSDPStrategy(state_dict_type=state_dict_type)
     first, second = run_in_ranks(fail_between_modules, tmp_path / "s", strategy=strategy)
     for text in first:
         assert text.startswith("CheckpointError:")
@@ -252,8 +300,9 @@ def load_elsewhere_on_rank_1(fabric: Fabric, path: Path) -> str:
     model = fabric.setup(net)
     fabric.save(path, {"model": model})
     nn.init.zeros_(net.head.bias)
-    path_on_rank = path if fabric.global_rank == 0 else path.with_name("elsewhere.pt")
-    text = outcome(lambda: fabric.load(path_on_rank, {"model": model}))
+    if fabric.global_rank == 1:
+        path = path.with_name("elsewhere.pt")
+    text = outcome(lambda: fabric.load(path, {"model": model}))
     assert net.head.bias.item() == 0
     return text
 
@@ -266,66 +315,84 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path
 
 
 def test_a_filter_keeps_entries_and_strict_off_loads_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+
+    def is_outside_of_head(name: str, value: Any) -> bool:
+        return not name.startswith("head")
+
     with single() as fabric:
         net = Net()
         model = fabric.setup(net)
         head = net.head.bias.item()
         encoder = net.encoder.weight.detach().clone()
-        fabric.save(
-            tmp_path / "s.pt",
-            {"model": model},
-            filter={"model": lambda name, _: not name.startswith("head")},
-        )
+        fabric.save(path, {"model": model}, filter={"model": is_outside_of_head})
         nn.init.zeros_(net.encoder.weight)
         with pytest.raises(CheckpointError, match=r"head\.weight"):
-            fabric.load(tmp_path / "s.pt", {"model": model})
+            fabric.load(path, {"model": model})
         assert not net.encoder.weight.any()
-        fabric.load(tmp_path / "s.pt", {"model": model, "epoch": 3}, strict=False)
+        fabric.load(path, {"model": model, "epoch": 3}, strict=False)
     assert torch.equal(net.encoder.weight, encoder)
     assert net.head.bias.item() == head
 
 
-def test_what_was_not_asked_for_is_returned_and_without_a_state_everything(tmp_path: Path) -> None:
+def test_entries_outside_of_the_state_are_returned_and_without_a_state_all_entries(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "state.pt"
     with single() as fabric:
-        fabric.save(tmp_path / "s.pt", {"model": fabric.setup(Net()), "epoch": 3, "best": [0.5, 1]})
+        model = fabric.setup(Net())
+        fabric.save(path, {"model": model, "epoch": 3, "best": [0.5, 1]})
         state = {"epoch": 0}
-        unused = fabric.load(tmp_path / "s.pt", state)
+        unused_entries = fabric.load(path, state)
         assert state == {"epoch": 3}
-        assert set(unused) == {"model", "best"}
-        assert set(fabric.load(tmp_path / "s.pt")) == {"model", "best", "epoch"}
+        assert set(unused_entries) == {"model", "best"}
+        all_entries = fabric.load(path)
+        assert set(all_entries) == {"model", "best", "epoch"}
 
 
-def test_random_streams_stay_when_asked(tmp_path: Path) -> None:
+def test_random_streams_stay_without_rng(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
     with single() as fabric:
-        fabric.save(tmp_path / "s.pt", {"epoch": 1})
-        drawn = torch.rand(1)
-        fabric.load(tmp_path / "s.pt", {"epoch": 0}, rng=False)
-        assert not torch.equal(torch.rand(1), drawn)
-        fabric.load(tmp_path / "s.pt", {"epoch": 0})
-        assert torch.equal(torch.rand(1), drawn)
+        fabric.save(path, {"epoch": 1})
+        number = torch.rand(1)
+        fabric.load(path, {"epoch": 0}, rng=False)
+        assert not torch.equal(torch.rand(1), number)
+        fabric.load(path, {"epoch": 0})
+        assert torch.equal(torch.rand(1), number)
 
 
 def load_bare(fabric: Fabric, path: Path) -> list[float]:
     net = Net()
-    fabric.load_raw(path, fabric.setup(net))
+    model = fabric.setup(net)
+    fabric.load_raw(path, model)
     return values(net)
 
 
 def test_a_bare_state_dict_of_plain_torch_is_loaded_raw(tmp_path: Path) -> None:
+    path = tmp_path / "bare.pt"
     net = Net()
-    torch.save(net.state_dict(), tmp_path / "bare.pt")
-    assert run_in_ranks(load_bare, tmp_path / "bare.pt") == [values(net)] * 2
+    torch.save(net.state_dict(), path)
+    expected = values(net)
+    assert run_in_ranks(load_bare, path) == [expected, expected]
     with single() as fabric:
-        assert load_bare(fabric, tmp_path / "bare.pt") == values(net)
+        assert load_bare(fabric, path) == expected
+
+
+def test_load_raw_refuses_other_targets_and_other_files(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.pt"
+    with_entries = tmp_path / "entries.pt"
+    net = Net()
+    torch.save(net.state_dict(), bare)
+    with single() as fabric:
         with pytest.raises(ArgumentTypeError, match="has no state_dict"):
-            fabric.load_raw(tmp_path / "bare.pt", {})
-        fabric.save(tmp_path / "entries.pt", {"model": net})
+            fabric.load_raw(bare, {})
+        fabric.save(with_entries, {"model": net})
         with pytest.raises(CheckpointError, match="a checkpoint with entries"):
-            fabric.load_raw(tmp_path / "entries.pt", net)
+            fabric.load_raw(with_entries, net)
 
 
-class Suffixed:
-    """A format of the user: that of fabric with another suffix and a list of saves."""
+class SuffixedCheckpoint:
+    """A format of the user: the format of fabric with another suffix and a list of saves."""
 
     def __init__(self) -> None:
         self.saved: list[str] = []
@@ -344,42 +411,52 @@ class Suffixed:
         pass
 
 
-def save_and_load(fabric: Fabric, path: Path) -> tuple[int, int]:
+def save_and_load(fabric: Fabric, path: Path) -> list[str]:
+    """Return the names of the files that this rank has saved."""
     fabric.save(path, {"epoch": 4})
     state = {"epoch": 0}
     fabric.load(path, state)
-    return state["epoch"], len(fabric.strategy.checkpoint_io.saved)
+    assert state["epoch"] == 4
+    return fabric.strategy.checkpoint_io.saved
 
 
 def test_a_format_of_the_users_own_is_written_by_the_first_rank(tmp_path: Path) -> None:
-    strategy = DDPStrategy(start_method="forkserver", checkpoint_io=Suffixed())
-    assert run_in_ranks(save_and_load, tmp_path / "s.pt", strategy=strategy) == [(4, 1), (4, 0)]
-    with single(strategy=SingleDeviceStrategy(checkpoint_io=Suffixed())) as fabric:
-        assert save_and_load(fabric, tmp_path / "t.pt") == (4, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.own", "t.own"]
+    strategy = DDPStrategy(start_method="forkserver", checkpoint_io=SuffixedCheckpoint())
+    saved_by_ranks = run_in_ranks(save_and_load, tmp_path / "two.pt", strategy=strategy)
+    assert saved_by_ranks == [["two.pt"], []]
+    strategy = SingleDeviceStrategy(checkpoint_io=SuffixedCheckpoint())
+    with single(strategy=strategy) as fabric:
+        assert save_and_load(fabric, tmp_path / "one.pt") == ["one.pt"]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"two.own", "one.own"}
 
 
 def test_a_loss_scale_is_ignored_where_there_is_none_and_kept_where_the_file_has_none(
     tmp_path: Path,
 ) -> None:
+    scaled = tmp_path / "scaled.pt"
+    plain = tmp_path / "plain.pt"
     with single(precision="16-mixed") as fabric:
-        fabric.save(tmp_path / "scaled.pt", {"epoch": 1})
+        fabric.save(scaled, {"epoch": 1})
     with single() as fabric:
-        fabric.load(tmp_path / "scaled.pt", {"epoch": 0})
-        fabric.save(tmp_path / "plain.pt", {"epoch": 1})
+        fabric.load(scaled, {"epoch": 0})
+        fabric.save(plain, {"epoch": 1})
     with single(precision="16-mixed") as fabric:
-        fabric.load(tmp_path / "plain.pt", {"epoch": 0})
+        fabric.load(plain, {"epoch": 0})
         assert fabric.describe().endswith("65536")
 
 
 def test_a_wrapper_of_the_users_own_stays_in_the_names(tmp_path: Path) -> None:
+    path = tmp_path / "wrapped.pt"
+    wrapped = nn.DataParallel(nn.Linear(1, 1))
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        model = fabric.setup_module(nn.DataParallel(nn.Linear(1, 1)))
-        fabric.save(tmp_path / "wrapped.pt", {"model": model})
-    assert set(torch.load(tmp_path / "wrapped.pt")["model"]) == {"module.weight", "module.bias"}
+        model = fabric.setup_module(wrapped)
+        fabric.save(path, {"model": model})
+    content = torch.load(path)
+    assert set(content["model"]) == {"module.weight", "module.bias"}
 
 
-class Flat(torch.optim.SGD):
+class FlatMomentum(torch.optim.SGD):
     """An optimizer whose momentum buffers are views of one tensor."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
@@ -387,18 +464,23 @@ class Flat(torch.optim.SGD):
         parameters = self.param_groups[0]["params"]
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(sizes))
-        for parameter, view in zip(parameters, self.flat.split(sizes), strict=True):
-            self.state[parameter]["momentum_buffer"] = view.view_as(parameter)
+        views = self.flat.split(sizes)
+        for parameter, view in zip(parameters, views, strict=True):
+            slots = self.state[parameter]
+            slots["momentum_buffer"] = view.view_as(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parameters = self.param_groups[0]["params"]
-        for parameter, saved in zip(parameters, state_dict["state"].values(), strict=True):
-            self.state[parameter]["momentum_buffer"].copy_(saved["momentum_buffer"])
+        saved_slots = state_dict["state"].values()
+        for parameter, saved in zip(parameters, saved_slots, strict=True):
+            slots = self.state[parameter]
+            slots["momentum_buffer"].copy_(saved["momentum_buffer"])
 
 
 def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: Path) -> None:
     path = tmp_path / "flat.pt"
-    optimizer = Flat(nn.Linear(2, 1).parameters())
+    layer = nn.Linear(2, 1)
+    optimizer = FlatMomentum(layer.parameters())
     with Fabric(accelerator="cpu", devices=1) as fabric:
         optimizer.flat.fill_(3.0)
         fabric.save(path, {"optimizer": optimizer})
@@ -406,8 +488,9 @@ def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: 
         fabric.load(path, {"optimizer": optimizer})
     address = optimizer.flat.untyped_storage().data_ptr()
     for slots in optimizer.state.values():
-        assert slots["momentum_buffer"].untyped_storage().data_ptr() == address
-    assert optimizer.flat.tolist() == [3.0] * 3
+        storage = slots["momentum_buffer"].untyped_storage()
+        assert storage.data_ptr() == address
+    assert optimizer.flat.tolist() == [3.0, 3.0, 3.0]
 
 
 # -- models with compiled blocks ------------------------------------------------------------------
@@ -449,20 +532,21 @@ class Pair(nn.Module):
 
 def assert_same_values(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare two states by the order of their values: compiled blocks have other names."""
-    for name, value in zip(actual, expected.values(), strict=True):
-        assert torch.equal(actual[name], value), name
+    assert_equal(list(actual.values()), list(expected.values()))
 
 
 def load_raw_into_blocks(fabric: Fabric, folder: Path) -> None:
+    path = folder / "raw"
     if fabric.global_rank == 0:
         compiled = torch.compile(Blocks(is_compiled=True), backend="eager")
-        torch.save(compiled.state_dict(), folder / "raw")
+        torch.save(compiled.state_dict(), path)
     fabric.barrier()
-    expected = torch.load(folder / "raw", weights_only=True)
+    expected = torch.load(path, weights_only=True)
     for is_compiled in (True, False):
         model = fabric.setup(Blocks(is_compiled=is_compiled))
-        fabric.load_raw(folder / "raw", model)
-        assert_same_values(full_state(fabric, model), expected)
+        fabric.load_raw(path, model)
+        actual = full_state(fabric, model)
+        assert_same_values(actual, expected)
 
 
 def load_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
@@ -472,10 +556,12 @@ def load_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
     for is_compiled in (True, False):
         target = fabric.setup(Blocks(is_compiled=is_compiled))
         fabric.load(path, {"model": target})
-        assert_same_values(full_state(fabric, target), expected)
+        actual = full_state(fabric, target)
+        assert_same_values(actual, expected)
     state: dict[str, Any] = {"model": None}
     fabric.load(path, state)
-    assert list(state["model"]) == list(Blocks(is_compiled=False).state_dict())
+    plain_blocks = Blocks(is_compiled=False)
+    assert list(state["model"]) == list(plain_blocks.state_dict())
 
 
 def load_trainable_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
@@ -486,8 +572,8 @@ def load_trainable_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool)
         target = fabric.setup(Blocks(is_compiled=is_compiled))
         fabric.load(path, {"model": target}, strict=False)
         actual = full_state(fabric, target)
-        for name, value in zip(actual, expected.values(), strict=True):
-            is_loaded = torch.equal(actual[name], value)
+        for name, expected_value in zip(actual, expected.values(), strict=True):
+            is_loaded = torch.equal(actual[name], expected_value)
             is_frozen = "frozen" in name
             assert is_loaded is not is_frozen, name
 
@@ -497,14 +583,18 @@ def load_into_pair(fabric: Fabric, path: Path) -> None:
     target = Pair(fabric)
     fabric.save(path, {"pair": pair})
     fabric.load(path, {"pair": target})
-    assert_same_values(full_state(fabric, target), full_state(fabric, pair))
+    actual = full_state(fabric, target)
+    expected = full_state(fabric, pair)
+    assert_same_values(actual, expected)
 
 
 def load_compiled(fabric: Fabric, folder: Path) -> None:
     load_raw_into_blocks(fabric, folder)
     for saves_compiled in (True, False):
-        load_into_blocks(fabric, folder / f"all-{saves_compiled}", saves_compiled)
-        load_trainable_into_blocks(fabric, folder / f"trainable-{saves_compiled}", saves_compiled)
+        path_of_all = folder / f"all-{saves_compiled}"
+        load_into_blocks(fabric, path_of_all, saves_compiled)
+        path_of_trainable = folder / f"trainable-{saves_compiled}"
+        load_trainable_into_blocks(fabric, path_of_trainable, saves_compiled)
     load_into_pair(fabric, folder / "pair")
 
 
@@ -543,7 +633,8 @@ class PickyObject:
         self.version = version
 
     def state_dict(self) -> dict[str, Any]:
-        torch.rand(3)  # draws as torchdata's loader does, which makes an iterator
+        # torchdata's loader makes an iterator here, and so draws random numbers.
+        torch.rand(3)
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -553,8 +644,10 @@ class PickyObject:
 
 def trained_state(fabric: Fabric, *, refuses: bool = False) -> dict[str, Any]:
     module = Picky(refuses=refuses)
-    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.5))
-    fabric.backward(model(torch.ones(1, 2)).sum())
+    adam = torch.optim.Adam(module.parameters(), lr=0.5)
+    model, optimizer = fabric.setup(module, adam)
+    output = model(torch.ones(1, 2))
+    fabric.backward(output.sum())
     optimizer.step()
     return {
         "plain": fabric.setup(nn.Linear(2, 2)),
@@ -569,7 +662,8 @@ def describe(fabric: Fabric, state: dict[str, Any]) -> str:
     """Return all values of a state as text. Collective."""
     content = {"step": state["step"]}
     for name in ("plain", "model", "optimizer", "scheduler"):
-        content[name] = fabric.strategy.full_state(dict(state[name].state_dict()))
+        rank_state = dict(state[name].state_dict())
+        content[name] = fabric.strategy.full_state(rank_state)
     return repr(content)
 
 
@@ -579,7 +673,8 @@ def assert_load_fails_and_changes_nothing(
     torch.manual_seed(3 + fabric.global_rank)
     before = describe(fabric, state)
     random_state = torch.get_rng_state()
-    assert "not mine" in outcome(lambda: fabric.load(path, state))
+    text = outcome(lambda: fabric.load(path, state))
+    assert "not mine" in text
     assert torch.equal(torch.get_rng_state(), random_state)
     assert describe(fabric, state) == before
 
@@ -589,8 +684,9 @@ def fail_late(fabric: Fabric, folder: Path) -> None:
     saved["model"].mark.fill_(7)
     saved["scheduler"].last_epoch = 3
     saved["step"] = 5
+    saved_with_object = {**saved, "object": PickyObject(version=2)}
     fabric.save(folder / "module", saved)
-    fabric.save(folder / "object", {**saved, "object": PickyObject(version=2)})
+    fabric.save(folder / "object", saved_with_object)
     fabric.barrier()
     for is_trained in (True, False):
         state = trained_state(fabric, refuses=fabric.global_rank == 1)
@@ -630,17 +726,22 @@ class Holder:
 
 
 def save_rings(fabric: Fabric, path: Path) -> None:
+    """Save a collection that contains itself on all ranks, and then only on rank 1."""
     ring: list[Any] = [1]
     ring.append(ring)
-    items_of_rank = [1] if fabric.global_rank == 0 else ring
+    items_of_rank: list[Any] = [1]
+    if fabric.global_rank == 1:
+        items_of_rank = ring
     for async_ in (False, True):
-        state = {"model": fabric.setup(nn.Linear(4, 4)), "x": ring}
-        text = outcome(lambda state=state, a=async_: fabric.save(path, state, async_=a))
+        model = fabric.setup(nn.Linear(4, 4))
+        state = {"model": model, "x": ring}
+        text = outcome(partial(fabric.save, path, state, async_=async_))
         assert text.startswith("ArgumentTypeError")
         assert "contains itself" in text
 
-        state = {"model": fabric.setup(nn.Linear(4, 4)), "x": Holder(items_of_rank)}
-        text = outcome(lambda state=state, a=async_: fabric.save(path, state, async_=a))
+        model = fabric.setup(nn.Linear(4, 4))
+        state = {"model": model, "x": Holder(items_of_rank)}
+        text = outcome(partial(fabric.save, path, state, async_=async_))
         assert "contains itself" in text
 
 
@@ -664,12 +765,13 @@ class Tied(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+        embedded = self.embedding(x)
+        return self.head(embedded)
 
 
 def get_state_dict(fabric: Fabric) -> None:
     model = fabric.setup(Tied())
-    expected = {name: value.clone() for name, value in full_state(fabric, model).items()}
+    expected = copy.deepcopy(full_state(fabric, model))
     state = fabric.get_state_dict(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -683,7 +785,8 @@ def get_state_dict(fabric: Fabric) -> None:
         assert value.device.type == "cpu"
         assert not hasattr(value, "full_tensor")
         assert not value.requires_grad
-    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    tied_weight = state["head.weight"]
+    assert tied_weight.data_ptr() == state["embedding.weight"].data_ptr()
     Tied().load_state_dict(state)
 
 
@@ -706,20 +809,24 @@ class NormNet(nn.Module):
 
 
 def save_bare_state_dict(fabric: Fabric, folder: Path) -> list[str]:
+    path = folder / "bare.pt"
     model = fabric.setup(NormNet())
-    fabric.save(folder / "bare.pt", model.state_dict())
-    fabric.save(folder / "async.pt", model.state_dict(), async_=True).wait()
+    fabric.save(path, model.state_dict())
+    handle = fabric.save(folder / "async.pt", model.state_dict(), async_=True)
+    handle.wait()
     loaded_model = fabric.setup(NormNet())
     with torch.no_grad():
         loaded_model.out.weight.zero_()
-    fabric.load_raw(folder / "bare.pt", loaded_model)
+    fabric.load_raw(path, loaded_model)
     assert torch.equal(loaded_model.out.weight, model.out.weight)
-    return list(fabric.load(folder / "bare.pt"))
+    entries = fabric.load(path)
+    return list(entries)
 
 
 def test_a_bare_state_dict_is_saved_as_a_state_dict(tmp_path: Path) -> None:
     state = NormNet().state_dict()
-    assert run_in_ranks(save_bare_state_dict, tmp_path) == [list(state)] * 2
+    for names in run_in_ranks(save_bare_state_dict, tmp_path):
+        assert names == list(state)
     for name in ("bare.pt", "async.pt"):
         loaded = torch.load(tmp_path / name, weights_only=True)
         assert list(loaded) == list(state)
@@ -729,10 +836,11 @@ def test_a_bare_state_dict_is_saved_as_a_state_dict(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Path) -> None:
-    """Load a folder as Lightning writes it: shards in torch's format, and a file of plain values."""
+    """Load a folder that Lightning wrote: shards in torch's format, and a file of plain values."""
     net = NormNet()
     folder = tmp_path / "checkpoint"
-    dcp.save({"model": net.state_dict(), "epoch": 3}, checkpoint_id=folder)
+    sharded_state = {"model": net.state_dict(), "epoch": 3}
+    dcp.save(sharded_state, checkpoint_id=folder)
     torch.save({"step": 7}, folder / "meta.pt")
     with Fabric(accelerator="cpu", devices=1) as fabric:
         with pytest.raises(CheckpointError) as caught:
@@ -741,8 +849,9 @@ def test_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Pa
         module = "torch.distributed.checkpoint.format_utils"
         assert command == f"python -m {module} dcp_to_torch {folder} {folder}.pt"
         assert remark.startswith(f"the state outside of the shards is in {folder}/meta.pt;")
-        dcp_to_torch_save(folder, f"{folder}.pt")
+        converted = f"{folder}.pt"
+        dcp_to_torch_save(folder, converted)
         model = fabric.setup(NormNet())
-        assert fabric.load(f"{folder}.pt", {"model": model}) == {"epoch": 3}
+        assert fabric.load(converted, {"model": model}) == {"epoch": 3}
         assert fabric.load(folder / "meta.pt") == {"step": 7}
         assert torch.equal(model.out.weight, net.out.weight)

@@ -1,6 +1,6 @@
 """Models of every shape under FSDP train as in one process, or as under DDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class Tied(Stack):
         self.blocks[1].mlp[0].weight = self.blocks[0].mlp[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(super().forward(self.first(x)))
+        hidden = super().forward(self.first(x))
+        return self.last(hidden)
 
 
 class Buffers(Stack):
@@ -66,7 +67,9 @@ class Buffers(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return super().forward(self.norm.eval()(x) + self.shift)
+        self.norm.eval()
+        shifted = self.norm(x) + self.shift
+        return super().forward(shifted)
 
 
 class OwnCheckpoints(Stack):
@@ -78,7 +81,8 @@ class OwnCheckpoints(Stack):
 
 class TwoPasses(Stack):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
+        hidden = super().forward(x)
+        return super().forward(hidden)
 
 
 class Shared(nn.Module):
@@ -99,11 +103,20 @@ class Shared(nn.Module):
 MODELS = [Stack, Frozen, Tied, Buffers, OwnCheckpoints, TwoPasses, Shared]
 
 
+def mean_square(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def assert_close_in_float64(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
 def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     torch.manual_seed(3)
     model = make().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    return model, optimizer, torch.randn(12, 5, WIDTH).double()
+    x = torch.randn(12, 5, WIDTH).double()
+    return model, optimizer, x
 
 
 def names_of_parameters(model: nn.Module) -> list[str]:
@@ -113,7 +126,8 @@ def names_of_parameters(model: nn.Module) -> list[str]:
 def train_in_one_process(make: Callable[[], nn.Module]) -> list[Tensor]:
     model, optimizer, x = build(make)
     for _ in range(3):
-        model(x).pow(2).mean().backward()
+        loss = mean_square(model(x))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return [*full_parameters(model), *model.buffers()]
@@ -124,16 +138,20 @@ def train_sharded(fabric: Fabric, make: Callable[[], nn.Module]) -> list[Tensor]
     names = names_of_parameters(plain)
     model, optimizer = fabric.setup(plain, plain_optimizer)
     assert names_of_parameters(model) == names
-    assert {type(parameter).__name__ for parameter in model.parameters()} == {"DTensor"}
+    for parameter in model.parameters():
+        assert type(parameter).__name__ == "DTensor"
     x = x[fabric.global_rank :: fabric.world_size]
+    model.eval()
     with torch.no_grad():
-        expected = model.eval()(x)
+        expected = model(x)
     assert not expected.requires_grad
-    assert torch.equal(model.train()(x), expected)
+    model.train()
+    assert torch.equal(model(x), expected)
     if "calls" in dict(model.named_buffers()):
         model.calls.zero_()
     for _ in range(3):
-        fabric.backward(model(x).pow(2).mean())
+        loss = mean_square(model(x))
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     return [*full_parameters(model), *model.buffers()]
@@ -144,7 +162,7 @@ def train_sharded(fabric: Fabric, make: Callable[[], nn.Module]) -> list[Tensor]
 def test_a_model_trains_as_in_one_process(make: Callable[[], nn.Module], ranks: int) -> None:
     expected = train_in_one_process(make)
     for actual in in_ranks(train_sharded, make, ranks=ranks, precision="64-true"):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        assert_close_in_float64(actual, expected)
 
 
 def run_two_passes(fabric: Fabric, order: str) -> list[Tensor]:
@@ -153,17 +171,22 @@ def run_two_passes(fabric: Fabric, order: str) -> list[Tensor]:
     first_input = 0.1 + 0.01 * torch.randn(2, 5, WIDTH)
     second_input = 0.1 + 0.01 * torch.randn(2, 5, WIDTH)
 
-    def loss(x: Tensor) -> Tensor:
-        return model(x).pow(3).mean()
+    def forward(x: Tensor) -> Tensor:
+        output = model(x)
+        return output.pow(3).mean()
 
     if order == "one by one":
-        fabric.backward(loss(first_input))
-        fabric.backward(loss(second_input))
+        first_loss = forward(first_input)
+        fabric.backward(first_loss)
+        second_loss = forward(second_input)
+        fabric.backward(second_loss)
     elif order == "together":
-        fabric.backward(loss(first_input) + loss(second_input))
+        first_loss = forward(first_input)
+        second_loss = forward(second_input)
+        fabric.backward(first_loss + second_loss)
     else:
-        first_loss = loss(first_input)
-        second_loss = loss(second_input)
+        first_loss = forward(first_input)
+        second_loss = forward(second_input)
         fabric.backward(first_loss)
         fabric.backward(second_loss)
     return full_gradients(model)
@@ -171,9 +194,11 @@ def run_two_passes(fabric: Fabric, order: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_several_forward_passes_may_come_before_a_backward(strategy: str) -> None:
-    orders = ("one by one", "together", "first all forwards")
-    results = [in_ranks(run_two_passes, order, sharding_strategy=strategy)[0] for order in orders]
-    torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-4, atol=1e-6)
+    run = partial(in_ranks, run_two_passes, sharding_strategy=strategy)
+    expected, _ = run("one by one")
+    for order in ("together", "first all forwards"):
+        actual, _ = run(order)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def build_from_the_seed_of_the_rank(fabric: Fabric) -> tuple[list[Tensor], Tensor]:
@@ -184,10 +209,11 @@ def build_from_the_seed_of_the_rank(fabric: Fabric) -> tuple[list[Tensor], Tenso
 
 def test_every_rank_starts_with_the_values_of_the_first() -> None:
     torch.manual_seed(0)
-    expected = Buffers()
+    model = Buffers()
+    expected_parameters = full_parameters(model)
     for parameters, shift in in_ranks(build_from_the_seed_of_the_rank):
-        torch.testing.assert_close(parameters, full_parameters(expected))
-        assert torch.equal(shift, expected.shift)
+        torch.testing.assert_close(parameters, expected_parameters)
+        assert torch.equal(shift, model.shift)
 
 
 def compute_gradients_compiled(fabric: Fabric, compiled: str) -> list[Tensor]:
@@ -202,16 +228,19 @@ def compute_gradients_compiled(fabric: Fabric, compiled: str) -> list[Tensor]:
     forward = model
     if compiled == "after setup":
         forward = torch.compile(model, backend="eager")
+    x = x[fabric.global_rank :: fabric.world_size]
     for _ in range(2):
-        fabric.backward(forward(x[fabric.global_rank :: fabric.world_size]).pow(2).mean())
+        loss = mean_square(forward(x))
+        fabric.backward(loss)
     return full_gradients(model)
 
 
 def test_compiled_models_and_blocks_have_the_same_gradients() -> None:
-    expected = in_ranks(compute_gradients_compiled, "nothing", precision="64-true")[0]
+    run = partial(in_ranks, compute_gradients_compiled, precision="64-true")
+    expected, _ = run("nothing")
     for compiled in ("blocks", "before setup", "after setup"):
-        gradients = in_ranks(compute_gradients_compiled, compiled, precision="64-true")[0]
-        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
+        gradients, _ = run(compiled)
+        assert_close_in_float64(gradients, expected)
 
 
 # -- parameters without a dimension ----------------------------------------------------------------
@@ -232,16 +261,21 @@ class Clip(nn.Module):
         left_tower, right_tower = self.towers
         left = left_tower(x) * left_tower.scale
         right = right_tower(x) * right_tower.scale
-        return self.logit_scale.exp() * (left * right).mean(-1)
+        similarity = (left * right).mean(-1)
+        return self.logit_scale.exp() * similarity
 
 
-def batches(fabric: Fabric, number: int) -> list[Tensor]:
+def batches(fabric: Fabric, number: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(fabric.global_rank)
-    return [torch.randn(3, 5, WIDTH, generator=generator) for _ in range(number)]
+    for _ in range(number):
+        yield torch.randn(3, 5, WIDTH, generator=generator)
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
+    state = {}
+    for name, value in model.state_dict().items():
+        state[name] = full_tensor(value).clone()
+    return state
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -270,11 +304,13 @@ def train_clip(fabric: Fabric, kind: str) -> dict[str, Any]:
     for number, batch in enumerate(batches(fabric, 6)):
         accumulates = kind == "accumulated" and number % 3 < 2
         with fabric.no_backward_sync(model, enabled=accumulates):
-            fabric.backward(model(batch).sum())
+            output = model(batch)
+            fabric.backward(output.sum())
         if accumulates:
             continue
         norm_type = norm_types[number % 2]
-        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5, norm_type=norm_type))
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5, norm_type=norm_type)
+        norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
     assert local_tensor(model.logit_scale).dim() == 0
@@ -294,7 +330,8 @@ def train_clip_in_every_way(fabric: Fabric) -> list[dict[str, Any]]:
 )
 def test_parameters_without_a_dimension_train_as_under_ddp(options: dict[str, Any]) -> None:
     expected = run_in_ranks(train_clip_in_every_way)
-    assert_close(in_ranks(train_clip_in_every_way, **options), expected)
+    actual = in_ranks(train_clip_in_every_way, **options)
+    assert_close(actual, expected)
 
 
 # -- hooks and attributes of parameters ------------------------------------------------------------
@@ -309,14 +346,17 @@ def train_with_hooks(fabric: Fabric) -> dict[str, Any]:
     def record_shape(tensor: Tensor) -> None:
         shapes.append(tensor.shape)
 
-    net.towers[0].mlp[0].weight.register_hook(lambda grad: grad * torch.arange(WIDTH))
-    removed = net.towers[1].mlp[0].weight.register_hook(lambda grad: grad * 0)
+    first_tower, second_tower = net.towers
+    first_tower.mlp[0].weight.register_hook(lambda grad: grad * torch.arange(WIDTH))
+    removed_hook = second_tower.mlp[0].weight.register_hook(lambda grad: grad * 0)
     net.logit_scale.register_hook(record_shape)
-    net.towers[0].norm.weight.no_decay = True
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    model.towers[1].norm.bias.register_hook(record_shape)
-    model.towers[1].mlp[0].bias.register_post_accumulate_grad_hook(record_shape)
-    removed.remove()
+    first_tower.norm.weight.no_decay = True
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, sgd)
+    _, second_tower = model.towers
+    second_tower.norm.bias.register_hook(record_shape)
+    second_tower.mlp[0].bias.register_post_accumulate_grad_hook(record_shape)
+    removed_hook.remove()
     for batch in batches(fabric, 2):
         output = model(batch)
         for name, parameter in model.named_parameters():
@@ -329,7 +369,9 @@ def train_with_hooks(fabric: Fabric) -> dict[str, Any]:
 
 
 def test_hooks_and_attributes_of_parameters_work_as_under_ddp() -> None:
-    assert_close(in_ranks(train_with_hooks), run_in_ranks(train_with_hooks))
+    actual = in_ranks(train_with_hooks)
+    expected = run_in_ranks(train_with_hooks)
+    assert_close(actual, expected)
 
 
 # -- running statistics ----------------------------------------------------------------------------
@@ -351,11 +393,13 @@ def run_statistics(fabric: Fabric) -> list[Any]:
     """Return the running statistics between the passes, and the outputs of an evaluation."""
     torch.manual_seed(0)
     net = Normed()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, sgd)
     records: list[Any] = []
 
     def record_buffers() -> None:
-        records.append([buffer.clone() for buffer in model.buffers()])
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        records.append(buffers)
 
     for number, batch in enumerate(batches(fabric, 6)):
         with fabric.no_backward_sync(model, enabled=number % 3 > 0):
@@ -376,7 +420,9 @@ def run_statistics(fabric: Fabric) -> list[Any]:
 
 
 def test_running_statistics_are_those_of_ddp() -> None:
-    assert_close(in_ranks(run_statistics), run_in_ranks(run_statistics))
+    actual = in_ranks(run_statistics)
+    expected = run_in_ranks(run_statistics)
+    assert_close(actual, expected)
 
 
 class BroadcastCounter(DispatchMode):
@@ -403,8 +449,10 @@ def count_broadcasts(fabric: Fabric) -> list[int]:
 
 
 def test_one_message_has_all_statistics_and_none_is_sent_without_them() -> None:
-    assert in_ranks(count_broadcasts) == [[1, 0]] * 2
-    assert in_ranks(count_broadcasts, broadcast_buffers=False) == [[0, 0]] * 2
+    for counts in in_ranks(count_broadcasts):
+        assert counts == [1, 0]
+    for counts in in_ranks(count_broadcasts, broadcast_buffers=False):
+        assert counts == [0, 0]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -414,10 +462,12 @@ def load_and_step(fabric: Fabric, load: Path | None, save: Path | None) -> dict[
     """Load a checkpoint, return the loaded state, then take a step and save another checkpoint."""
     seed = 0
     if load is not None:
-        seed = 1  # draws other weights than those that are loaded
+        # This seed draws other weights than those that are loaded.
+        seed = 1
     torch.manual_seed(seed)
     net = Clip()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, adamw)
     state = {"model": model, "optimizer": optimizer}
     if load is not None:
         fabric.load(load, state)
@@ -428,7 +478,9 @@ def load_and_step(fabric: Fabric, load: Path | None, save: Path | None) -> dict[
     loaded = {**full_state(model), "moments": moments}
     if save is not None:
         generator = torch.Generator().manual_seed(5)
-        fabric.backward(model(torch.randn(3, 5, WIDTH, generator=generator)).mean())
+        x = torch.randn(3, 5, WIDTH, generator=generator)
+        output = model(x)
+        fabric.backward(output.mean())
         optimizer.step()
         fabric.save(save, state)
     return loaded
@@ -465,12 +517,16 @@ def test_checkpoints_of_clip_load_into_every_strategy_and_number_of_ranks(tmp_pa
 def strides(modules: list[Any]) -> list[list[Any]]:
     strides_of_modules = []
     for module in modules:
-        strides_of_modules.append([parameter.stride() for parameter in module.parameters()])
+        strides_of_module = [parameter.stride() for parameter in module.parameters()]
+        strides_of_modules.append(strides_of_module)
     return strides_of_modules
 
 
 def set_up_shared_modules(fabric: Fabric) -> list[str]:
-    convolution: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    convolution: Any = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.Conv2d(4, 4, 3),
+    )
     convolution.to(memory_format=torch.channels_last)
     blocks = nn.Sequential(Block(), Block())
     fabric.setup_module(blocks)
@@ -503,7 +559,9 @@ def test_shared_nested_and_strided_modules_are_refused() -> None:
 
 def set_up_mixed_dtypes(fabric: Fabric) -> list[str]:
     def block() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+        float32_layer = nn.Linear(4, 4)
+        bfloat16_layer = nn.Linear(4, 4).bfloat16()
+        return nn.Sequential(float32_layer, bfloat16_layer)
 
     all_trained = nn.Sequential(block(), block())
     float32_trained = nn.Sequential(block(), block())

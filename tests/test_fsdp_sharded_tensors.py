@@ -36,28 +36,38 @@ class Tower(nn.Module):
 
 
 def make_block() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    return nn.Sequential(
+        nn.Linear(5, 5),
+        nn.Tanh(),
+        nn.Linear(5, 5),
+    )
 
 
 class Tensors(NamedTuple):
-    """The tensors of a sharded model, whole, and the tensors of a plain model."""
+    """The full tensors of a sharded model, and the tensors of a plain model."""
 
     sharded: list[Tensor]
     plain: list[Tensor]
 
 
 def parameters_of(model: nn.Module, plain: nn.Module) -> Tensors:
-    return Tensors(
-        [full_tensor(parameter.detach()) for parameter in model.parameters()],
-        [parameter.detach() for parameter in plain.parameters()],
-    )
+    tensors = Tensors([], [])
+    for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        tensors.sharded.append(full_tensor(sharded.detach()))
+        tensors.plain.append(parameter.detach())
+    return tensors
 
 
 def gradients_of(model: nn.Module, plain: nn.Module) -> Tensors:
-    return Tensors(
-        [full_tensor(parameter.grad) for parameter in model.parameters()],
-        [parameter.grad for parameter in plain.parameters()],
-    )
+    tensors = Tensors([], [])
+    for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        tensors.sharded.append(full_tensor(sharded.grad))
+        tensors.plain.append(parameter.grad)
+    return tensors
+
+
+def assert_equals_plain(tensors: Tensors) -> None:
+    torch.testing.assert_close(tensors.sharded, tensors.plain)
 
 
 def run_sharded(function: Callable[..., Any]) -> list[Any]:
@@ -78,22 +88,31 @@ def torch_errors(fabric: Fabric) -> dict[str, str]:
     model = fabric.setup(Tower())
 
     def add_weight_to_output() -> None:
-        fabric.backward(model(X).sum() + model.blocks[0][0].weight.pow(2).sum())
+        output = model(X)
+        weight = model.blocks[0][0].weight
+        fabric.backward(output.sum() + weight.pow(2).sum())
 
     def second_derivative() -> None:
         x = X.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         fabric.backward(slope.pow(2).sum())
 
     def in_place() -> None:
-        fabric.backward(model(X, in_place=True).sum())
+        output = model(X, in_place=True)
+        fabric.backward(output.sum())
 
     def sparse() -> None:
         table = fabric.setup(EmbeddingTable(4, 6, bias=False))
-        fabric.backward(table(torch.tensor([1, 2])).sum())
+        rows = table(torch.tensor([1, 2]))
+        fabric.backward(rows.sum())
 
-    actions = (add_weight_to_output, second_derivative, in_place, sparse)
-    return {action.__name__: outcome(action) for action in actions}
+    return {
+        "add_weight_to_output": outcome(add_weight_to_output),
+        "second_derivative": outcome(second_derivative),
+        "in_place": outcome(in_place),
+        "sparse": outcome(sparse),
+    }
 
 
 def test_errors_of_torch_about_sharded_tensors_are_explained() -> None:
@@ -110,7 +129,8 @@ def test_errors_of_torch_about_sharded_tensors_are_explained() -> None:
 def penalty(model: nn.Module) -> Tensor:
     total = torch.zeros(())
     for parameter in model.parameters():
-        total = total + full_tensor(parameter).pow(2).sum()
+        weight = full_tensor(parameter)
+        total = total + weight.pow(2).sum()
     return total
 
 
@@ -118,15 +138,17 @@ def gradients_with_penalty(fabric: Fabric) -> Tensors:
     plain = Tower()
     model = fabric.setup(copy.deepcopy(plain))
     plain_penalty = penalty(plain)
-    (plain(X).sum() + plain_penalty).backward()
+    plain_loss = plain(X).sum() + plain_penalty
+    plain_loss.backward()
     sharded_penalty = penalty(model)
-    fabric.backward(model(X).sum() + sharded_penalty)
+    loss = model(X).sum() + sharded_penalty
+    fabric.backward(loss)
     return gradients_of(model, plain)
 
 
 def test_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
     for gradients in run_sharded(gradients_with_penalty):
-        torch.testing.assert_close(gradients.sharded, gradients.plain)
+        assert_equals_plain(gradients)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -134,10 +156,17 @@ def test_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
 
 def refusals(fabric: Fabric) -> dict[str, str]:
     def set_up(optimizer_class: type[optim.Optimizer], net: nn.Module) -> str:
-        return outcome(lambda: fabric.setup(net, optimizer_class(net.parameters(), lr=0.1)))
+        optimizer = optimizer_class(net.parameters(), lr=0.1)
+        return outcome(lambda: fabric.setup(net, optimizer))
 
-    even = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    sparse = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+    even = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 2),
+    )
+    sparse = nn.Sequential(
+        nn.Embedding(6, 4, sparse=True),
+        nn.Linear(4, 2),
+    )
     return {
         "sparse": outcome(lambda: fabric.setup(sparse)),
         "Adafactor": set_up(optim.Adafactor, Tower()),
@@ -147,7 +176,7 @@ def refusals(fabric: Fabric) -> dict[str, str]:
     }
 
 
-def test_what_cannot_train_sharded_is_refused_before_anything_changes() -> None:
+def test_training_that_cannot_be_sharded_is_refused_before_anything_changes() -> None:
     for texts in run_sharded(refusals):
         assert texts["LBFGS of even shards"] == "fine"
         expected = "these have sparse gradients, which cannot be sharded: 0"
@@ -160,15 +189,17 @@ def test_what_cannot_train_sharded_is_refused_before_anything_changes() -> None:
 
 
 def has_state(model: nn.Module, state: dict[str, Tensor], prefix: str = "") -> bool:
-    """Say whether the parameters below a prefix have the values of a whole state dict."""
+    """Return whether the parameters below a prefix have the values of a full state dict."""
     for name, parameter in model.named_parameters():
-        if name.startswith(prefix) and not torch.equal(full_tensor(parameter), state[name]):
+        if not name.startswith(prefix):
+            continue
+        if not torch.equal(full_tensor(parameter), state[name]):
             return False
     return True
 
 
-def whole_optimizer_state(optimizer: optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return copies of an optimizer's tensors for a parameter, whole."""
+def full_optimizer_state(optimizer: optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return copies of an optimizer's full tensors for a parameter."""
     state = {}
     for name, value in optimizer.state[parameter].items():
         if value.dim() > 0:
@@ -176,22 +207,25 @@ def whole_optimizer_state(optimizer: optim.Optimizer, parameter: Tensor) -> dict
     return state
 
 
-def load_whole_optimizer_state(fabric: Fabric) -> None:
+def load_full_optimizer_state(fabric: Fabric) -> None:
     net = Tower()
     model, optimizer = fabric.setup(net, optim.Adam(net.parameters()))
-    fabric.backward(model(X).sum())
+    output = model(X)
+    fabric.backward(output.sum())
     optimizer.step()
-    expected = whole_optimizer_state(optimizer, net.head.weight)
-    optimizer.load_state_dict(fabric.strategy.full_state(optimizer.state_dict()))
-    actual = whole_optimizer_state(optimizer, net.head.weight)
+    weight = net.head.weight
+    expected = full_optimizer_state(optimizer, weight)
+    full_state = fabric.strategy.full_state(optimizer.state_dict())
+    optimizer.load_state_dict(full_state)
+    actual = full_optimizer_state(optimizer, weight)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_a_whole_state_dict_loads_into_the_optimizer_of_a_sharded_module() -> None:
-    run_sharded(load_whole_optimizer_state)
+def test_a_full_state_dict_loads_into_the_optimizer_of_a_sharded_module() -> None:
+    run_sharded(load_full_optimizer_state)
 
 
-def load_whole_state(fabric: Fabric) -> None:
+def load_full_state(fabric: Fabric) -> None:
     torch.manual_seed(0)
     source = Tower()
     state = source.state_dict()
@@ -199,18 +233,21 @@ def load_whole_state(fabric: Fabric) -> None:
     # This forward pass leaves gathered weights, which must not be the target of the load.
     with torch.no_grad():
         model(X)
-    model.blocks[0].load_state_dict(source.blocks[0].state_dict())
+    block_state = source.blocks[0].state_dict()
+    model.blocks[0].load_state_dict(block_state)
     assert has_state(model, state, "blocks.0")
     assert not has_state(model, state)
 
     outer_state = nn.ModuleDict({"inside": source}).state_dict()
-    nn.ModuleDict({"inside": model}).load_state_dict(outer_state)
+    outer_model = nn.ModuleDict({"inside": model})
+    outer_model.load_state_dict(outer_state)
     assert has_state(model, state)
-    assert "Missing key" in outcome(lambda: model.load_state_dict({}))
+    text = outcome(lambda: model.load_state_dict({}))
+    assert "Missing key" in text
 
 
-def test_a_whole_state_dict_loads_into_a_sharded_module_its_blocks_and_a_module_around_it() -> None:
-    run_sharded(load_whole_state)
+def test_a_full_state_dict_loads_into_a_sharded_module_its_blocks_and_a_module_around_it() -> None:
+    run_sharded(load_full_state)
 
 
 def train_with_adagrad(fabric: Fabric) -> Tensors:
@@ -223,17 +260,19 @@ def train_with_adagrad(fabric: Fabric) -> Tensors:
     model, optimizer = fabric.setup(net, adagrad(net))
     for _ in range(3):
         plain_optimizer.zero_grad()
-        plain(X).sum().backward()
+        plain_loss = plain(X).sum()
+        plain_loss.backward()
         plain_optimizer.step()
         optimizer.zero_grad()
-        fabric.backward(model(X).sum())
+        loss = model(X).sum()
+        fabric.backward(loss)
         optimizer.step()
     return parameters_of(model, plain)
 
 
 def test_the_state_that_adagrad_has_from_the_start_is_sharded_with_its_parameter() -> None:
     for parameters in run_sharded(train_with_adagrad):
-        torch.testing.assert_close(parameters.sharded, parameters.plain)
+        assert_equals_plain(parameters)
 
 
 # -- backward passes -------------------------------------------------------------------------------
@@ -252,22 +291,27 @@ class RaiseInBackward(torch.autograd.Function):
 def gradients_after_a_failure(fabric: Fabric) -> Tensors:
     plain = Tower()
     model = fabric.setup(copy.deepcopy(plain))
-    hook = model.blocks[0].register_forward_hook(
-        lambda module, args, output: RaiseInBackward.apply(output)
-    )
-    loss = model(X).sum()
+
+    def fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return RaiseInBackward.apply(output)
+
+    hook = model.blocks[0].register_forward_hook(fail_in_backward)
+    failing_loss = model(X).sum()
     hook.remove()
-    assert "without room" in outcome(lambda: fabric.backward(loss))
+    text = outcome(lambda: fabric.backward(failing_loss))
+    assert "without room" in text
     model.zero_grad()
     for _ in range(2):
-        plain(X).sum().backward()
-        fabric.backward(model(X).sum())
+        plain_loss = plain(X).sum()
+        plain_loss.backward()
+        loss = model(X).sum()
+        fabric.backward(loss)
     return gradients_of(model, plain)
 
 
 def test_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() -> None:
     for gradients in run_sharded(gradients_after_a_failure):
-        torch.testing.assert_close(gradients.sharded, gradients.plain)
+        assert_equals_plain(gradients)
 
 
 def gradients_of_changed_output(fabric: Fabric) -> Tensors:
@@ -276,10 +320,12 @@ def gradients_of_changed_output(fabric: Fabric) -> Tensors:
     with warnings.catch_warnings(record=True) as caught:
         plain_output = plain(X)
         plain_output *= 2
-        plain_output.pow(2).sum().backward()
+        plain_loss = plain_output.pow(2).sum()
+        plain_loss.backward()
         output = model(X)
         output *= 2
-        fabric.backward(output.pow(2).sum())
+        loss = output.pow(2).sum()
+        fabric.backward(loss)
     for warning in caught:
         assert "view" not in str(warning.message)
     return gradients_of(model, plain)
@@ -287,4 +333,4 @@ def gradients_of_changed_output(fabric: Fabric) -> Tensors:
 
 def test_the_output_of_a_model_may_change_in_place_without_a_warning_about_views() -> None:
     for gradients in run_sharded(gradients_of_changed_output):
-        torch.testing.assert_close(gradients.sharded, gradients.plain)
+        assert_equals_plain(gradients)

@@ -13,7 +13,8 @@ from tests.loops import Block, Transformer
 
 
 def names_of_fsdp_modules(root: nn.Module, policy: object = None) -> set[str]:
-    modules = find_fsdp_modules(root, parse_wrap_policy(policy))
+    parsed_policy = parse_wrap_policy(policy)
+    modules = find_fsdp_modules(root, parsed_policy)
     return {name for name, module in root.named_modules() if module in modules}
 
 
@@ -22,7 +23,10 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.GELU()]) for _ in range(2)])
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            block = nn.ModuleList([nn.Linear(2, 2), nn.GELU()])
+            self.layers.append(block)
 
 
 class Attributes(nn.Module):
@@ -43,44 +47,61 @@ class Tied(nn.Module):
         self.blocks[2].mlp[0].weight = self.blocks[1].mlp[0].weight
 
 
+def small_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+def shared_block() -> nn.Module:
+    block = Block()
+    return nn.ModuleList([block, block, block])
+
+
 @pytest.mark.parametrize(
-    ("model", "modules"),
+    ("model", "expected"),
     [
         (Transformer(), {"blocks.0", "blocks.1"}),
         (Layers(), {"layers.0.0", "layers.1.0"}),
         (Attributes(), {"first", "second"}),
         (
             nn.Transformer(8, 2, 2, 2, 8, batch_first=True),
-            {"encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"},
+            {
+                "encoder.layers.0",
+                "encoder.layers.1",
+                "decoder.layers.0",
+                "decoder.layers.1",
+            },
         ),
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), set()),
+        (small_mlp(), set()),
         (nn.Sequential(Block(), Block()), {"0", "1"}),
         (nn.Linear(2, 2), set()),
         (Tied(), {"blocks.0"}),
-        (nn.ModuleList([Block()] * 3), set()),
+        (shared_block(), set()),
     ],
 )
-def test_repeated_blocks_are_found(model: nn.Module, modules: set[str]) -> None:
-    assert names_of_fsdp_modules(model) == modules
+def test_repeated_blocks_are_found(model: nn.Module, expected: set[str]) -> None:
+    assert names_of_fsdp_modules(model) == expected
 
 
 def test_classes_choose_inner_before_outer() -> None:
     model = Transformer()
     assert names_of_fsdp_modules(model, Block) == {"blocks.0", "blocks.1"}
-    modules = find_fsdp_modules(model, parse_wrap_policy({Block, nn.LayerNorm}))
-    assert modules.index(model.blocks[0].norm) < modules.index(model.blocks[0])
+    policy = parse_wrap_policy({Block, nn.LayerNorm})
+    modules = find_fsdp_modules(model, policy)
     assert len(modules) == 4
+    block = model.blocks[0]
+    assert modules.index(block.norm) < modules.index(block)
 
 
 def test_a_size_counts_the_parameters_outside_inner_fsdp_modules() -> None:
-    assert names_of_fsdp_modules(Transformer(), 500) == {"blocks.0", "blocks.1"}
-    assert names_of_fsdp_modules(Transformer(), 200) == {
+    model = Transformer()
+    assert names_of_fsdp_modules(model, 500) == {"blocks.0", "blocks.1"}
+    assert names_of_fsdp_modules(model, 200) == {
         "blocks.0.attention",
         "blocks.0.mlp",
         "blocks.1.attention",
         "blocks.1.mlp",
     }
-    assert names_of_fsdp_modules(Transformer(), 10**6) == set()
+    assert names_of_fsdp_modules(model, 10**6) == set()
 
 
 @pytest.mark.parametrize(

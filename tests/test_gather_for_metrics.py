@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,13 +43,14 @@ def gathered(
     """Loop over a loader on several ranks, and return what every rank gathers."""
 
     def loop(fabric: Fabric) -> list[int]:
-        loader = fabric.setup_dataloaders(make(fabric.global_rank), uneven=uneven)
+        plain_loader = make(fabric.global_rank)
+        loader = fabric.setup_dataloaders(plain_loader, uneven=uneven)
         return samples_of(map(fabric.gather_for_metrics, loader))
 
-    results = ThreadedWorld(replicas).run(loop)
-    for result in results:
-        assert result == results[0]
-    return results[0]
+    first, *samples_of_ranks = ThreadedWorld(replicas).run(loop)
+    for samples in samples_of_ranks:
+        assert samples == first
+    return first
 
 
 def expected_count(replicas: int, n: int, batch_size: int, uneven: str, drop_last: bool) -> int:
@@ -65,13 +65,18 @@ def expected_count(replicas: int, n: int, batch_size: int, uneven: str, drop_las
 
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
 def test_every_sample_counts_once_and_in_order(uneven: str) -> None:
-    for replicas, n, batch_size, drop_last in itertools.product(
-        (1, 2, 3, 4), (1, 2, 5, 12, 13), (1, 3, 4), (False, True)
-    ):
+    cases = itertools.product(
+        (1, 2, 3, 4),
+        (1, 2, 5, 12, 13),
+        (1, 3, 4),
+        (False, True),
+    )
+    for replicas, n, batch_size, drop_last in cases:
         loader = DataLoader(range(n), batch_size, drop_last=drop_last)
         actual = gathered(replicas, lambda _, loader=loader: loader, uneven)
         count = expected_count(replicas, n, batch_size, uneven, drop_last)
-        assert actual == list(range(count)), (replicas, n, batch_size, drop_last)
+        expected = list(range(count))
+        assert actual == expected, (replicas, n, batch_size, drop_last)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -79,13 +84,16 @@ def test_batch_samplers_single_samples_and_streams_count_every_sample_once(repli
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
     bulk = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     values = torch.arange(10)
-    for loader in (
+    loaders: list[DataLoader[Any]] = [
         DataLoader(range(10), batch_sampler=batches),
         DataLoader(Rows(values), batch_size=None, sampler=bulk),
         DataLoader(values, batch_size=None),
-    ):
-        assert gathered(replicas, lambda _, loader=loader: loader) == list(range(10))
-    assert gathered(replicas, lambda _: DataLoader(Stream(12), 2)) == list(range(12))
+    ]
+    for loader in loaders:
+        samples = gathered(replicas, lambda _, loader=loader: loader)
+        assert samples == list(range(10))
+    samples = gathered(replicas, lambda _: DataLoader(Stream(12), 2))
+    assert samples == list(range(12))
 
 
 @pytest.mark.parametrize(("drop_last", "count"), [(False, 11), (True, 9)])
@@ -93,7 +101,13 @@ def test_a_distributed_sampler_of_the_users_counts_every_sample_once(
     drop_last: bool, count: int
 ) -> None:
     def by_hand(rank: int) -> DataLoader[Any]:
-        sampler = DistributedSampler(range(11), 3, rank, shuffle=False, drop_last=drop_last)
+        sampler = DistributedSampler(
+            range(11),
+            num_replicas=3,
+            rank=rank,
+            shuffle=False,
+            drop_last=drop_last,
+        )
         return DataLoader(range(11), 2, sampler=sampler)
 
     assert gathered(3, by_hand) == list(range(count))
@@ -101,17 +115,23 @@ def test_a_distributed_sampler_of_the_users_counts_every_sample_once(
 
 class Contiguous(DistributedSampler[int]):
     def __iter__(self) -> Any:
-        return iter(range(self.rank * 3, self.rank * 3 + 3))
+        first = self.rank * 3
+        return iter(range(first, first + 3))
 
 
 def test_a_sampler_that_shards_in_its_own_way_does_not_say_what_it_repeated() -> None:
+    def contiguous_loader(rank: int) -> DataLoader[Any]:
+        sampler = Contiguous(range(5), 2, rank)
+        return DataLoader(range(5), 2, sampler=sampler)
+
     with pytest.raises(RankFailedError, match="Contiguous shards the data itself"):
-        gathered(2, lambda rank: DataLoader(range(5), 2, sampler=Contiguous(range(5), 2, rank)))
+        gathered(2, contiguous_loader)
 
 
 def test_a_position_of_another_number_of_ranks_counts_every_sample_once() -> None:
     def setup(fabric: Fabric) -> Any:
-        return fabric.setup_dataloaders(DataLoader(range(23), 10 // fabric.world_size))
+        loader = DataLoader(range(23), 10 // fabric.world_size)
+        return fabric.setup_dataloaders(loader)
 
     def position_after_a_batch(fabric: Fabric) -> Any:
         loader = setup(fabric)
@@ -124,7 +144,8 @@ def test_a_position_of_another_number_of_ranks_counts_every_sample_once() -> Non
         return samples_of(map(fabric.gather_for_metrics, loader))
 
     [state] = ThreadedWorld(1).run(position_after_a_batch)
-    assert ThreadedWorld(3).run(resume, state) == [list(range(10, 23))] * 3
+    for samples in ThreadedWorld(3).run(resume, state):
+        assert samples == list(range(10, 23))
 
 
 class Rows:
@@ -139,9 +160,12 @@ class Rows:
 
 
 def test_an_order_without_a_length_does_not_say_what_it_repeated() -> None:
+    def unsized_loader(rank: int) -> DataLoader[Any]:
+        return DataLoader(range(5), sampler=Unsized())
+
     with pytest.raises(RankFailedError, match=r"Unsized has no length(.|\n)*drop"):
-        gathered(2, lambda _: DataLoader(range(5), sampler=Unsized()))
-    assert gathered(2, lambda _: DataLoader(range(5), sampler=Unsized()), "drop") == [0, 1, 2, 3]
+        gathered(2, unsized_loader)
+    assert gathered(2, unsized_loader, "drop") == [0, 1, 2, 3]
 
 
 # -- on real ranks ---------------------------------------------------------------------------------
@@ -149,27 +173,32 @@ def test_an_order_without_a_length_does_not_say_what_it_repeated() -> None:
 
 def setup_numbers(fabric: Fabric) -> Any:
     """Set up a loader of seven numbers."""
-    return fabric.setup_dataloaders(DataLoader(torch.arange(7.0), batch_size=2))
+    loader = DataLoader(torch.arange(7.0), batch_size=2)
+    return fabric.setup_dataloaders(loader)
 
 
 def evaluate(fabric: Fabric) -> list[float]:
     values = []
     for batch in setup_numbers(fabric):
-        result = fabric.gather_for_metrics({"x": batch, "y": batch[:, None] * 2, "text": "a"})
-        assert torch.equal(result["y"][:, 0], result["x"] * 2)
+        column = batch[:, None] * 2
+        result = fabric.gather_for_metrics({"x": batch, "y": column, "text": "a"})
+        x = result["x"]
+        assert torch.equal(result["y"][:, 0], x * 2)
         assert result["text"] == "a"
-        assert torch.equal(fabric.gather_for_metrics(batch), result["x"])
-        values += result["x"].tolist()
+        assert torch.equal(fabric.gather_for_metrics(batch), x)
+        values += x.tolist()
     return values
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_an_evaluation_over_n_samples_counts_n(size: int) -> None:
-    assert run_in_ranks(evaluate, ranks=size) == [list(range(7))] * size
+    for values in run_in_ranks(evaluate, ranks=size):
+        assert values == list(range(7))
 
 
 def evaluate_in_nested_loops(fabric: Fabric) -> tuple[list[float], list[int]]:
-    inner = fabric.setup_dataloaders(DataLoader(torch.arange(100, 103), batch_size=1))
+    plain_inner = DataLoader(torch.arange(100, 103), batch_size=1)
+    inner = fabric.setup_dataloaders(plain_inner)
     outer_values = []
     inner_values = []
     for batch in setup_numbers(fabric):
@@ -177,7 +206,8 @@ def evaluate_in_nested_loops(fabric: Fabric) -> tuple[list[float], list[int]]:
             inner_values = samples_of(map(fabric.gather_for_metrics, inner))
             for _ in inner:
                 break
-        outer_values += fabric.gather_for_metrics(batch).tolist()
+        gathered_batch = fabric.gather_for_metrics(batch)
+        outer_values += gathered_batch.tolist()
     return outer_values, inner_values
 
 
@@ -198,18 +228,23 @@ def resume_in_the_middle(fabric: Fabric) -> list[float]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_resumed_evaluation_counts_the_remaining_samples(size: int) -> None:
     remaining = list(range(2 * size, 7))
-    assert run_in_ranks(resume_in_the_middle, ranks=size) == [remaining] * size
+    for samples in run_in_ranks(resume_in_the_middle, ranks=size):
+        assert samples == remaining
 
 
 def gather_without_samples(fabric: Fabric) -> dict[str, str]:
+    def gather(value: Any) -> str:
+        return outcome(lambda: fabric.gather_for_metrics(value))
+
     errors = {}
     for batch in setup_numbers(fabric):
-        errors["a number"] = outcome(partial(fabric.gather_for_metrics, {"n": 3}))
-        errors["a mean"] = outcome(partial(fabric.gather_for_metrics, batch.mean()))
-    errors["after the loop"] = outcome(partial(fabric.gather_for_metrics, torch.ones(1)))
-    unsharded = fabric.setup_dataloaders(DataLoader(torch.arange(3)), use_distributed_sampler=False)
+        errors["a number"] = gather({"n": 3})
+        errors["a mean"] = gather(batch.mean())
+    errors["after the loop"] = gather(torch.ones(1))
+    plain_loader = DataLoader(torch.arange(3))
+    unsharded = fabric.setup_dataloaders(plain_loader, use_distributed_sampler=False)
     for batch in unsharded:
-        errors["unsharded"] = outcome(partial(fabric.gather_for_metrics, batch))
+        errors["unsharded"] = gather(batch)
     return errors
 
 
