@@ -31,9 +31,10 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
     """Make the process rank 0 of a job without other ranks, and yield a mode of fake tensors.
 
     The process group is torch's "fake" one, which is for torch's own tests: its collectives return
-    at once and write nothing. The mode is that of torch.compile: operations compute shapes and
-    dtypes, and tensors have no memory. Within :func:`real_tensors` the mode is off. The caller
-    enters the mode, and the group is destroyed at the end of the block.
+    at once and write nothing. It is destroyed at the end of the block.
+
+    In the mode, which torch.compile uses too, operations compute shapes and dtypes, and tensors
+    have no memory. The caller enters the mode. Within :func:`real_tensors` the mode is off.
     """
     # Imported for its side effect: the module registers the backend.
     import_module("torch.testing._internal.distributed.fake_pg")
@@ -61,8 +62,10 @@ class Rank0Chunks(TorchFunctionMode):
         kwargs = kwargs or {}
         # FSDP2 calls torch.chunk in its helper _chunk_with_empty. Other callers need all chunks.
         caller_name = sys._getframe(1).f_code.co_name
-        if func is not torch.chunk or caller_name != "_chunk_with_empty":
+        is_call_of_fsdp = func is torch.chunk and caller_name == "_chunk_with_empty"
+        if not is_call_of_fsdp:
             return func(*args, **kwargs)
+        # The helper passes the dim, and nothing else, by keyword.
         tensor, chunk_count = args
         dim = kwargs["dim"]
         chunk_length = -(-tensor.shape[dim] // chunk_count)  # rounded up
@@ -83,7 +86,7 @@ def run_fake(
 ) -> Any:
     """Run an ATen operator on fake tensors. A read of a value (``.item()``) gives 1.
 
-    To be called from the ``__torch_dispatch__`` of another mode, which was entered after ``mode``.
+    Call it from the ``__torch_dispatch__`` of another mode, which was entered after ``mode``.
 
     Some tensors have to be real, since torch reads their values:
 
@@ -91,7 +94,7 @@ def run_fake(
     - A DeviceMesh looks for this process's rank in tensors that hold rank numbers.
 
     Args:
-        mode: the mode of fake tensors, which is entered.
+        mode: the mode of fake tensors, in which the operator runs.
         func: the operator.
         args: the operator's arguments.
         kwargs: the operator's keyword arguments.
@@ -103,15 +106,15 @@ def run_fake(
         with tensors_context:
             return func(*args, **kwargs)
     except DataDependentOutputException:
-        # The fake mode refuses to read values. A real tensor has a value, which is read with the
-        # mode off.
+        # The fake mode refuses to read a value, even of a real tensor. So the value is read with
+        # the mode off, and a 1 stands for a fake tensor.
         if func is not _ITEM:
             raise
         with real_tensors():
-            value = args[0]
-            if isinstance(value, FakeTensor):
-                value = torch.ones((), dtype=value.dtype)
-            return value.item()
+            tensor = args[0]
+            if isinstance(tensor, FakeTensor):
+                tensor = torch.ones((), dtype=tensor.dtype)
+            return tensor.item()
     finally:
         # The mode keeps weak references to the tensors that it has converted. module.to() would
         # refuse these tensors.
@@ -126,16 +129,16 @@ def _is_called_by_ddp(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _may_be_called_by_mesh(args: tuple[Any, ...]) -> bool:
-    """Return whether an operator has tensor arguments, which all could belong to a DeviceMesh.
+    """Return whether an operator has tensor arguments, and a DeviceMesh may own all of them.
 
-    That is a guess: the tensors are real, and have the dtypes that a DeviceMesh uses. Tensors
-    in lists do not count.
+    This is a guess: the tensors are real, and have the dtypes that a DeviceMesh uses. Tensors in
+    lists do not count.
     """
     has_tensors = False
     for argument in args:
         if not isinstance(argument, Tensor):
             continue
-        # Not isinstance(): a FakeTensor is a subclass.
+        # Not isinstance(), since a FakeTensor is an instance of a subclass.
         is_real = type(argument) is Tensor
         if not is_real or argument.dtype not in _MESH_DTYPES:
             return False
@@ -174,7 +177,7 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> IssuedCollective | None:
     if func.namespace == "_c10d_functional":
         for argument in reversed(args):
             if isinstance(argument, str):
-                group_name: Any = argument  # torch's type for it is a private one
+                group_name: Any = argument  # Any, since torch's type for the name is private
                 group = dist.distributed_c10d._resolve_process_group(group_name)
                 return IssuedCollective(func._opname, group)
     return None
@@ -195,19 +198,21 @@ def wrap_collectives(
 ) -> None:
     """Have a sharded module issue its collectives within ``context(name)``.
 
-    FSDP2's own setters do not return the previous value, and refuse some meshes.
+    FSDP2 has methods to set other collectives. They are not used here, since they do not return the
+    previous collective, and refuse some meshes.
 
     Args:
         module: the sharded module.
-        context: called once for each collective of each parameter group, with ``"all_gather"`` or
-            ``"reduce_scatter"``. The result has to be usable many times, as a decorator.
+        context: called once for each parameter group and name of a collective, ``"all_gather"`` or
+            ``"reduce_scatter"``. The result decorates the collective, and so is entered at each
+            call.
         undo: restores the module when it is closed.
     """
     for group in fsdp_param_groups(module):
         for attribute, name in _FSDP_COLLECTIVES.items():
             communication = getattr(group, attribute)
             wrapper: Any = context(name)(communication)
-            # FSDP2 also calls this method of the object, for the memory of the result.
+            # FSDP2 also calls this method of a collective, to allocate the memory for its result.
             wrapper.allocate = communication.allocate
             undo.callback(setattr, group, attribute, communication)
             setattr(group, attribute, wrapper)
@@ -247,12 +252,14 @@ def profiled(device: torch.device, collectives: list[ProfiledCollective]) -> Ite
     # The members of the enum are named like the types of devices.
     device_activity = getattr(autograd.ProfilerActivity, device.type.upper())
     activities = {autograd.ProfilerActivity.CPU, device_activity}
-    # Shapes, memory, stacks, FLOPs and modules are not recorded.
+    # ProfilerConfig takes no keywords. Its five switches are, in this order, to record shapes,
+    # memory, stacks, FLOPs and modules.
     switches = [False] * 5
     # Any, since torch's stub of ProfilerConfig lacks the parameter for the last option.
     options: list[Any] = [*switches, _ExperimentalConfig()]
     config = autograd.ProfilerConfig(autograd.ProfilerState.KINETO, *options)
-    # Leaves the operators out: collectives of a backend have the scope of a user's annotation.
+    # Backends record their collectives in the scope of users' annotations. Operators have another
+    # scope, which is left out.
     recorded_scopes = {RecordScope.USER_SCOPE}
     enable: Any = autograd._enable_profiler  # the stub lacks the third parameter
     autograd._prepare_profiler(config, activities)

@@ -68,8 +68,8 @@ def doctor(processes: int, seconds: float) -> int:
     try:
         return _report(processes, seconds)
     except SystemExit as error:
-        # _report_part raises it with a finding as its code. The launcher raises it with a number
-        # after a signal.
+        # A part that fails raises it with a finding, a str, as its code. After a signal, the
+        # launcher raises it with a number.
         message = error if isinstance(error.code, str) else "ended by a signal"
         print(message, flush=True)
         return 1
@@ -85,11 +85,13 @@ def _report(processes: int, seconds: float) -> int:
     """
     title = "the place of this process in its job"
     with _report_part(title, seconds, "start it as its launcher does"):
+        # None outside of a job: fabric then starts new processes.
         detected = detect(os.environ)
         launcher, world = detected or (None, World(world_size=processes))
     if world.rank == 0:
         _print_versions(launcher, world)
     has_failed = False
+    # For a check that hangs, so that it has not printed a line.
     remedy = "look at the check that would follow the last line of this report"
     with _report_part("this machine", 2 * seconds, remedy):
         if world.local_rank == 0:
@@ -105,7 +107,7 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
     """Print the versions, the job and the environment variables that affect it.
 
     Args:
-        launcher: the launcher that started this process. None: fabric will start the job.
+        launcher: the launcher that started this process. None if fabric is going to start the job.
         world: the place of this process in its job.
     """
     versions: list[str] = []
@@ -145,12 +147,13 @@ def _report_on_machine(prints_all: bool) -> bool:
 
 def _start_and_examine(processes: int, seconds: float) -> None:
     """Start new processes that form a job, and run :func:`examine_rank` in each of them."""
-    # The sum of the limits in examine_rank, and a minute for the start. The launcher's own process
-    # and the ranks may import torch one after the other.
+    # The sum of the limits in examine_rank, and 60 seconds for the start, in which the launcher and
+    # the ranks may import torch one after the other.
     limit = 60 + 7 * seconds
-    with _report_part(f"{processes} processes", limit, _IMPORT, _end_by_signal):
+    with _report_part(f"{processes} processes", limit, _IMPORT, end=_end_by_signal):
         spec = LaunchSpec(num_processes=processes)
-        LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
+        is_new = True
+        LAUNCHERS["spawn"].launch(examine_rank, (seconds, is_new), {}, spec)
 
 
 def _end_by_signal(_: int) -> None:
@@ -159,7 +162,7 @@ def _end_by_signal(_: int) -> None:
 
 
 def _finding(text: str, remedy: str = "") -> str:
-    """Return a finding as the lines of the report: a failure if there is a remedy, else a pass."""
+    """Return the lines of the report about a check: a failure if there is a remedy, else a pass."""
     if remedy:
         return f"FAIL  {text}\n      {remedy}"
     return f"ok    {text}"
@@ -175,7 +178,7 @@ def _report_part(
         title: the name of the part.
         seconds: the time limit of the part.
         remedy: what to do if the part fails.
-        end: ends the process with the given exit code when the time is over. It is called in the
+        end: ends the process when the time is over. The argument is the exit code. Called in the
             thread of a timer, since the main thread may hang in the part.
 
     Raises:
@@ -239,7 +242,8 @@ def _examine_torch() -> str:
 def _examine_imports() -> Iterator[str]:
     """Yield a failure for each file or package that may be imported in place of fabric."""
     package = Path(__file__).parents[1]
-    # A dict keeps the order, and drops a file that is found by several paths.
+    # The files that Python may import. A dict keeps the order, and drops a file that is found by
+    # several paths.
     shadowing_paths: dict[Path, None] = {}
     for folder in (os.getcwd(), *sys.path):
         for name in ("fabric.py", "fabric/__init__.py"):
@@ -273,7 +277,7 @@ def _examine_open_files() -> str:
     """Return a finding about how many files a process may open. Workers and stores need many."""
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"open files: at most {limit}"
-    # A negative number means that there is no limit.
+    # 1024 is the usual default on Linux. A negative number means that there is no limit.
     is_too_low = 0 <= limit < 1024
     if not is_too_low:
         return _finding(text)
@@ -285,10 +289,10 @@ def _examine_open_files() -> str:
 
 
 def _examine_space(title: str, folder: str, needed: int, remedy: str) -> str:
-    """Return a finding about the free space in a folder, of which ``needed`` bytes are needed."""
+    """Return a finding about the free space in a folder: a failure below ``needed`` bytes."""
     try:
         free = shutil.disk_usage(folder).free
-        # disk_usage does not know of quotas, which only a write meets.
+        # A quota may forbid the use of free space. Only a write finds this out.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_MIB))
     except OSError as error:
@@ -302,10 +306,10 @@ def _examine_space(title: str, folder: str, needed: int, remedy: str) -> str:
 def examine_rank(seconds: float, is_new: bool = False) -> None:
     """Check from one rank which other ranks it can reach, and run a collective of each kind.
 
-    Collective.
+    Collective. Rank 0 prints the findings.
 
     Args:
-        seconds: time limit of each part.
+        seconds: the unit of the time limits of the parts.
         is_new: whether this process was started for the check, and may choose a device.
 
     Raises:
@@ -325,11 +329,12 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         "and a free port there"
     )
     endpoint = world.store or f"{world.address}:{world.port}"
+    # Opening the store and meeting the other ranks may each take ``seconds``.
     with _report_part(f"{title}: rendezvous at {endpoint}", 2 * seconds, remedy):
-        # Rank 0 may serve this store. Faster ranks use it for the process group already, so it has
-        # to live as long as this function.
+        # Rank 0 may serve this store, and faster ranks may use it for the process group already. So
+        # the store has to live as long as this function.
         store = _open_store(world, seconds)
-        present = _meet(store, world, title, device_count, seconds)
+        descriptions = _meet(store, world, title=title, device_count=device_count, seconds=seconds)
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     remedy = (
         f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
@@ -337,13 +342,14 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     )
     with _report_part(f"{title}: process group", 2 * seconds, remedy):
         # New processes check the CPU's network if there are too few devices for all of them.
-        accelerator = "cpu" if is_new and device_count < world.world_size else "auto"
+        has_too_few_devices = device_count < world.world_size
+        accelerator = "cpu" if is_new and has_too_few_devices else "auto"
         fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
         fabric.launch()
     with _report_part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
-        result = _check_collectives(fabric, world)
+        summary = _check_collectives(fabric, world)
     if world.rank == 0:
-        for text in [*present, result]:
+        for text in [*descriptions, summary]:
             print(_finding(text))
         sys.stdout.flush()
 
@@ -378,7 +384,9 @@ def _open_store(world: World, seconds: float) -> "Store":
     )
 
 
-def _meet(store: "Store", world: World, title: str, device_count: int, seconds: float) -> list[str]:
+def _meet(
+    store: "Store", world: World, *, title: str, device_count: int, seconds: float
+) -> list[str]:
     """Meet the other ranks in a store, and return the description that each rank gives of itself.
 
     Rank 0 waits for all ranks, and returns all descriptions. The other ranks wait for rank 0 only.
@@ -403,7 +411,10 @@ def _meet(store: "Store", world: World, title: str, device_count: int, seconds: 
         f"{title}: at {own_address}, rank 0 at {main_address}, {device_count} CUDA devices"
     )
     job_store.publish("rank", description)
-    awaited_ranks = range(world.world_size if world.rank == 0 else 1)
+    awaited_ranks = range(1)  # rank 0
+    if world.rank == 0:
+        awaited_ranks = range(world.world_size)
+    # Has only the ranks that have published a description in time.
     descriptions = job_store.read("rank", awaited_ranks, seconds)
     missing = set(awaited_ranks) - descriptions.keys()
     if missing:
@@ -416,7 +427,9 @@ def _meet(store: "Store", world: World, title: str, device_count: int, seconds: 
 
 
 def _addresses(world: World) -> tuple[str, str]:
-    """Return the address from which this process reaches rank 0's host, and that of the host.
+    """Return this process's own address, and the address of rank 0's host.
+
+    The own address is the one from which this process reaches the host.
 
     Raises:
         OSError: the name of the host cannot be resolved, or no network leads to the host.
@@ -425,7 +438,7 @@ def _addresses(world: World) -> tuple[str, str]:
     candidates = socket.getaddrinfo(world.address, port, type=socket.SOCK_DGRAM)
     family, _, _, _, main_endpoint = candidates[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # To connect a datagram socket sends nothing. It chooses the network interface.
+        # Connecting a datagram socket sends nothing, and chooses the network interface.
         probe.connect(main_endpoint)
         own_address = probe.getsockname()[0]
     return own_address, str(main_endpoint[0])
@@ -459,13 +472,15 @@ def _check_collectives(fabric: "Fabric", world: World) -> str:
 def _run_collectives(fabric: "Fabric", rank: int, size: int) -> dict[str, _Outcome]:
     """Run a collective of each kind, and return the outcomes by name. Collective.
 
-    Each rank sends its number. Results are read, which waits for the device.
+    Each rank sends its own number. The results are read as Python numbers, which waits for the
+    device.
     """
     import torch
 
     ranks = list(range(size))
     row = torch.tensor(ranks, device=fabric.device)
-    # 8 MiB of this rank's number: a large message finds packets that are too long for the network.
+    # 8 MiB, in which each int64 is this rank's number. A large message shows whether packets are
+    # too long for the network.
     large = row[rank].repeat(_MIB)
     sums = fabric.all_reduce(large, reduce_op="sum").unique().tolist()
     gathered = fabric.all_gather(row[rank]).tolist()

@@ -171,6 +171,7 @@ def plan(
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
     # Called for its error: without this check, a wrong signature would show only during the run.
+    # The argument may be any object.
     try:
         inspect.signature(build).bind("fabric")
     except TypeError as error:
@@ -246,7 +247,7 @@ class _Job:
 
         Args:
             strategy: the strategy. The object is used up: a second run needs a copy.
-            precision: the precision. None uses that of the strategy.
+            precision: the precision. None uses the precision of the strategy.
 
         Raises:
             ConfigurationError: the strategy has an option that a dry run does not cover.
@@ -260,9 +261,10 @@ class _Job:
         precision = parse_precision(precision)
         fabric = self._build_fabric(strategy, precision)
         with fake_ranks(self.world_size) as mode:
-            # Before the modes are entered: a step does not connect processes.
+            # Before the modes are entered, so that the trace does not count what launch() sends.
             fabric.launch()
-            # The trace is entered last, so that it sees each operation before the mode.
+            # The trace is entered last, so that it gets each operation before the mode of fake
+            # tensors does.
             with fabric, mode, _Trace(mode) as trace:
                 layer_types = self._train(fabric, trace)
         title = (
@@ -301,6 +303,7 @@ class _Job:
         Returns:
             The types of the layers that FSDP would wrap.
         """
+        # A model, or a tuple of a model and its optimizers.
         model: Any = self.build(fabric)
         optimizers: Sequence[Optimizer] = ()
         has_optimizers = not isinstance(model, nn.Module)
@@ -319,7 +322,7 @@ class _Job:
             optimizer.register_step_post_hook(trace.after_step)
         for index in range(_STEPS):
             trace.calls.clear()
-            # Forgets the peak of building the model, and that of the first step.
+            # Forgets the peak of building the model, and then the peak of the first step.
             if index <= _FIRST_STEP_OF_PEAK:
                 trace.peak = 0
             self.step(fabric, model, *optimizers)
@@ -329,12 +332,15 @@ class _Job:
 def _step_together(optimizer: Optimizer) -> None:
     """Have an optimizer step all parameters together, as torch does by default on accelerators.
 
-    On the CPU, where a dry run is, the default of ``foreach`` is false. A user's False stays.
+    A dry run is on the CPU, where torch's default of ``foreach`` is False. A value of the user
+    stays.
     """
     for group in optimizer.param_groups:
+        # A fused step, which the user has chosen, excludes ``foreach``.
         if "foreach" in group and not group.get("fused"):
-            # None, the default, becomes True.
-            group["foreach"] = group["foreach"] is not False
+            is_default = group["foreach"] is None
+            if is_default:
+                group["foreach"] = True
 
 
 class _Alternative(NamedTuple):
@@ -350,7 +356,7 @@ def _alternatives(
     precision: Precision | PrecisionName | None,
     layer_types: tuple[type[nn.Module], ...],
 ) -> Iterator[_Alternative]:
-    """Yield strategies that need less and less memory.
+    """Yield strategies, each of which needs less memory than the one before.
 
     Args:
         requested: the strategy that needs too much memory. If it shards over a mesh, only options
@@ -379,7 +385,7 @@ def _alternatives(
 
 
 def _with_options(strategy: Strategy, **options: Any) -> Strategy:
-    """Return a copy of a strategy with other values of some options, which are attributes."""
+    """Return a copy of a strategy with other values of some options. Options are attributes."""
     changed = copy(strategy)
     vars(changed).update(options)
     return changed
@@ -443,7 +449,8 @@ class _Trace(DispatchMode):
         self._note_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):
-                # A DTensor, which then calls operators on its local tensors: these come here.
+                # torch then has the DTensor run the operator. The DTensor calls operators on its
+                # local tensors, which come here.
                 return NotImplemented
         output = run_fake(self._mode, func, args, kwargs)
         self.see(output)
@@ -457,21 +464,21 @@ class _Trace(DispatchMode):
         """Mark the memory that an optimizer holds. A hook that torch calls after its ``step()``."""
         gradients = [parameter.grad for parameter in parameters_of(optimizer)]
         self.mark(gradients, "gradients")
-        # Not mark(): a state may share the memory of a parameter, which keeps its kind.
+        # Not mark(): a state may share the memory of a parameter, which has to keep its kind.
         self.see([*optimizer.state.values()], "optimizer state")
 
     def mark(self, tree: Any, kind: str) -> None:
-        """Record what the tensors in a collection are for, in place of any earlier kind."""
+        """Set the kind of memory of the tensors in a collection, in place of any earlier kind."""
         for storage in self.see(tree):
             storage.kind = kind
 
     def see(self, tree: Any, kind: str = _ACTIVATIONS) -> list[_Storage]:
-        """Track the storages of the tensors in a collection, and return them.
+        """Track the storages of the tensors in a collection, and return the storages.
 
         Args:
             tree: the collection.
-            kind: what the tensors are for. It replaces only ``_ACTIVATIONS``, which stands for
-                unknown.
+            kind: what the memory is for. A storage that has a kind keeps it. The kind
+                ``_ACTIVATIONS`` does not count, since it stands for memory of unknown kind.
         """
         storages: list[_Storage] = []
         leaves, _ = flatten(tree)
@@ -480,9 +487,10 @@ class _Trace(DispatchMode):
             if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
                 continue
             torch_storage = local_tensor(leaf).untyped_storage()
+            # The id is unique as long as the storage is alive.
             key = id(torch_storage)
             if key not in self._live:
-                # torch calls _forget(key) when the storage is freed.
+                # Python calls _forget(key, ...) when the storage is freed.
                 storage_ref = weakref.ref(torch_storage, partial(self._forget, key))
                 self._live[key] = _Storage(storage_ref)
             storage = self._live[key]
@@ -510,8 +518,9 @@ class _Trace(DispatchMode):
     def _note_unsharded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Track the memory of FSDP's unsharded parameters. Called before each operator.
 
-        FSDP's own operators write into this memory (``out``), and the model's operators read it as
-        parameters. A parameter that was marked keeps its kind, and is not unsharded.
+        FSDP's own operators write into this memory, which is their argument ``out``. The operators
+        of the model read the memory as parameters. A parameter whose memory has another kind
+        already, such as a sharded one, keeps that kind.
         """
         if func.namespace == "fsdp":
             tensors = kwargs.get("out")
@@ -525,7 +534,7 @@ class _Trace(DispatchMode):
         """Record the live storages if they need more than ever. Called after each operator."""
         if self._nbytes > self.peak:
             # The sum may be too large: FSDP may have freed unsharded parameters since they were
-            # seen. Their sizes are read only here, which is rare.
+            # seen. Their sizes are read only now, since a new peak is rare.
             for storage in list(self._unsharded):
                 torch_storage = storage.storage_ref()
                 if torch_storage is not None:
@@ -539,13 +548,13 @@ class _Trace(DispatchMode):
         storage.nbytes = nbytes
 
     def _forget(self, key: int, _: object) -> None:
-        """Stop to track a storage that was freed. A callback of its weak reference."""
+        """Stop tracking a storage that was freed. The storage's weak reference calls it."""
         storage = self._live.pop(key)
         self._resize(storage, 0)
         self._unsharded.discard(storage)
 
     def _count(self, collective: IssuedCollective, values: tuple[Any, ...]) -> None:
-        """Count a collective, whose message is the largest of its arguments and its output.
+        """Count a collective. Its message is the largest of its arguments and its output.
 
         Args:
             collective: the collective.
@@ -585,7 +594,8 @@ def _nbytes(tree: Any) -> int:
 def _parse_memory(memory: int | str | None) -> int | None:
     """Return a number of bytes from a number or a text such as ``"80GiB"``, ``"80 GB"``, ``"8G"``.
 
-    Prefixes are decimal without an ``i``, and binary with it. None stays None.
+    The prefix of ``GB`` is a power of 1000, and that of ``GiB`` is a power of 1024. None stays
+    None.
 
     Raises:
         ConfigurationError: the text is not a size.
@@ -599,8 +609,8 @@ def _parse_memory(memory: int | str | None) -> int | None:
     base = 1024 if match["binary"] else 1000
     exponent = 0
     if match["prefix"]:
-        # The space stands for no prefix, so K has the exponent 1.
-        exponent = " KMGT".index(match["prefix"])
+        # The exponents are 1 for K, 2 for M and so on.
+        exponent = "KMGT".index(match["prefix"]) + 1
     return int(float(match["number"]) * base**exponent)
 
 

@@ -50,12 +50,13 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         raise ConfigurationError(call_text, problem="no metric has been logged there yet")
     columns = min(len(panels), _MAX_COLUMNS)
     rows = math.ceil(len(panels) / columns)
+    # In inches: a panel is 4.5 wide and 3 high.
     figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
     for position, (name, lines) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, position, title=name, xlabel="step")
         _draw_lines(axes, lines)
-    # Notebooks render a Figure only once pyplot is imported, which is slow. They call this method,
-    # which a Figure lacks, of any object.
+    # Notebooks render an object by its method _repr_png_. A Figure has this method only once pyplot
+    # is imported, which is slow.
     figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     if output is not None:
         figure.savefig(output, dpi=150)
@@ -63,7 +64,7 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
 
 
 def _read_panels(tables: list[Path]) -> _Panels:
-    """Read the metrics of all tables. Metrics with one name after the last ``/`` share a panel.
+    """Read the metrics of all tables, with those of one name after the last ``/`` in one panel.
 
     Args:
         tables: the CSV files that ``CSVLogger`` wrote, one for each run. Each has a column ``step``

@@ -24,9 +24,9 @@ __all__ = ["Throughput"]
 
 
 class _Sums(NamedTuple):
-    """What the ranks exchange at the end of a window: sums over ranks.
+    """The sums over ranks that are exchanged at the end of a window.
 
-    The sums over one rank are the message of that rank.
+    The message of a rank has the same fields, with the numbers of this rank alone.
 
     Attributes:
         samples: the samples of the window.
@@ -86,8 +86,9 @@ class Throughput:
         self._warmup = warmup
         self._peak_flops = peak_flops
         self._counter = _FlopCounter()
+        # The number of finished steps, warm-up included.
         self._steps = 0
-        # Nanoseconds of time.perf_counter_ns.
+        # When the current window began, by time.perf_counter_ns().
         self._window_start = 0
         # The sums of this process in the current window.
         self._samples: float | Tensor = 0
@@ -98,18 +99,18 @@ class Throughput:
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """Count the FLOPs of the block, a step's forward and backward passes, in the first step.
+        """Count the FLOPs of the block if it belongs to the first step.
 
-        Recomputation by activation checkpointing does not count. In the first step
-        ``torch.compile`` modules run uncompiled. After the first step, which :meth:`update` ends,
-        the context does nothing.
+        The block has the forward and backward passes of a step. Recomputation by activation
+        checkpointing does not count. In the first step, compiled modules run uncompiled. After the
+        first call of :meth:`update`, which ends the first step, the context does nothing.
         """
         is_first_step = self._steps == 0
         if not is_first_step:
             yield
             return
-        # Without this stance, torch would never compile a module whose first call is within a
-        # dispatch mode.
+        # Without this stance, torch would never compile a module that is called for the first time
+        # within a dispatch mode, such as the counter.
         with torch.compiler.set_stance("force_eager"), self._counter:
             yield
 
@@ -175,7 +176,8 @@ class Throughput:
         Raises:
             UsageError: MFU is wanted, and no FLOPs were counted.
         """
-        own_sums = _Sums(
+        # int() reads tensors, which waits for the device.
+        message = _Sums(
             samples=int(self._samples),
             tokens=int(self._tokens),
             first_samples=int(self._first_samples),
@@ -184,18 +186,18 @@ class Throughput:
             elapsed=elapsed,
             ranks=1,
         )
-        # One message, with the fields in their order.
-        sums = _Sums(*self._fabric.all_reduce(list(own_sums), reduce_op="sum"))
+        # One collective for all fields, in their order.
+        sums = _Sums(*self._fabric.all_reduce(list(message), reduce_op="sum"))
         if self._peak_flops and not sums.first_flops:
             raise UsageError(
                 f"Throughput(peak_flops={self._peak_flops})",
                 problem="no FLOPs were counted in the first step",
                 suggestion="with throughput.count_flops(): ...",
             )
-        # The mean over ranks.
+        # The mean over ranks, in seconds.
         seconds = sums.elapsed / sums.ranks / 1e9
-        # Several ranks may compute parts of the same batch. Each of them has counted its samples,
-        # so the sum is divided by the number of ranks for each batch.
+        # Several ranks may compute parts of the same batch, and each of them has counted all of its
+        # samples. So the sum is divided by the number of ranks that share a batch.
         batches = self._fabric.strategy._data_parallel_communicator().size
         samples = sums.samples * (batches / sums.ranks)
         flops_of_one_process = sums.flops / sums.ranks / seconds
@@ -253,7 +255,8 @@ class _FlopCounter(DispatchMode):
         # DTensor works out the shapes of its results with fake tensors, which compute nothing.
         is_fake = FakeTensor in types
         if not is_fake and not PLAIN_TENSOR_TYPES.issuperset(types):
-            # A DTensor, which then calls operators on its local tensors: these are counted.
+            # torch then has the DTensor run the operator. The DTensor calls operators on its local
+            # tensors, which come here and are counted.
             return NotImplemented
         result = func(*args, **kwargs)
         # Formulas are registered for a packet, which is an operator with all its overloads.

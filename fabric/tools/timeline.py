@@ -131,10 +131,13 @@ class Timeline(SessionObserver):
         self._thread = get_ident()
         self._has_peers = session.runtime.world.world_size > 1
         self._is_cuda = device.type == "cuda"
+        # Returns the current time: nanoseconds or, for CUDA, an event on the stream.
         self.now: Callable[[], Mark] = time_ns
         if self._is_cuda:
             self.now = partial(_record_event, device)
+        # Set by a profile: called after each step with the number of finished steps.
         self.on_step: Callable[[int], None] | None = None
+        # Keeps no spans, until a profile sets a longer deque.
         self.trace: deque[_Span] = deque(maxlen=0)
         self.steps = 0
         # The id() of the first optimizer that was stepped, whose steps count.
@@ -150,7 +153,7 @@ class Timeline(SessionObserver):
         self._step_began = self._round_began
         # Whether the current round has work outside of the loop, as the first one has.
         self._is_disturbed = True
-        # Removes the hooks when it is closed.
+        # close() closes this stack, which removes the hooks.
         self._hooks = ExitStack()
         self.is_active = True
         self._register_hooks(session)
@@ -160,6 +163,7 @@ class Timeline(SessionObserver):
 
         Forward passes are measured from :meth:`on_setup` on.
         """
+        # undo(function, *arguments) has close() call the function.
         undo = self._hooks.callback
         undo(setattr, self, "is_active", False)
         undo(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -189,6 +193,7 @@ class Timeline(SessionObserver):
         collectives. Any other module may wait for gradients and buffers of DDP.
         """
         contract = model._fabric_contract
+        # undo(function) has close() call the function.
         undo = self._hooks.callback
         self._watch("forward", model._fabric_hooks)
         if contract.is_sharded:
@@ -200,6 +205,7 @@ class Timeline(SessionObserver):
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)
                 undo(handle.remove)
+        # DDP broadcasts the buffers at the start of a forward pass.
         has_buffers = next(contract.module.buffers(), None) is not None
         if contract.needs_forward and has_buffers:
             undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
@@ -211,7 +217,7 @@ class Timeline(SessionObserver):
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches. The time in which each is fetched is a span ``"data"``."""
-        # The context manager as a decorator of next().
+        # As a decorator of next(), the context manager is entered at each call.
         fetch = self.during("data")(next)
         while True:
             batch = fetch(batches, _END_OF_BATCHES)
@@ -244,8 +250,10 @@ class Timeline(SessionObserver):
     def totals(self) -> dict[int, PhaseSeconds]:
         """Return the seconds in each phase of the latest rounds, by number of the round.
 
-        Disturbed and unfinished rounds are left out if there are others. Waits for the device.
+        If all finished rounds are disturbed, the result has only the last one. If none is finished,
+        the result has the current round. Waits for the device.
         """
+        # A disturbed round has the number 0.
         rounds = [finished for finished in self._rounds if finished.number > 0]
         if not rounds:
             rounds = list(self._rounds)
@@ -254,6 +262,7 @@ class Timeline(SessionObserver):
                 number=0, begin=self._round_began, end=self.now(), spans=self._spans
             )
             rounds = [unfinished]
+        # The events of a CUDA device can be read only once the device has reached them.
         self.wait()
         totals: dict[int, PhaseSeconds] = {}
         for finished in rounds:
@@ -261,7 +270,7 @@ class Timeline(SessionObserver):
         return totals
 
     def wait(self) -> None:
-        """Wait for the device. The current round does not count, since this disturbs it."""
+        """Wait for the device, and mark the current round as disturbed by the wait."""
         self._is_disturbed = True
         if self._is_cuda:
             torch.cuda.synchronize()
@@ -312,7 +321,7 @@ class Timeline(SessionObserver):
             self._add(_Span(closed_name, outer, begin, end))
         if name == "backward" and self._last_gradient is not None:
             # After its last gradient, the rank only waits for the reduction of gradients.
-            self._add(_Span(Wait("gradients"), name, self._last_gradient, end))
+            self._add(_Span(Wait("gradients"), outer=name, begin=self._last_gradient, end=end))
 
     def _add(self, span: _Span) -> None:
         self._spans.append(span)
@@ -330,7 +339,7 @@ class Timeline(SessionObserver):
         """
         if self._open and self._open[-1].name == "forward":
             begin = self._open[-1].begin
-            self._add(_Span(Wait("buffers"), "forward", begin, self.now()))
+            self._add(_Span(Wait("buffers"), outer="forward", begin=begin, end=self.now()))
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
         """Begin the span of an optimizer's step. A hook of torch for all optimizers.
@@ -348,6 +357,7 @@ class Timeline(SessionObserver):
     def _end_round(self) -> None:
         """Keep the current round, and begin the next one."""
         now = self.now()
+        # totals() leaves out rounds with the number 0, if there are others.
         number = 0 if self._is_disturbed else self.steps
         finished = _Round(number=number, begin=self._round_began, end=now, spans=self._spans)
         self._rounds.append(finished)
@@ -361,12 +371,12 @@ class Timeline(SessionObserver):
         The step of the first optimizer also ends the step of the loop.
         """
         if not self._is_open("optimizer"):
-            return
+            return  # the hooks have been called before, for the step() of a base class
         self._exit("optimizer")
         if self._first_optimizer_id != id(optimizer):
             return
         now = self.now()
-        self.trace.append(_Span(f"step {self.steps}", "", self._step_began, now))
+        self.trace.append(_Span(f"step {self.steps}", outer="", begin=self._step_began, end=now))
         self.steps += 1
         self._step_began = now
         if self.on_step is not None:
@@ -387,9 +397,9 @@ def _nanoseconds(begin: Mark, end: Mark) -> float:
 
 
 def _seconds_by_phase(finished: _Round) -> PhaseSeconds:
-    """Return the seconds in each phase of a round, without those of phases inside of it.
+    """Return the seconds in each phase of a round. The seconds add up to the duration of the round.
 
-    The seconds of all phases add up to the duration of the round.
+    The time of a phase inside of another phase counts only for the inner one.
     """
     # The first number is the time in the phase. The second one is the time of possible waits.
     totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -398,10 +408,11 @@ def _seconds_by_phase(finished: _Round) -> PhaseSeconds:
         seconds = _nanoseconds(span.begin, span.end) / 1e9
         is_wait = isinstance(span.name, Wait)
         if is_wait:
-            # A wait is part of the phase around it.
+            # A wait is part of the outer phase, and is not taken out of its seconds.
             totals[span.outer][1] += seconds
         else:
-            # The phase around it begins with the whole time, from which this phase is taken out.
+            # The outer phase has begun with its whole duration, which includes this phase. Outside
+            # of all phases, _OTHER has begun with the duration of the round.
             totals[span.name][0] += seconds
             totals[span.outer][0] -= seconds
     return dict(totals)
@@ -445,7 +456,7 @@ class Timings(NamedTuple):
             share = mean / self.seconds
             lines.append(f"{name:14}{1e3 * mean:8.1f}{share:7.0%}{fastest:>17}{slowest:>17}")
         for (rank, phase), delay in self.delays.items():
-            if delay > _SHOWN_DELAY * self.seconds:
+            if delay > _SHOWN_DELAY * self.seconds:  # more than 1 % of a step
                 milliseconds = f"{1e3 * delay:.1f} ms"
                 lines.append(f"the others wait {milliseconds} a step for rank {rank}, in {phase}")
         return "\n".join(lines)
@@ -494,15 +505,18 @@ def timings(session: Session) -> Timings:
     # Both have the dimensions (rounds, ranks, phases).
     seconds, possible_waits = _as_tensors(totals_by_rank, round_numbers, phases)
     # The least time of any rank is the communication itself; see [Note: Timeline].
-    waits = possible_waits - possible_waits.amin(1, keepdim=True)
+    communication = possible_waits.amin(dim=1, keepdim=True)
+    waits = possible_waits - communication
     own = seconds - waits
-    waited = waits.sum(2)
-    mean_own = own.mean(0)
+    # The dimensions are (rounds, ranks).
+    waited = waits.sum(dim=2)
+    # The dimensions are (phases, ranks).
+    mean_own = own.mean(dim=0).T
     return Timings(
         steps=len(round_numbers),
-        seconds=float(seconds.sum(2).mean()),
-        own=dict(zip(phases, mean_own.T.tolist(), strict=True)),
-        waited=waited.mean(0).tolist(),
+        seconds=float(seconds.sum(dim=2).mean()),
+        own=dict(zip(phases, mean_own.tolist(), strict=True)),
+        waited=waited.mean(dim=0).tolist(),
         delays=_delays(own, waited, phases),
     )
 
@@ -528,7 +542,8 @@ def _as_tensors(
             phase_seconds = totals[number]
             row.append([phase_seconds.get(phase, [0.0, 0.0]) for phase in phases])
         rows.append(row)
-    seconds, possible_waits = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    # The last dim has the two numbers of each phase.
+    seconds, possible_waits = torch.tensor(rows, dtype=torch.float64).unbind(dim=-1)
     return seconds, possible_waits
 
 
@@ -550,7 +565,8 @@ def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, s
     for own_seconds, waits in zip(own, waited, strict=True):
         # The rank that waited least came last, so the other ranks waited for it.
         last_rank = int(waits.argmin())
-        excess = own_seconds[last_rank] - own_seconds.amin(0)
+        # By phase, how much longer it took than the fastest rank.
+        excess = own_seconds[last_rank] - own_seconds.amin(dim=0)
         phase = phases[int(excess.argmax())]
         others_waited = float((waits - waits.min()).sum())
         delays[last_rank, phase] += others_waited / (ranks - 1) / rounds
@@ -580,8 +596,10 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     """
     call_text = f"fabric.profile({path!r}, {steps=})"
     if steps is None:
-        steps = range(2**62)  # without an end
-    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
+        steps = range(2**62)  # more steps than any job makes
+    # ``steps`` is the user's argument, and may have another type after all.
+    is_contiguous = isinstance(steps, range) and steps.step == 1 and 0 <= steps.start < steps.stop
+    if not is_contiguous:
         raise ConfigurationError(
             call_text, expected="steps that follow each other, from 0 on, such as range(10, 20)"
         )
@@ -590,6 +608,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         raise UsageError(call_text, problem="another profile is under way")
     target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
     communicator = session.runtime.communicator
+    # An error of rank 0 in this block is raised on all ranks.
     with rank_zero_first(communicator):
         if session.runtime.store.rank == 0:
             # Opened now for its error: the trace is written only at the end.
@@ -597,6 +616,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
             target.open("a").close()
     clock = _synchronize_clocks(communicator)
     with ExitStack() as stack:
+        # Without Fabric(timings=True), a timeline measures only as long as this profile.
         is_measuring = timeline is not None and timeline.is_active
         if timeline is None or not is_measuring:
             timeline = stack.enter_context(closing(Timeline(session)))
@@ -626,7 +646,8 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
         communicator.barrier("fabric.profile")
         exits.append(time_ns())
     entries_of_rank0 = communicator.broadcast_object(entries, 0)
-    # Each is the difference of the clocks plus the duration of a barrier. The least one is nearest.
+    # Each lead is the difference of the clocks plus the duration of a barrier. So the least lead
+    # is the nearest to the difference of the clocks.
     leads: list[int] = []
     for entered, exited in zip(entries_of_rank0, exits, strict=True):
         leads.append(exited - entered)
@@ -654,12 +675,14 @@ class _Profile:
         self._steps = steps
         self._clock = clock
         self._target = target
+        # The timeline may have counted steps before the profile.
         self._steps_before = timeline.steps
+        # The events of the trace, as JSON.
         self._events: list[dict[str, Any]] = []
         self._collectives: list[ProfiledCollective] = []
         self._add_metadata("process_name", f"rank {self._store.rank}")
         self._add_metadata("thread_name", "phases")
-        # What happens at the end, in reverse order: the trace is written last.
+        # The calls to make at the end, in reverse order: the trace is written last.
         self._at_end = ExitStack()
         self._at_end.callback(self._write)
         timeline.on_step = self._on_step
@@ -671,7 +694,7 @@ class _Profile:
         self._at_end.close()
 
     def _on_step(self, finished_steps: int) -> None:
-        """Begin or end to record. The timeline calls it after each step of the loop."""
+        """Begin or end the recording. The timeline calls it after each step of the loop."""
         step = finished_steps - self._steps_before
         if step == self._steps.start:
             self._begin()
@@ -681,8 +704,8 @@ class _Profile:
     def _begin(self) -> None:
         """Begin to record spans and collectives.
 
-        At the end, in reverse order: wait for the device, end the profile of collectives, and add
-        the events of both.
+        ``_at_end`` gets the calls that end the recording, in reverse order: wait for the device,
+        end the profile of collectives, and add the events of spans and collectives.
         """
         timeline = self._timeline
         # The device must be idle, so that the mark and time_ns() below are the same moment.
@@ -703,7 +726,7 @@ class _Profile:
             begin = began + _nanoseconds(mark, span.begin)
             duration = _nanoseconds(span.begin, span.end)
             self._add("X", span.name, begin, track=0, dur=duration / 1e3)
-        # Collectives overlap, so each of them is a pair of events.
+        # Collectives may overlap, so each of them is a pair of events with the same id.
         for number, collective in enumerate(self._collectives):
             pair = f"{self._store.rank}/{number}"
             self._add("b", collective.name, collective.begin, track=1, id=pair)
@@ -755,7 +778,8 @@ class _Profile:
     def _write_of_all_ranks(self, topic: str) -> None:
         """Write the events that the ranks have published. Warns of ranks that are missing."""
         ranks = range(self._store.size)
-        events_by_rank = self._store.read(topic, ranks, _STORE_TIMEOUT)
+        # Waits for the other ranks. The result lacks a rank that does not publish in this time.
+        events_by_rank = self._store.read(topic, ranks, max_wait=_STORE_TIMEOUT)
         trace: list[dict[str, Any]] = []
         for events in events_by_rank.values():
             trace.extend(events)
