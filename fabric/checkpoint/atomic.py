@@ -29,9 +29,9 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
     """Yield a binary file whose content replaces ``path`` when the block ends without an error.
 
     When the block raises, or the process dies at any point, ``path`` keeps its old content. Missing
-    parent folders are created. The new file's mode follows the umask, whatever mode the old one
-    had. A symbolic link is followed, as by ``open``: the file that the link points to is replaced
-    and the link stays. See ``[Note: atomic publish]``.
+    parent folders are created. The mode of the new file follows the umask, and not the mode of the
+    old file. If ``path`` is a symbolic link, the file that it points to is replaced, and the link
+    stays. See ``[Note: atomic publish]``.
 
     Raises:
         CheckpointError: ``path`` is a folder or a device, or the file system refuses (permissions,

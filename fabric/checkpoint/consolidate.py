@@ -134,8 +134,8 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
         candidates = [name for name in models if name == key]
     if len(candidates) == 1:
         return candidates[0]
-    number = len(models) or "none"
-    problem = f"of its entries, {number} can be a model; --key names none of them"
+    count = len(models) or "none"
+    problem = f"of its entries, {count} can be a model; --key names none of them"
     raise ConfigurationError(request, problem, expected=join_names(map(repr, models)))
 
 

@@ -135,6 +135,7 @@ def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
     Raises:
         ArgumentTypeError: the value is not a tensor with values, or is sharded or a subclass.
     """
+    # A subclass, such as a DTensor, may have more state than its values.
     if type(value) not in (Tensor, nn.Parameter):
         raise unsupported(path, value)
     if _is_dense(value):

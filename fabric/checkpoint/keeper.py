@@ -222,9 +222,9 @@ class Checkpoints:
             step: a number of at least 0, the same on every process. :meth:`restore` returns it.
             state: names and objects, as for ``Fabric.save``. Include what the loop needs to resume,
                 such as its loaders. Random states and the loss scale are added.
-            metrics: names, and numbers or tensors of one element. Those of rank 0 are kept. The
-                metric that ``best`` names is required, and must be the same on every process. None
-                for a save without metrics, which is never the best one.
+            metrics: names, and numbers or tensors of one element. The values of rank 0 are kept.
+                The metric that ``best`` names is required, and must be the same on every process.
+                None for a save without metrics, which is never the best one.
             async_: return as soon as everything has been copied in memory.
 
         Raises:
@@ -302,10 +302,10 @@ class Checkpoints:
 
     @contextmanager
     def _commit(self, name: str, metrics: _Metrics, communicator: Communicator) -> Iterator[None]:
-        """Write the metrics before the block, which saves a checkpoint, and rotate after it.
+        """Write the metrics, have the block save a checkpoint, and then remove older checkpoints.
 
-        Collective over ``communicator``. In a background save, all of it runs on the thread that
-        writes. See ``[Note: files of a run]``.
+        Collective over ``communicator``. A background save enters this context, too, on the thread
+        that writes. See ``[Note: files of a run]``.
 
         Args:
             name: the name of the checkpoint.
@@ -315,7 +315,8 @@ class Checkpoints:
         metrics_files: dict[str, str] = {}
         if metrics:
             metrics_files[f"{name}.json"] = json.dumps(metrics)
-        # Before the save too: a killed job may have left one checkpoint too many.
+        # Older checkpoints are removed before the save, too: a killed job may have left one
+        # checkpoint too many.
         self._rotate(communicator, metrics_files)
         # If the block raises, the name stays here, and the next save removes what was written.
         self._stale.append(name)

@@ -347,17 +347,17 @@ def _is_writer(tensor: Any, rank: int) -> bool:
     """Return whether this rank writes its share of a tensor, so that each value is written once.
 
     Rank 0 writes full tensors. Of the replicas of a DTensor, the ranks with coordinate 0 in each
-    replicated dimension of the mesh write. A DTensor on a submesh has replicas on the parallel
-    submeshes, too. Of these the submesh that contains rank 0 writes.
+    replicated dimension of the mesh write. If the mesh of a DTensor is a submesh, there are
+    replicas on the parallel submeshes, too. Then the submesh that contains rank 0 writes.
     """
     is_dtensor = hasattr(tensor, "device_mesh")
     if not is_dtensor:
         return rank == 0
-    coordinate = None
-    if 0 in tensor.device_mesh.mesh:
-        coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return False  # this rank or rank 0 is not in the mesh
+    has_rank0 = 0 in tensor.device_mesh.mesh
+    # None if this rank is not in the mesh.
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or not has_rank0:
+        return False
     for index, placement in zip(coordinate, tensor.placements, strict=True):
         if placement.is_replicate() and index != 0:
             return False

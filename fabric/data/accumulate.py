@@ -100,7 +100,7 @@ class Windows:
 
 
 def check_no_window(active_loops: Sequence[ActiveLoop]) -> None:
-    """Raise a CheckpointError if one of these loops is inside a window of ``fabric.accumulate``.
+    """Raise a CheckpointError if an active loop is inside a window of ``fabric.accumulate``.
 
     ``fabric.save`` calls this function, since a checkpoint has no accumulated gradients.
     """

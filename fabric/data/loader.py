@@ -310,9 +310,9 @@ class FabricDataLoader(_Base):
         """Return the loader's iterator for an iteration that continues at a loaded position.
 
         torch's ``iter()`` draws the base seed of the workers. The saved run had drawn this seed
-        before it saved the position, so here the draw must not change the streams. An exception
-        are the generators from which the order is drawn again: they continue from where that draw
-        leaves them.
+        before it saved the position, so this draw must not change the streams, which are restored
+        after it. The generators of the order are not restored if the order is drawn again: they
+        continue from where the draw of the order leaves them.
         """
         spec = self._spec
         replayed_generators: tuple[torch.Generator, ...] = ()
@@ -365,7 +365,7 @@ class FabricDataLoader(_Base):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the prepared copy. Called for a name that this object lacks."""
-        # copy and pickle look up special methods, which must not be those of the user's loader.
+        # copy and pickle look up special methods, which must not be taken from the user's loader.
         # They also look up names before this object has a loader, which would recurse.
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(name)
@@ -388,7 +388,8 @@ class FabricDataLoader(_Base):
         """Number of batches that the latest iteration skipped because of a loaded position."""
         if self._latest_position is None:
             return 0
-        # shard_count is 1 where skipped_entries are those of this rank.
+        # If fabric shards the order, skipped_entries counts the entries of all ranks. Otherwise it
+        # counts the entries of this rank, and shard_count is 1.
         entries_per_step = self._spec.shard_count * self._spec.entries_per_batch
         return -(-self._latest_position.skipped_entries // entries_per_step)  # rounded up
 

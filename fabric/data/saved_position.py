@@ -163,9 +163,11 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     order, and entries of this rank if the sampler or the dataset shards.
 
     Raises:
-        CheckpointError: the number of entries is not known for this number of ranks. Where the
-            sampler shards, the cursor is not a multiple of the number of ranks, and the order is
-            not at its end. Where the ranks shard the data themselves, their number differs.
+        CheckpointError: the number of entries is not known for this number of ranks:
+
+            - The sampler shards, the cursor is not a multiple of the number of ranks, and the
+              order is not at its end.
+            - Or the ranks shard the data themselves, and the number of ranks has changed.
     """
     cursor = saved["cursor"]
     # 1 if fabric shards the order, which makes the remainder 0.

@@ -52,10 +52,10 @@ class SynchronizedStreams:
         All ranks call this method in the same sequence. Afterwards, the streams are as follows:
 
         - A generator continues from where ``action`` left it.
-        - A global stream of the process does the same if its state was
-          equal to rank 0's, as without synchronization.
-        - A global stream with another state has that state again, since ranks may differ on
-          purpose.
+        - A global stream of the process (of torch, numpy or Python) does the same if its state was
+          equal to rank 0's.
+        - A global stream whose state differed from rank 0's has its own earlier state again, since
+          ranks may differ on purpose.
         - After a draw from a saved state, all global streams have their earlier states again.
 
         Args:
@@ -73,6 +73,7 @@ class SynchronizedStreams:
             # Without exceptions: all global streams get their earlier states again.
             self.streams.restore_global_streams(local_state, unless={})
             return saved, result
+        # False if nothing random is drawn.
         has_streams = bool(self.streams)
         if self._from_rank0 is None or not has_streams:
             return local_state, action()
@@ -187,7 +188,7 @@ class ShardedSampler:
 
         Python calls it for a name that this object lacks.
         """
-        # copy and pickle look up special methods, which must not be those of the user's object.
+        # copy and pickle look up special methods, which must not be taken from the user's object.
         # They also look up names before this object has any attributes, which would recurse.
         is_being_copied = "_batch_sampler" not in vars(self)
         if name.startswith("__") or is_being_copied:
@@ -217,7 +218,7 @@ class ShardedSampler:
         return result
 
     def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
-        """Return this rank's entries of an order, without those received before.
+        """Return this rank's entries of an order, without the entries that were received before.
 
         Every random number that depends on the streams is drawn before this method returns,
         since the caller replays or synchronizes the streams only for the time of this call.
@@ -365,7 +366,7 @@ class InterleavedIterable(IterableDataset[Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's dataset. Called for a name that this object lacks."""
-        # copy and pickle look up special methods, which must not be those of the user's dataset.
+        # copy and pickle look up special methods, which must not be taken from the user's dataset.
         # They also look up names before this object has a dataset, which would recurse.
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)

@@ -144,8 +144,8 @@ class LoaderSpec:
         entries = self.shard_length(position)
         if entries is None:
             return None
-        full_batches, incomplete = divmod(entries, self.entries_per_batch)
-        if incomplete and not self.drop_last:
+        full_batches, remaining_entries = divmod(entries, self.entries_per_batch)
+        if remaining_entries > 0 and not self.drop_last:
             return full_batches + 1
         return full_batches
 
@@ -457,16 +457,17 @@ def _streams_of(sampler: Any, loader_generators: tuple[torch.Generator, ...]) ->
     The states of these streams are saved, synchronized and replayed to draw the order again.
 
     Args:
-        sampler: the streams of torch's own samplers are known exactly. Any other sampler may draw
-            from all global streams, from the generators that it holds, and from the loader's
-            generator.
+        sampler: the user's sampler. The streams of torch's own samplers are known exactly. Any
+            other sampler may draw from all global streams, from the generators that it holds, and
+            from the loader's generator.
         loader_generators: the loader's generator, if it has one.
     """
     # A subclass may draw from more streams, so types are compared exactly.
     sampler_type = type(sampler)
-    is_fixed = sampler_type in (SequentialSampler, list, tuple, range)
+    has_fixed_order = sampler_type in (SequentialSampler, list, tuple, range)
     # A sampler that shards by itself has to draw the same order on all ranks, without fabric.
-    if is_fixed or _sampler_shard(sampler) is not None:
+    shards_itself = _sampler_shard(sampler) is not None
+    if has_fixed_order or shards_itself:
         return RandomStreams()
     if sampler_type is BatchSampler:
         return _streams_of(sampler.sampler, loader_generators)

@@ -265,6 +265,7 @@ def _examine_command() -> str:
     """Return a finding about the command ``fabric``, which another package may have installed."""
     command = shutil.which("fabric")
     if command is None:
+        # Not a failure: python -m fabric works without the command.
         return _finding("the command fabric: not on PATH")
     text = f"the command fabric: {command}"
     # The script that pip generates for our entry point has this import.

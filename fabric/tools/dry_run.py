@@ -594,8 +594,7 @@ def _nbytes(tree: Any) -> int:
 def _parse_memory(memory: int | str | None) -> int | None:
     """Return a number of bytes from a number or a text such as ``"80GiB"``, ``"80 GB"``, ``"8G"``.
 
-    The prefix of ``GB`` is a power of 1000, and that of ``GiB`` is a power of 1024. None stays
-    None.
+    ``GB`` and ``G`` are powers of 1000, and ``GiB`` is a power of 1024. None stays None.
 
     Raises:
         ConfigurationError: the text is not a size.

@@ -580,8 +580,8 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
 
     Collective on entry. The trace has the phases of every step (data, forward, backward,
     optimizer, save) and the collectives of each process, on rank 0's clock. The trace is written
-    after the last of the steps, or when the context exits, even early: rank 0 waits at most ten
-    seconds for the other processes. See ``Fabric.profile``.
+    after the last of the steps, or when the context exits before that. Then rank 0 waits at most
+    ten seconds for the other processes. See ``Fabric.profile``.
 
     Args:
         session: the session of this process.
@@ -621,7 +621,10 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         if timeline is None or not is_measuring:
             timeline = stack.enter_context(closing(Timeline(session)))
             session.attach(timeline)
-        stack.enter_context(closing(_Profile(session.runtime, timeline, steps, clock, target)))
+        running_profile = _Profile(
+            session.runtime, timeline, steps=steps, clock=clock, target=target
+        )
+        stack.enter_context(closing(running_profile))
         yield
 
 
@@ -666,7 +669,7 @@ class _Profile:
     """
 
     def __init__(
-        self, runtime: Runtime, timeline: Timeline, steps: range, clock: _Clock, target: Path
+        self, runtime: Runtime, timeline: Timeline, *, steps: range, clock: _Clock, target: Path
     ) -> None:
         """Begin to record if the steps begin at 0. :func:`profile` calls it on every rank."""
         self._device = runtime.device
