@@ -393,7 +393,10 @@ def check_plain(name: str, value: Any) -> None:
         allowed_classes.add(allowed_class)
 
     def check(path: KeyPath, item: Any) -> None:
-        """Raise an error unless a value that is not a plain collection or scalar is allowed."""
+        """Raise an error unless the class of a value is allowed.
+
+        ``to_json`` calls it for each value that is not a plain collection or scalar.
+        """
         if type(item) not in allowed_classes:
             raise unsupported(path, item)
         if isinstance(item, Tensor):

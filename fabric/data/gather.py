@@ -141,8 +141,8 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     position_before = replace(position, received_batches=position.received_batches - 1)
     entries = None
     if order_length is not None:
-        # All entries that remained before this batch, which may be more than the batch has: a
-        # slice with a longer end is the whole batch.
+        # The entries that remained before this batch. The gathered rows are sliced up to this
+        # number, which cuts off nothing but the repetitions in the last batch.
         entries = order_length - spec.cursor(position_before)
     samples_of_rank = None
     shard_length = spec.shard_length(position)

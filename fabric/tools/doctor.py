@@ -257,6 +257,7 @@ def _examine_imports() -> Iterator[str]:
     conflicting = set(packages_distributions().get("fabric", ())) - {"torch-fabric"}
     if conflicting:
         names = " ".join(conflicting)
+        # Both wrote the same folder, so both have to be removed before one is installed again.
         remedy = f"pip uninstall {names} torch-fabric; pip install torch-fabric"
         yield _finding(f"import fabric: {names} has the same name in this environment", remedy)
 

@@ -64,7 +64,7 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
 
 
 def _read_panels(tables: list[Path]) -> _Panels:
-    """Read the metrics of all tables, with those of one name after the last ``/`` in one panel.
+    """Read the metrics of all tables into panels, which are named by the text after the last ``/``.
 
     Args:
         tables: the CSV files that ``CSVLogger`` wrote, one for each run. Each has a column ``step``

@@ -318,7 +318,7 @@ class Timeline(SessionObserver):
             outer = _OTHER
             if self._open:
                 outer = self._open[-1].name
-            self._add(_Span(closed_name, outer, begin, end))
+            self._add(_Span(closed_name, outer=outer, begin=begin, end=end))
         if name == "backward" and self._last_gradient is not None:
             # After its last gradient, the rank only waits for the reduction of gradients.
             self._add(_Span(Wait("gradients"), outer=name, begin=self._last_gradient, end=end))
