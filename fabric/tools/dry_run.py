@@ -356,7 +356,7 @@ def _alternatives(
     precision: Precision | PrecisionName | None,
     layer_types: tuple[type[nn.Module], ...],
 ) -> Iterator[_Alternative]:
-    """Yield strategies, each of which needs less memory than the one before.
+    """Yield strategies, each of which may need less memory than the one before.
 
     Args:
         requested: the strategy that needs too much memory. If it shards over a mesh, only options
