@@ -102,7 +102,7 @@ class Remembers(CPUAccelerator):
 
 @pytest.mark.parametrize(
     ("accelerator", "text"),
-    [(Guesses(), "refuses what names no device"), (Remembers(3), "is stateless")],
+    [(Guesses(), "refuses values that name no device"), (Remembers(3), "is stateless")],
 )
 def test_the_suite_names_the_fault_of_an_accelerator(accelerator: Any, text: str) -> None:
     with pytest.raises(AssertionError, match=text):

@@ -110,7 +110,7 @@ def arguments_of_rank(
 
 
 def _value_of_rank(argument: Any, rank: int) -> Any:
-    """Return the value of a :class:`PerRank` for a rank. Another argument is the same on all."""
+    """Return the value of a :class:`PerRank` for a rank. Return any other argument unchanged."""
     if isinstance(argument, PerRank):
         return argument.values[rank]
     return argument
@@ -160,13 +160,14 @@ def error_report(rank: int, error: BaseException) -> Report:
     if error.__traceback__ is not None:
         # The first frame is fabric's own, which does not help the reader.
         error = error.with_traceback(error.__traceback__.tb_next)
-    headline = traceback.TracebackException.from_exception(error)
-    headline.__notes__ = None  # otherwise the last lines would be the notes
-    # For a SyntaxError, lines with the code come before the lines with the type and the message.
-    *_, message_lines = headline.format_exception_only()
-    first_line, _, _ = message_lines.partition("\n")
+    formatter = traceback.TracebackException.from_exception(error)
+    formatter.__notes__ = None  # otherwise the last item below would be a note
+    # The last item has the type and the message. For a SyntaxError, items with the code come
+    # before.
+    *_, type_and_message = formatter.format_exception_only()
+    first_line, _, _ = type_and_message.partition("\n")
     role = FailureRole.POSSIBLE_CAUSE
-    # A lost connection, a timeout or a mismatch of collectives.
+    # True for a lost connection, a timeout or a mismatch of collectives.
     if is_secondary(error):
         role = FailureRole.LOST_PEER
     return Report(
@@ -221,7 +222,8 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
         if report is cause:
             continue
         other_outcomes.append(f"rank {report.rank} {report.outcome}")
-        # The traceback of a rank that lost its peer would hide the other tracebacks.
+        # The traceback of a rank that only lost another rank is left out: there may be many of
+        # them.
         if report.has_failed and report.role < FailureRole.LOST_PEER:
             stacks.append(_titled_stack(report))
     shown_stacks = [stack for stack in stacks if stack]
@@ -233,8 +235,8 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
         # The error indents its first line by two spaces.
         problem="\n  ".join(other_outcomes),
     )
-    # The interpreter prints __cause__. Hypothesis distinguishes failures by __context__, and
-    # shrinks each of them.
+    # __cause__ is what the interpreter prints. By __context__, hypothesis tells different failures
+    # apart, and shrinks an example of each.
     error.__cause__ = cause.error
     error.__context__ = cause.error
     return error
@@ -243,8 +245,8 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
 def _distance_from_root_cause(report: Report) -> tuple[FailureRole, bool, int]:
     """Return a sort key of failed ranks that puts the most likely root cause first.
 
-    Equally likely ranks are in rank order, not in the order of time: so one failure gives the same
-    text in every run, which hypothesis needs.
+    Equally likely ranks are in rank order, and not in the order of time. So the same failure gives
+    the same text in every run, which hypothesis needs.
     """
     # A process that was killed or has exited says more about the cause than one that raised.
     has_raised = report.exit_code == 1
@@ -275,7 +277,7 @@ def check_arguments(fn: Callable[..., Any], arguments: Iterable[object], size: i
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a function for error texts. The name of a callable object is its type's.
+    """Return the name of a function, or of the type of another callable object, for error texts.
 
     The text ``.<locals>`` in the name of a nested function is left out.
     """
@@ -329,7 +331,7 @@ def differences(
     if type(actual) is not type(expected):
         yield f"{label}: {actual!r:.80} is a {type(actual).__name__}, expected {expected!r:.80}"
         return
-    # The children by name, such as ".left" or "[0]". A leaf has none.
+    # The children of a collection by name, such as ".left" or "[0]". A leaf has no children.
     actual_children = children(actual)
     expected_children = children(expected)
     all_names = actual_children | expected_children

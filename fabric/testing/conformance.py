@@ -116,12 +116,12 @@ def assert_equivalent(
     # The result of each rank, by the title of the run.
     results: dict[str, list[Any]] = {}
     for number, (strategy, size) in enumerate(runs):
-        name = strategy
+        name = strategy  # if it is a text
         if isinstance(strategy, Strategy):
             name = strategy.name
         with RankPool(size, timeout=timeout, strategy=strategy, **options) as pool:
             results[f"run {number}, {name} on {size} rank(s)"] = pool.run(step_fn, *args)
-    # Every rank of every run should return what rank 0 of the first run returned.
+    # Every rank of every run should return the same as rank 0 of the first run.
     results_of_first_run = next(iter(results.values()))
     reference = results_of_first_run[0]
     expected: dict[str, list[Any]] = {}
@@ -164,7 +164,8 @@ def _check_oracles(communicator: Communicator) -> None:
     """
     rank = communicator.rank
     for dtype, shape in product(_DTYPES, _SHAPES):
-        # One value per rank, and one value per rank that has a row for each rank.
+        # One tensor per rank for all_reduce and all_gather. For the other two operations, one
+        # tensor per rank with a row for each rank.
         values = _rank_values(communicator.size, dtype, shape)
         values_with_rows = _rank_values(communicator.size, dtype, (communicator.size, *shape))
         value = values[rank].clone()
@@ -196,7 +197,7 @@ def _check_one_rank(communicator: Communicator) -> None:
     rank = communicator.rank
     for root, shape in product(range(communicator.size), _SHAPES):
         values = _rank_values(communicator.size, torch.float32, shape)
-        # What the root gathers, and also what it scatters.
+        # The root gathers these rows, and also scatters them.
         rows_of_root = None
         if rank == root:
             rows_of_root = torch.stack(values)
@@ -289,7 +290,7 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
     assert_same(fabric.all_reduce(value, reduce_op="max"), oracles.all_reduce(values, "max")[rank])
     assert_same(fabric.all_gather(value), oracles.all_gather(values)[rank])
     assert_same(fabric.broadcast(value, src=fabric.world_size - 1), values[-1])
-    # Only rank 0 decides "yes".
+    # Only rank 0 decides "yes". With all=False, one "yes" is enough.
     is_any_true = fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
     assert_same(is_any_true, True)
     are_all_true = fabric.strategy.reduce_boolean_decision(rank == 0)

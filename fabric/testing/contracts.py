@@ -100,7 +100,8 @@ def _check_conversion(precision: Precision, device_type: str) -> None:
 def _check_forward_context(precision: Precision, device_type: str) -> None:
     """Check that each Precision.forward_context is new and restores the modes of torch."""
     modes_before = _modes(device_type)
-    # Twice, and one context within another, since a precision might return one context again.
+    # A precision might return the same context again. So contexts are entered twice, and one within
+    # another.
     for _ in range(2):
         with precision.forward_context(device_type), precision.forward_context(device_type):
             pass
@@ -181,7 +182,7 @@ def _check_hardware(accelerator: Accelerator) -> None:
 
 
 def _check_wrong_devices(accelerator: Accelerator) -> None:
-    """Check that Accelerator.parse_devices refuses what names no device."""
+    """Check that Accelerator.parse_devices refuses values that name no device."""
     for devices in (0, -2, "", "x", []):
         with _assert_raises(ConfigurationError):
             accelerator.parse_devices(devices)
@@ -207,7 +208,7 @@ def _check_training_on_device(accelerator: Accelerator) -> None:
             losses.append(_train_in_precision(fabric)["losses"])
     losses_on_device, losses_on_cpu = losses
     assert_same(losses_on_device, losses_on_cpu, rtol=1e-4, atol=1e-5)
-    # Called for their errors.
+    # Called only for the errors that they may raise.
     accelerator.release()
     accelerator.return_freed_memory()
 
@@ -334,7 +335,7 @@ def _check_processes(launcher: Launcher, size: int) -> None:
 def _world_of_process() -> dict[str, int]:
     """Return the rank, the world size and the id of this process. Runs in each launched process.
 
-    A rank of -1 means that the environment variables of this process name none.
+    The rank and the world size are -1 if the environment variables do not tell them.
     """
     world = World.from_env(os.environ)
     if world is None:
@@ -519,7 +520,7 @@ def _save_and_load(fabric: Fabric, path: str) -> None:
     model, optimizer = fabric.setup(*_trained_model(seed=1))
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
     other_model, other_optimizer = fabric.setup(*_trained_model(seed=2))
-    # load() returns the entries that it was given no object for.
+    # load() returns the entries for which it was passed no object.
     remaining_entries = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
     assert_same(remaining_entries, {"step": 7})
     assert_same(dict(other_model.state_dict()), dict(model.state_dict()))

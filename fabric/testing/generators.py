@@ -131,7 +131,8 @@ def tensors(
         exact: whether sums are exact; see ``[Note: Exact values]`` at the top of the module.
             Otherwise floats are any numbers from -1,000 to 1,000.
     """
-    # A strategy of strategies: first a dtype, a shape and a layout are drawn, then the tensor.
+    # Tensors are drawn in two steps: first a strategy for one dtype, shape and layout, and then a
+    # tensor from this strategy.
     strategies = _tensor_strategies(dtype, shape, layout, exact)
     return strategies.flatmap(lambda strategy: strategy)
 
@@ -253,15 +254,16 @@ _LENGTHS = st.integers(0, 3)
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
     """Return the values of a tensor in another memory layout.
 
-    A tensor whose shape does not allow the layout is returned as it is. Elements of the storage
-    that do not belong to the result have a fill value, so that a test sees if they are read.
+    A tensor whose shape does not allow the layout is returned unchanged. The storage may have
+    elements that do not belong to the result. They have a fill value, so that a test notices a
+    collective that reads them.
 
     Args:
         tensor: any tensor.
-        layout: ``"contiguous"``, ``"strided"`` (every second element of the storage),
-            ``"transposed"`` (first and last dimension swapped in memory), ``"offset"`` (a storage
-            offset of one), or ``"expanded"`` (the first row repeated with a stride of 0, so that
-            the values of the other rows are lost).
+        layout: ``"contiguous"`` (``tensor`` itself, which should be contiguous), ``"strided"``
+            (every second element of the storage), ``"transposed"`` (first and last dimension
+            swapped in memory), ``"offset"`` (a storage offset of one), or ``"expanded"`` (the first
+            row repeated with a stride of 0, so that the values of the other rows are lost).
     """
     if layout == "strided":
         storage = _filled((*tensor.shape, 2), tensor.dtype)
@@ -273,6 +275,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
         return storage[1:].view(tensor.shape).copy_(tensor)
     if layout == "expanded" and tensor.dim() > 0 and tensor.shape[0] > 1:
         return tensor[:1].expand(tensor.shape)
+    # The layout is "contiguous", or the shape does not allow the layout.
     return tensor
 
 
@@ -294,9 +297,9 @@ def _tensors_of(
 def _tensor_strategies(
     dtype: Any, shape: Any, layout: Any, exact: bool
 ) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
-    """Draw a dtype, a shape and a layout. Return a strategy for tensors that have all three.
+    """Draw a strategy for tensors of one dtype, shape and layout, which are drawn first.
 
-    Two steps are needed to draw several tensors with one dtype and shape.
+    A caller that draws several tensors from one such strategy gets tensors of one dtype and shape.
 
     Args:
         dtype: as for :func:`tensors`.
@@ -316,14 +319,15 @@ def _tensor_strategies(
 def _tree_of_rank(tree: Tree, rank: int) -> Tree:
     """Return the collection of one rank, from a collection whose leaves are PerRank.
 
-    The first key of each dict differs between ranks. So a collective that relied on the insertion
-    order would fail its test.
+    The order of the keys in each dict differs between ranks. So a collective that relied on the
+    insertion order would fail its test.
     """
 
     def value_of_rank(node: Tree) -> Tree:
         """Return the value of a leaf, or the dict of this rank."""
         if isinstance(node, PerRank):
             return node.values[rank]
+        # The node is a dict. Rank r begins with key r.
         items = deque(node.items())
         items.rotate(-rank)
         return {key: _tree_of_rank(value, rank) for key, value in items}
@@ -346,13 +350,14 @@ def _element_strategy(dtype: torch.dtype, exact: bool = True) -> st.SearchStrate
         floats = _element_strategy(torch.float32, exact)
         return st.builds(complex, floats, floats)
     if not dtype.is_floating_point:
-        # An eighth of the range, so that the sum of eight values does not overflow. The least value
-        # is divided as a positive number to round toward zero.
+        # An eighth of the range, so that the sum of eight values does not overflow. // rounds down.
+        # The least value is negated before and after the division, so that it is rounded toward
+        # zero.
         limits = torch.iinfo(dtype)
         return st.integers(-(-limits.min // 8), limits.max // 8)
     if exact:
         return st.integers(-16, 16).map(lambda quarters: quarters / 4)
-    # Hypothesis draws floats that are exact in this number of bits.
+    # The number of bits in which hypothesis draws exact floats, by the bytes of the dtype.
     width = {2: 16, 4: 32}.get(dtype.itemsize, 64)
     return st.floats(-1000.0, 1000.0, width=width)  # type: ignore[arg-type]
 
@@ -372,7 +377,7 @@ def _as_strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of 77, which exact floats never are, or of True for booleans."""
+    """Return a tensor of fill values: 77, which no exact float is, or True for booleans."""
     fill_value = 77
     if dtype is torch.bool:
         fill_value = 1

@@ -38,7 +38,7 @@ _DTYPE_OF_NUMBER = {
     bool: torch.bool,
     complex: torch.complex128,
 }
-# Each takes the values of all ranks as the rows of a tensor.
+# Each function takes a tensor with one row per rank, and reduces the rows.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "mean": lambda rows: rows.sum(0) / rows.shape[0],

@@ -139,7 +139,8 @@ class RankPool:
                 self._send_to_all(supervisor, message)
                 return _collect_results(supervisor, function_name(fn), timeout)
             except BaseException:
-                # The ranks may be in the middle of the call, so they cannot be used again.
+                # The ranks may be in the middle of the call, so they cannot be used again. The next
+                # call starts new ones.
                 self._end(grace=0.0)
                 raise
 
@@ -157,17 +158,19 @@ class RankPool:
 
     def _running_supervisor(self) -> Supervisor:
         """Return the supervisor of the pool's processes. Start processes if there are none."""
-        # The ranks end with their server. No call has failed, so the user gets new ranks.
+        # If the fork server was killed, its ranks have ended, too. No call has failed, so new ranks
+        # are started without an error.
         if self._supervisor is not None and _has_lost_server(self._supervisor):
             self._end(grace=0.0)
         if self._supervisor is None:
             supervisor = Supervisor()
             self._supervisor = supervisor
-            # Also called when the pool is garbage-collected, and when this process exits.
+            # _end() calls this. It is also called when the pool is garbage-collected, and when this
+            # process exits.
             self._close_supervisor = weakref.finalize(self, _close, os.getpid(), supervisor)
             payload = payload_of_call(Call(_serve, (self._fabric,), {}))
             supervisor.start(fork_server().start_rank, node_worlds(self.size), payload)
-            # Each rank sends a first reply once it is connected.
+            # Wait until each rank is connected. Then it sends a first reply, as if to a call.
             _collect_results(supervisor, "the start of the pool", _START_TIMEOUT)
         return self._supervisor
 
@@ -180,13 +183,14 @@ class RankPool:
         """
         self._sender_threads.clear()
         for rank in supervisor.ranks:
-            # The reply to the call before, or to the start.
+            # Remove the reply to the call before, or to the start.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)
                 continue
-            # To send a large message blocks until the rank reads, and a stopped rank never does.
-            # This thread must not block, because it watches the time limit.
+            # Sending a large message blocks until the rank reads, and a stopped rank never reads.
+            # This thread must not block, because it watches the time limit. So another thread
+            # sends.
             sender_thread = threading.Thread(target=rank.send, args=("call", message))
             self._sender_threads.append(sender_thread)
             sender_thread.start()
@@ -201,13 +205,14 @@ class RankPool:
         self._supervisor = None
         if supervisor is None:
             return
-        if grace:
+        if grace > 0:
             for rank in supervisor.ranks:
-                rank.send("call", None)
+                rank.send("call", None)  # asks the rank to exit
         supervisor.collect_until(grace)
         for rank in supervisor.ranks:
             rank.kill()
-        # A sender ends once its rank has been killed. The pipes must not be closed before.
+        # The sender threads end, since their ranks have been killed. They must have ended before
+        # the pipes are closed.
         for sender_thread in self._sender_threads:
             sender_thread.join()
         self._close_supervisor()
@@ -258,15 +263,18 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
     if not has_failed and have_all_answered():
         return [load(rank.messages["reply"].payload) for rank in supervisor.ranks]
     if has_failed:
-        # The rank that failed first may not be the cause: give the others time to reply.
+        # The first failure that is known may not be the cause. So the other ranks get time to
+        # reply.
         supervisor.collect_until(_COLLECT_TIMEOUT, have_all_answered)
 
         def has_cause() -> bool:
             """Return whether the cause is known, or no rank is left that could be the cause."""
             return have_all_answered() or _has_failed_by_itself(supervisor)
 
+        # A rank has a longer time if all known failures are consequences of its failure.
         if not has_cause():
             supervisor.collect_until(_CAUSE_TIMEOUT, has_cause)
+    # The call has failed.
     reports: list[Report] = []
     for rank in supervisor.ranks:
         if "reply" in rank.messages:
@@ -305,7 +313,7 @@ def _received_report(reply: _Reply) -> Report:
     has_pickled_error = reply.report.has_failed and reply.payload != b""
     if not has_pickled_error:
         return reply.report
-    # The report has the text of the error in any case.
+    # If the error cannot be loaded here, the report still has its text.
     with suppress(Exception):
         return replace(reply.report, error=load(reply.payload))
     return reply.report
@@ -325,7 +333,7 @@ def _exit_report(rank: RankProcess, exit_code: int) -> Report:
 def _timeout_report(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
     """Return the report of a rank that is still running after ``timeout`` seconds."""
     stack = _current_stack(supervisor, rank)
-    # The first line of the stack is a title, and the innermost frame is the second line.
+    # The first line of the stack is a title, and the second line is the innermost frame.
     _, _, frames = stack.partition("\n")
     innermost_frame, _, _ = frames.partition("\n")
     is_waiting = any(path in innermost_frame for path in _WHERE_RANKS_WAIT)
@@ -348,8 +356,8 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
     if not is_serving:
         return ""
     rank.kill(signal.SIGUSR1)
-    # The rank writes line by line. The frames of this file come last, so they show that the stack
-    # is complete.
+    # The rank writes the stack line by line. The frames of this file come last in the stack. So
+    # once the file name is there, all frames of the user are there.
     supervisor.collect_until(_STACK_TIMEOUT, lambda: __file__ in rank.read_stack())
     user_frames, _, _ = rank.read_stack().partition(__file__)
     complete_lines, _, _ = user_frames.rpartition("\n")
@@ -369,23 +377,23 @@ def _serve(fabric: Fabric) -> None:
     world = control_thread.config.world
     # On Ctrl-C the owner of the pool raises KeyboardInterrupt in run(), which ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The handler of faulthandler works while the main thread waits in a collective, since it is
-    # written in C. The file stays open for the handler.
+    # The pool sends SIGUSR1 to a rank that hangs. The handler of faulthandler is written in C, so
+    # it works while the main thread waits in a collective. The file stays open for the handler.
     stack_file = open(control_thread.config.stack_file, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
     control_thread.send("serving")
-    fabric._join_job(world)
-    # The reply to the start of the pool.
+    fabric._join_job(world)  # collective: waits until all ranks are connected
+    # The pool waits for this reply when it starts the ranks.
     first_report = Report(rank=world.rank)
     control_thread.send("reply", _Reply(first_report, dump_result(None)))
-    folder = os.open(".", os.O_RDONLY)
+    folder_fd = os.open(".", os.O_RDONLY)
     environment = dict(os.environ)
-    message = control_thread.calls.get()
-    while message is not None:
+    message = control_thread.calls.get()  # waits for a call
+    while message is not None:  # None: the pool is closed
         reply = _run_call(fabric, world.rank, message)
         # Undo what the call has done to the working directory and to the environment. The directory
         # is known by its descriptor, since its path may no longer exist.
-        os.fchdir(folder)
+        os.fchdir(folder_fd)
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)
@@ -406,11 +414,11 @@ def _run_call(fabric: Fabric, rank: int, message: bytes) -> _Reply:
         KeyboardInterrupt: a call has raised it. The rank ends.
     """
     try:
-        # In two steps: to load the call needs the modules that sys.path finds.
+        # The path is set first, because loading the call imports modules.
         sys.path[:], pickled_call = load(message)
         fn, args, kwargs = load(pickled_call)
-        # A call draws the same numbers whatever ran before. Otherwise a failing example could not
-        # be repeated.
+        # So a call draws the same random numbers whatever ran before it. Otherwise a failing
+        # example could not be repeated.
         seed_everything(0)
         args, kwargs = arguments_of_rank(args, kwargs, rank)
         result = fn(fabric, *args, **kwargs)
@@ -432,7 +440,8 @@ def _dump_call(call: Call) -> bytes:
     that a test runner has loaded in its own way.
     """
     test_module = _module_of_test_runner(call.fn)
-    # The __main__ of this process is the test runner, which a rank does not import.
+    # main_is_importable is False, since the __main__ of this process is the test runner, which a
+    # rank must not import.
     if test_module is None or not has_cloudpickle():
         return dump_call(call, main_is_importable=False).data
     import cloudpickle  # an optional dependency
@@ -443,7 +452,7 @@ def _dump_call(call: Call) -> bytes:
     try:
         return dump_call(call, main_is_importable=False, by_name=False).data
     finally:
-        # The user may have registered the module.
+        # If the user has registered the module before, it stays registered.
         if not was_registered:
             cloudpickle.unregister_pickle_by_value(test_module)
 

@@ -158,12 +158,12 @@ class _ThreadedCall:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # A copy: a rank that returns too late still writes to the list of this object.
+        # A copy, since a rank that returns after the timeout still writes to self.reports.
         reports = list(self.reports)
         for rank, thread in enumerate(threads):
             if thread.is_alive():
                 reports[rank] = _timeout_report(rank, thread, timeout)
-        # Ranks that wait for a late rank raise from here on, so that their threads end.
+        # From here on, ranks that wait for any rank raise, so that their threads end.
         for report in reports:
             self.mailbox.leave(report.rank, report.outcome)
         for thread in threads:
@@ -173,19 +173,19 @@ class _ThreadedCall:
     def _run_rank(self, rank: int) -> None:
         """Call the function on one rank, in the thread of the rank, and record the outcome."""
         try:
-            # Copied together: an object that is passed twice stays one object.
+            # Both are copied in one call, so that an object that is passed twice stays one object.
             args, kwargs = copy.deepcopy(arguments_of_rank(self.args, self.kwargs, rank))
             with self._fabric_of_rank(rank) as fabric:
                 self.results[rank] = self.fn(fabric, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 (ThreadedWorld.run raises it in the caller)
             self.reports[rank] = error_report(rank, error)
-        # Ranks that wait for this rank raise from here on.
+        # From here on, ranks that wait for this rank raise.
         self.mailbox.leave(rank, self.reports[rank].outcome)
 
     def _fabric_of_rank(self, rank: int) -> Fabric:
         """Return a new fabric whose collectives go through the mailbox of this call."""
         size = len(self.reports)
-        communicator = ThreadCommunicator(self.mailbox, rank, ranks=range(size))
+        communicator = ThreadCommunicator(self.mailbox, rank, world_ranks=range(size))
         strategy = ThreadedStrategy(communicator, self.store)
         options = {"accelerator": "cpu", "devices": size, **self.fabric_options}
         fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
@@ -196,10 +196,10 @@ class _ThreadedCall:
 
 
 def _timeout_report(rank: int, thread: threading.Thread, timeout: float) -> Report:
-    """Return the report of a rank whose thread is still running after ``timeout`` seconds."""
+    """Return the report of a rank whose thread was still running after ``timeout`` seconds."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.StackSummary()
-    # The thread may have ended in the meantime.
+    # There is no frame if the thread has ended since the timeout.
     if frame is not None:
         stack = traceback.extract_stack(frame)
     is_waiting = False
@@ -257,7 +257,7 @@ class _Mailbox:
         self._changed = threading.Condition()
         # The key is (name of the queue, sender, receiver).
         self._queues: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
-        # How each rank has ended that makes no more calls.
+        # For each rank that makes no more calls: how it has ended, to follow "rank 0".
         self._outcomes: dict[int, str] = {}
 
     def put(self, queue: Hashable, sender: int, receivers: Sequence[int], value: object) -> None:
@@ -291,7 +291,8 @@ class _Mailbox:
             self._changed.wait_for(lambda: values or sender in self._outcomes)
             if values:
                 return values.popleft()
-            # The type matters: a ConnectionError is not taken for the root cause of a failed call.
+            # Not another type: is_secondary() knows that a ConnectionError results from the failure
+            # of another rank, so this rank is not blamed.
             raise ConnectionError(
                 f"{call_text} on rank {receiver}: rank {sender} {self._outcomes[sender]} and did"
                 " not call it; look for a branch on the rank before it"
@@ -317,20 +318,25 @@ class ThreadCommunicator(Communicator):
 
     Args:
         mailbox: the queues through which the ranks exchange values.
-        rank: rank of this thread in the world.
-        ranks: the members of the group as ranks of the world, ascending.
-        name: equal on all members, and different from the name of any other group.
+        world_rank: the rank of this thread in the world.
+        world_ranks: the members of the group as ranks of the world, ascending.
+        name: the name of the group in the mailbox. It is equal on all members, and different from
+            the name of any other group.
     """
 
     def __init__(
-        self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world"
+        self,
+        mailbox: _Mailbox,
+        world_rank: int,
+        world_ranks: Sequence[int],
+        name: Hashable = "world",
     ) -> None:
         self._mailbox = mailbox
-        self._world_rank = rank
-        self._world_ranks = list(ranks)  # of the members
+        self._world_rank = world_rank
+        self._world_ranks = list(world_ranks)
         self._name = name
         # The rank of this thread within the group.
-        self.rank = self._world_ranks.index(rank)
+        self.rank = self._world_ranks.index(world_rank)
         self.size = len(self._world_ranks)
         self.device = torch.device("cpu")
 
@@ -342,14 +348,15 @@ class ThreadCommunicator(Communicator):
         """
         if collective.operation in (Operation.SEND, Operation.RECV):
             return self._pass_message(collective)
-        # The ranks compare this text, so it has all that must be equal on all ranks.
+        # The ranks compare this text, which has everything that must be equal on all ranks.
         if collective.call is not None and collective.call.text:
             call_text = collective.call.text
         else:
             call_text = ", ".join(collective.facts.values())
         values = self._exchange(call_text, _value_to_send(collective))
         if collective.operation is Operation.NEW_GROUP:
-            # All members use the name that the first rank has sent.
+            # All members use the name that the first rank of this group has sent. The result is
+            # None on a rank that is not a member.
             return self._new_group(collective.buffer, name=values[0])
         return self._result(collective, values)
 
@@ -359,7 +366,7 @@ class ThreadCommunicator(Communicator):
         Returns:
             None on the sender, and the buffer on the receiver.
         """
-        # Both are ranks within the group.
+        # Source and destination are ranks within the group.
         source, destination = collective.message(self.rank)
         sender = self._world_ranks[source]
         receiver = self._world_ranks[destination]
@@ -436,7 +443,7 @@ class ThreadCommunicator(Communicator):
             CollectiveMismatchError: the calls of the members differ. All members raise.
             ConnectionError: a member has returned without this call.
         """
-        # Every member receives the call of every other, so that all raise if calls differ.
+        # Every member receives the calls of all members, so that all raise if the calls differ.
         self._mailbox.put(self._name, self._world_rank, self._world_ranks, (call_text, value))
         call_texts: dict[int, str] = {}
         values: list[Any] = []
@@ -461,8 +468,8 @@ def _value_to_send(collective: Collective) -> Any:
     Tensors are copied, since the rank may change its buffer before the other ranks read it.
     """
     if collective.operation is Operation.NEW_GROUP:
-        # The object of the first rank becomes the name of the new group: it is equal on all
-        # members, and differs from all other names.
+        # The object of the first rank becomes the name of the new group. Threads share the object,
+        # so the name is equal on all members. It differs from all other names.
         return object()
     value = collective.buffer
     if collective.operation is Operation.SCATTER:
