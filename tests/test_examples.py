@@ -55,7 +55,8 @@ def losses(
 ) -> list[dict[str, float]]:
     """Return the records that a training script writes to its log."""
     log = tmp_path / "losses.jsonl"
-    run(*command, *SMALL, "--steps", steps, "--checkpoint", tmp_path / "text.pt", "--losses", log)
+    files = ["--checkpoint", tmp_path / "text.pt", "--losses", log]
+    run(*command, *SMALL, "--steps", steps, *files)
     return records(log.read_text())
 
 
@@ -119,9 +120,8 @@ def test_one_device_gives_the_losses_of_the_plain_loop_exactly(
 
 
 def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
-    done = subprocess.run(
-        [*PYTHON, TEXT / "train_raw.py", "--devices", "2"], capture_output=True, timeout=DEADLINE
-    )
+    command = [*PYTHON, TEXT / "train_raw.py", "--devices", "2"]
+    done = subprocess.run(command, capture_output=True, timeout=DEADLINE)
 
     assert done.returncode == 1
     assert b"this loop knows one CPU" in done.stderr
@@ -130,7 +130,8 @@ def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """Return the losses of two processes that the script has started."""
-    return losses(tmp_path_factory.mktemp("two"), *PYTHON, TEXT / "train.py", *CPU, "--devices", 2)
+    folder = tmp_path_factory.mktemp("two")
+    return losses(folder, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2)
 
 
 def test_two_processes_give_the_losses_of_the_plain_loop(
@@ -162,11 +163,12 @@ def test_two_processes_give_the_same_losses_however_they_are_launched(
 def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
     tmp_path: Path, plain: list[dict[str, float]], strategy: str
 ) -> None:
-    actual = losses(
-        tmp_path, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2, "--strategy", strategy
-    )
+    options = [*CPU, "--devices", 2, "--strategy", strategy]
+    records = losses(tmp_path, *PYTHON, TEXT / "train.py", *options)
 
-    assert actual[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-4)
+    actual = records[-1]["validation_loss"]
+    expected = plain[-1]["validation_loss"]
+    assert actual == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -272,7 +274,8 @@ def test_a_long_run_goes_on_where_it_was_ended(
     main = runpy.run_path(str(EXAMPLES / "long_run.py"))["main"]
 
     def lines(folder: str, steps: int) -> list[str]:
-        main([*CPU, "--folder", str(tmp_path / folder), "--devices", "1", "--steps", str(steps)])
+        path = str(tmp_path / folder)
+        main([*CPU, "--folder", path, "--devices", "1", "--steps", str(steps)])
         return capsys.readouterr().out.splitlines()
 
     uninterrupted = lines("uninterrupted", 16)
@@ -283,9 +286,13 @@ def test_a_long_run_goes_on_where_it_was_ended(
 
 @pytest.mark.slow
 def test_a_long_run_goes_on_with_other_processes(tmp_path: Path) -> None:
-    command = [*PYTHON, EXAMPLES / "long_run.py", *CPU, "--folder"]
-    plain = run(*command, tmp_path / "plain", "--devices", 1, "--steps", 16).splitlines()
-    first = run(*command, tmp_path / "resumed", "--devices", 2, "--steps", 14).splitlines()
-    second = run(*command, tmp_path / "resumed", "--devices", 3, "--steps", 16).splitlines()
-    resumed_losses = list(map(last_number, [*first[:12], *second]))
-    assert list(map(last_number, plain)) == pytest.approx(resumed_losses, abs=2e-6)
+
+    def losses_of_run(folder: str, devices: int, steps: int) -> list[float]:
+        options = ["--folder", tmp_path / folder, "--devices", devices, "--steps", steps]
+        output = run(*PYTHON, EXAMPLES / "long_run.py", *CPU, *options)
+        return [last_number(line) for line in output.splitlines()]
+
+    plain = losses_of_run("plain", devices=1, steps=16)
+    first = losses_of_run("resumed", devices=2, steps=14)
+    second = losses_of_run("resumed", devices=3, steps=16)
+    assert plain == pytest.approx([*first[:12], *second], abs=2e-6)

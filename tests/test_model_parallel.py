@@ -46,7 +46,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads = x.unflatten(-1, (self.heads, -1))
+        return heads.transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.split_heads(self.query(x))
@@ -66,7 +67,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        return x + self.down(nn.functional.gelu(self.up(x)))
+        hidden = nn.functional.gelu(self.up(x))
+        return x + self.down(hidden)
 
 
 class Gpt(nn.Module):
@@ -94,18 +96,21 @@ def full_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def largest_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
-    return (parameters_to_vector(actual) - parameters_to_vector(expected)).abs().max().item()
+    difference = parameters_to_vector(actual) - parameters_to_vector(expected)
+    return difference.abs().max().item()
 
 
 def make(*shape: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Gpt(*shape).double()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    return model, optimizer
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(STEPS * MICRO, BATCH, 5, 4, generator=generator, dtype=torch.float64)
+    shape = (STEPS * MICRO, BATCH, 5, 4)
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
     return [(x, x.cumsum(1).tanh()) for x in inputs]
 
 
@@ -126,7 +131,8 @@ def train(fabric: Fabric, *shape: int) -> dict[str, Any]:
     for number, (x, y) in enumerate(batches()):
         is_accumulating = number % MICRO < MICRO - 1
         with fabric.no_backward_sync(model, enabled=is_accumulating):
-            loss = mse_loss(model(share(fabric, x)), share(fabric, y)) / MICRO
+            output = model(share(fabric, x))
+            loss = mse_loss(output, share(fabric, y)) / MICRO
             fabric.backward(loss)
         losses.append(fabric.all_reduce(loss.detach()))
         if is_accumulating:
@@ -229,7 +235,8 @@ def load_and_save(
         fabric.load(source, state)
     if takes_step:
         x, y = batches()[0]
-        fabric.backward(mse_loss(model(x), y))
+        loss = mse_loss(model(x), y)
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     if target is not None:
@@ -333,14 +340,18 @@ class PerHead(nn.Module):
         self.down = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down((self.up(x).unflatten(-1, (-1, 2)) * self.scale).flatten(-2))
+        pairs = self.up(x).unflatten(-1, (-1, 2))
+        scaled = pairs * self.scale
+        return self.down(scaled.flatten(-2))
 
 
 def partial_gradient(fabric: Fabric) -> None:
     model = PerHead()
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
     for _ in range(4):
-        fabric.backward(model(torch.ones(1, WIDTH)).square().sum())
+        loss = model(torch.ones(1, WIDTH)).square().sum()
+        fabric.backward(loss)
         optimizer.step()
 
 
@@ -554,7 +565,8 @@ def train_tied_layers(fabric: Fabric) -> list[float]:
         model.zero_grad()
         strategy.tp_plan = plan
         prepared = fabric.setup(model)
-        fabric.backward(prepared(tokens).square().sum())
+        loss = prepared(tokens).square().sum()
+        fabric.backward(loss)
         gradients = full_gradients(prepared)
         assert len(gradients) == 1
         differences.append(largest_difference(gradients, expected))
@@ -686,9 +698,11 @@ def train_with_weights(fabric: Fabric) -> float:
         (loss / counts.sum()).backward()
     expected = full_gradients(plain)
     plain.zero_grad()
-    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(plain, optimizer)
     for batch, count in zip(share(fabric, x), share(fabric, counts), strict=True):
-        fabric.backward(model(batch[:count]).square().sum(), weight=count.item())
+        loss = model(batch[:count]).square().sum()
+        fabric.backward(loss, weight=count.item())
     fabric.clip_gradients(model, optimizer, max_norm=1e9)
     return largest_difference(full_gradients(model), expected)
 
@@ -703,7 +717,8 @@ def train_unevenly(fabric: Fabric, uneven: str) -> dict[str, list[Any]]:
     torch.manual_seed(4)
     plain = Classifier().double()
     samples = torch.randn(7, 3, WIDTH, dtype=torch.float64)
-    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(plain, optimizer)
     dataset: Any = share(fabric, samples)
     loader = torch.utils.data.DataLoader(dataset, batch_size=1)
     loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False, uneven=uneven)

@@ -40,15 +40,18 @@ class Block(nn.Module):
         self.down = nn.Linear(16, WIDTH)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads = x.unflatten(-1, (self.heads, -1))
+        return heads.transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.split_heads(self.query(x))
         key = self.split_heads(self.key(x))
         value = self.split_heads(self.value(x))
         heads = scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
-        x = x + self.out(heads.transpose(1, 2).flatten(2))
-        return x + self.down(self.up(x).tanh())
+        attended = heads.transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
+        hidden = self.up(x).tanh()
+        return x + self.down(hidden)
 
 
 class Model(nn.Module):
@@ -69,17 +72,25 @@ class Model(nn.Module):
 def make(heads: int, is_causal: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Model(heads, is_causal).double()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    return model, optimizer
 
 
 def batches(tokens: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(STEPS * MICRO, BATCH, tokens, 4, generator=generator, dtype=torch.float64)
-    masks = torch.rand(STEPS * MICRO, BATCH, tokens, generator=generator) > 0.3
+    shape = (STEPS * MICRO, BATCH, tokens)
+    inputs = torch.randn(*shape, 4, generator=generator, dtype=torch.float64)
+    masks = torch.rand(shape, generator=generator) > 0.3
     positions = torch.arange(tokens).expand(BATCH, tokens)
     batches = []
     for x, counts in zip(inputs, masks, strict=True):
-        batches.append({"x": x, "y": x.cumsum(1).tanh(), "counts": counts, "positions": positions})
+        batch = {
+            "x": x,
+            "y": x.cumsum(1).tanh(),
+            "counts": counts,
+            "positions": positions,
+        }
+        batches.append(batch)
     return batches
 
 
@@ -100,7 +111,9 @@ def share(fabric: Fabric, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def squared_errors(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (model(batch["x"], batch["positions"]) - batch["y"]).square().sum(-1)
+    output = model(batch["x"], batch["positions"])
+    errors = output - batch["y"]
+    return errors.square().sum(-1)
 
 
 def full_gradients(model: nn.Module) -> list[Tensor]:
@@ -126,7 +139,8 @@ def train(fabric: Fabric, setting: Setting) -> dict[str, Any]:
             errors = squared_errors(model, shard)
             if setting.has_weights:
                 loss = errors[shard["counts"]].sum()
-                fabric.backward(loss, weight=shard["counts"].sum(), optimizer=optimizer)
+                weight = shard["counts"].sum()
+                fabric.backward(loss, weight=weight, optimizer=optimizer)
                 losses.append(fabric.all_reduce(loss.detach(), reduce_op="sum"))
             else:
                 loss = errors.mean() / MICRO
@@ -262,11 +276,13 @@ def compare_attention(fabric: Fabric, tokens: int, mask: str | None, is_causal: 
     batch = attention_inputs(tokens)
     trained = [batch["query"], batch["key"], batch["value"]]
     expected = attend(batch, mask, is_causal)
-    expected_gradients = torch.autograd.grad((expected * batch["factor"]).sum(), trained)
+    expected_loss = (expected * batch["factor"]).sum()
+    expected_gradients = torch.autograd.grad(expected_loss, trained)
     batch["expected"] = expected.detach()
     with fabric.sequence_parallel(batch) as shard:
         actual = attend(shard, mask, is_causal)
-        gradients = torch.autograd.grad((actual * shard["factor"]).sum(), trained)
+        loss = (actual * shard["factor"]).sum()
+        gradients = torch.autograd.grad(loss, trained)
     sums = fabric.all_reduce(list(gradients), reduce_op="sum")
     torch.testing.assert_close(actual, shard["expected"], rtol=0, atol=1e-12)
     torch.testing.assert_close(sums, list(expected_gradients), rtol=0, atol=1e-12)
@@ -398,7 +414,8 @@ def compare_gradients(fabric: Fabric, compiles: bool) -> bool:
         strategy.activation_checkpointing = (Block,)
     model = fabric.setup(module)
     with fabric.sequence_parallel(batch) as shard:
-        fabric.backward(squared_errors(model, shard).sum() * 2)
+        loss = squared_errors(model, shard).sum() * 2
+        fabric.backward(loss)
     torch.testing.assert_close(full_gradients(model), expected, rtol=0, atol=1e-10)
     return True
 
