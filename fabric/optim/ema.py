@@ -155,6 +155,7 @@ class ExponentialMovingAverage(nn.Module):
         if callable(decay):
             decay = decay(self._updates)
             _check_decay(decay)
+        # torch's function of lists of averages and weights. It ignores its third argument.
         average_all = get_ema_multi_avg_fn(decay)
         # Averages with the dtype of their weight. They are updated all at once, below.
         averages: list[Tensor] = []
