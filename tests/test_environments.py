@@ -1,4 +1,4 @@
-"""Each launcher's variables, as recorded from it, lead to the right place in the job; half of them lead to an error."""
+"""Variables recorded from launchers give a process its world, and incomplete variables an error."""
 
 import sys
 from pathlib import Path
@@ -21,8 +21,14 @@ from fabric.world import World
 Variables = dict[str, str]
 
 
+def main_address(nodes: int) -> str:
+    if nodes > 1:
+        return "gpu-a"
+    return "127.0.0.1"
+
+
 def torchrun(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by torchrun --nnodes <nodes> --nproc-per-node <per_node>."""
+    """Return the variables that torchrun --nnodes <nodes> --nproc-per-node <per_node> sets."""
     return {
         "RANK": f"{rank}",
         "LOCAL_RANK": f"{rank % per_node}",
@@ -33,7 +39,7 @@ def torchrun(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
         "LOCAL_WORLD_SIZE": f"{per_node}",
         "GROUP_WORLD_SIZE": f"{nodes}",
         "ROLE_WORLD_SIZE": f"{nodes * per_node}",
-        "MASTER_ADDR": "gpu-a" if nodes > 1 else "127.0.0.1",
+        "MASTER_ADDR": main_address(nodes),
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -43,12 +49,12 @@ def torchrun(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def ray(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by the TorchTrainer of Ray 2.60."""
+    """Return the variables that the TorchTrainer of Ray 2.60 sets."""
     return {
         "ACCELERATE_TORCH_DEVICE": "cpu",
         "LOCAL_RANK": f"{rank % per_node}",
         "LOCAL_WORLD_SIZE": f"{per_node}",
-        "MASTER_ADDR": "gpu-a" if nodes > 1 else "127.0.0.1",
+        "MASTER_ADDR": main_address(nodes),
         "MASTER_PORT": "29500",
         "NODE_RANK": f"{rank // per_node}",
         "RANK": f"{rank}",
@@ -59,17 +65,24 @@ def ray(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def sbatch(nodes: int = 1, per_node: int = 2) -> Variables:
-    """As found in the body of a batch script, which runs once, on the first node."""
+    """Return the variables in the body of a batch script, which runs once, on the first node."""
+    cpus = "4"
+    node_list = "gnode10"
+    tasks = f"{per_node}"
+    if nodes > 1:
+        cpus = f"4(x{nodes})"
+        node_list = "gnode[10,20]"
+        tasks = f"{per_node}(x{nodes})"
     return {
         "SLURM_CLUSTER_NAME": "ada",
         "SLURM_CPUS_ON_NODE": "4",
         "SLURM_GTIDS": "0",
-        "SLURM_JOB_CPUS_PER_NODE": f"4(x{nodes})" if nodes > 1 else "4",
+        "SLURM_JOB_CPUS_PER_NODE": cpus,
         "SLURM_JOB_ID": "200505",
         "SLURM_JOBID": "200505",
         "SLURM_JOB_NAME": "train",
-        "SLURM_JOB_NODELIST": "gnode[10,20]" if nodes > 1 else "gnode10",
-        "SLURM_NODELIST": "gnode[10,20]" if nodes > 1 else "gnode10",
+        "SLURM_JOB_NODELIST": node_list,
+        "SLURM_NODELIST": node_list,
         "SLURM_JOB_NUM_NODES": f"{nodes}",
         "SLURM_NNODES": f"{nodes}",
         "SLURM_LOCALID": "0",
@@ -77,7 +90,7 @@ def sbatch(nodes: int = 1, per_node: int = 2) -> Variables:
         "SLURM_PROCID": "0",
         "SLURM_NTASKS": f"{nodes * per_node}",
         "SLURM_NPROCS": f"{nodes * per_node}",
-        "SLURM_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else f"{per_node}",
+        "SLURM_TASKS_PER_NODE": tasks,
         "SLURM_SUBMIT_HOST": "ada.example.org",
         "SLURM_TASK_PID": "16360",
         "SLURMD_NODENAME": "gnode10",
@@ -85,12 +98,12 @@ def sbatch(nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def srun(rank: int, nodes: int = 1, per_node: int = 2, step: int = 0) -> Variables:
-    """As set by srun for one task of a step that takes the whole of that batch job."""
+    """Return the variables that srun sets for a task of a step that takes all of the batch job."""
     batch = sbatch(nodes, per_node)
+    first_task = rank // per_node * per_node
+    tasks_of_node = map(str, range(first_task, first_task + per_node))
     return batch | {
-        "SLURM_GTIDS": ",".join(
-            f"{rank // per_node * per_node + local}" for local in range(per_node)
-        ),
+        "SLURM_GTIDS": ",".join(tasks_of_node),
         "SLURM_LAUNCH_NODE_IPADDR": "172.18.140.10",
         "SLURM_LOCALID": f"{rank % per_node}",
         "SLURM_NODEID": f"{rank // per_node}",
@@ -108,7 +121,7 @@ def srun(rank: int, nodes: int = 1, per_node: int = 2, step: int = 0) -> Variabl
 
 
 def mpirun_5(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by mpirun of Open MPI 5."""
+    """Return the variables that mpirun of Open MPI 5 sets."""
     return {
         "OMPI_COMMAND": "python",
         "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank % per_node}",
@@ -127,7 +140,7 @@ def mpirun_5(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def mpirun_1(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by mpirun of Open MPI 1.4."""
+    """Return the variables that mpirun of Open MPI 1.4 sets."""
     return {
         "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank % per_node}",
         "OMPI_COMM_WORLD_LOCAL_SIZE": f"{per_node}",
@@ -142,7 +155,7 @@ def mpirun_1(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def mpiexec_hydra(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by mpiexec of MPICH 4."""
+    """Return the variables that mpiexec of MPICH 4 sets."""
     return {
         "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
         "HYDI_CONTROL_FD": "7",
@@ -156,7 +169,7 @@ def mpiexec_hydra(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def mpiexec_intel(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by mpiexec of Intel MPI 2021."""
+    """Return the variables that mpiexec of Intel MPI 2021 sets."""
     return {
         "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
         "HYDRA_BSTRAP_LAUNCHER": "ssh",
@@ -172,7 +185,7 @@ def mpiexec_intel(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 
 def mpiexec_pals(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
-    """As set by mpiexec of a Cray system."""
+    """Return the variables that mpiexec of a Cray system sets."""
     return {
         "PALS_APID": "9f7c2b5e-3f0a-4c67-9a51-6a2d9d1f0b11",
         "PALS_LOCAL_RANKID": f"{rank % per_node}",
@@ -205,9 +218,16 @@ def without(env: Variables, *names: str) -> Variables:
 
 
 def detected(env: Variables) -> tuple[type, World]:
-    answer = detect(env)
-    assert answer is not None
-    return type(answer[0]), answer[1]
+    """Return the type of the environment that is detected, and its world."""
+    detection = detect(env)
+    assert detection is not None
+    environment, world = detection
+    return type(environment), world
+
+
+def detected_world(env: Variables) -> World:
+    _, world = detected(env)
+    return world
 
 
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
@@ -220,7 +240,7 @@ def test_one_node_meets_on_loopback(launcher, environment, rank) -> None:
 
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_two_nodes_meet_at_the_given_address(launcher, environment, rank) -> None:
+def test_two_nodes_meet_at_the_main_address(launcher, environment, rank) -> None:
     kind, world = detected(launcher(rank, nodes=2) | PORT | ADDRESS)
     assert kind is environment
     assert world == World(
@@ -235,12 +255,10 @@ def test_two_nodes_meet_at_the_given_address(launcher, environment, rank) -> Non
 
 
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
-def test_a_single_process_needs_no_place_to_meet(launcher, environment) -> None:
-    env = {
-        name: value
-        for name, value in launcher(0, per_node=1).items()
-        if not name.startswith("MASTER")
-    }
+def test_a_single_process_needs_no_address_and_no_port(launcher, environment) -> None:
+    env = launcher(0, per_node=1)
+    env.pop("MASTER_ADDR", None)
+    env.pop("MASTER_PORT", None)
     kind, world = detected(env)
     assert kind is environment
     assert world == World()
@@ -248,7 +266,7 @@ def test_a_single_process_needs_no_place_to_meet(launcher, environment) -> None:
 
 @pytest.mark.parametrize("launcher", [srun, mpirun_5, mpirun_1, mpiexec_intel, mpiexec_pals])
 def test_all_ranks_of_a_job_derive_one_port(launcher) -> None:
-    ports = {detected(launcher(rank, nodes=2) | ADDRESS)[1].port for rank in range(4)}
+    ports = {detected_world(launcher(rank, nodes=2) | ADDRESS).port for rank in range(4)}
     assert len(ports) == 1
     assert ports <= set(range(10_000, 30_000))
 
@@ -265,14 +283,17 @@ def test_all_ranks_of_a_job_derive_one_port(launcher) -> None:
     ],
 )
 def test_another_job_derives_another_port(launcher, identity) -> None:
-    assert detected(launcher(0))[1].port != detected(launcher(0) | identity)[1].port
+    port = detected_world(launcher(0)).port
+    port_of_another_job = detected_world(launcher(0) | identity).port
+    assert port != port_of_another_job
 
 
 def test_the_ports_of_consecutive_jobs_hardly_ever_collide() -> None:
-    ports = [
-        detected(srun(0) | {"SLURM_JOB_ID": f"{job}"})[1].port for job in range(200_000, 200_100)
-    ]
-    assert len(set(ports)) >= 98
+    ports = set()
+    for job in range(200_000, 200_100):
+        env = srun(0) | {"SLURM_JOB_ID": f"{job}"}
+        ports.add(detected_world(env).port)
+    assert len(ports) >= 98
 
 
 @pytest.mark.parametrize(
@@ -312,15 +333,15 @@ HALF_SET = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "missing"), HALF_SET, ids=[missing for _, missing in HALF_SET]
-)
+@pytest.mark.parametrize(("launcher", "missing"), HALF_SET, ids=[name for _, name in HALF_SET])
 def test_a_half_set_job_is_an_error_that_names_what_is_missing(launcher, missing) -> None:
     with pytest.raises(ConfigurationError, match=missing) as caught:
         detect(without(launcher(1), missing))
-    assert all(
-        (caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion)
-    )
+    error = caught.value
+    assert error.request
+    assert error.problem
+    assert error.expected
+    assert error.suggestion
 
 
 @pytest.mark.parametrize(
@@ -338,11 +359,11 @@ def test_without_a_rank_it_is_not_this_environment(launcher, environment, rank) 
 
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
 def test_a_variable_that_is_no_integer_is_named(launcher, environment) -> None:
-    name = next(
-        name for name in launcher(1) if name.endswith(("WORLD_SIZE", "NUM_TASKS", "PMI_SIZE"))
-    )
+    env = launcher(1) | PORT
+    sizes = [name for name in env if name.endswith(("WORLD_SIZE", "NUM_TASKS", "PMI_SIZE"))]
+    name = sizes[0]
     with pytest.raises(ConfigurationError, match=f"{name}='many'"):
-        environment().detect(launcher(1) | PORT | {name: "many"})
+        environment().detect(env | {name: "many"})
 
 
 @pytest.mark.parametrize(
@@ -359,19 +380,29 @@ def test_only_the_mapping_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect({}) is None
 
 
-# torchrun's variables
+# -- torchrun -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("launcher", "_environment"), LAUNCHERS, ids=NAMES)
 def test_torchrun_wins_over_the_launcher_around_it(launcher, _environment) -> None:
     kind, world = detected(launcher(0) | torchrun(3, nodes=2))
     assert kind is TorchrunEnvironment
-    assert (world.rank, world.address, world.port) == (3, "gpu-a", 29500)
+    assert world.rank == 3
+    assert world.address == "gpu-a"
+    assert world.port == 29500
 
 
 def test_what_fabric_starts_meets_in_its_store() -> None:
-    mine = World(rank=1, local_rank=1, world_size=2, local_world_size=2, store="file:///tmp/meet")
-    assert detected(srun(0) | mine.to_env()) == (TorchrunEnvironment, mine)
+    expected = World(
+        rank=1,
+        local_rank=1,
+        world_size=2,
+        local_world_size=2,
+        store="file:///tmp/meet",
+    )
+    kind, world = detected(srun(0) | expected.to_env())
+    assert kind is TorchrunEnvironment
+    assert world == expected
 
 
 def test_several_nodes_by_hand_without_an_address_ask_for_it() -> None:
@@ -380,29 +411,37 @@ def test_several_nodes_by_hand_without_an_address_ask_for_it() -> None:
 
 
 def test_a_size_that_a_batch_script_exports_does_not_hide_srun() -> None:
-    kind, world = detected(srun(1, nodes=2) | {"WORLD_SIZE": "4"} | PORT | ADDRESS)
+    env = srun(1, nodes=2) | {"WORLD_SIZE": "4"}
+    kind, world = detected(env | PORT | ADDRESS)
     assert kind is SlurmEnvironment
-    assert (world.rank, world.world_size) == (1, 4)
+    assert world.rank == 1
+    assert world.world_size == 4
 
 
-# SLURM
+# -- SLURM ----------------------------------------------------------------------------------------
 
 
 def test_rank_0_of_a_step_is_on_its_first_host() -> None:
-    assert {detected(srun(rank, nodes=2))[1].address for rank in range(4)} == {"gnode10"}
+    for rank in range(4):
+        assert detected_world(srun(rank, nodes=2)).address == "gnode10"
 
 
-def test_a_step_on_part_of_the_job_begins_at_its_own_first_host() -> None:
+def test_a_step_on_some_nodes_of_the_job_meets_on_its_first_host() -> None:
     env = srun(1, nodes=2) | {"SLURM_JOB_NODELIST": "gnode[01-08]"}
-    assert detected(env)[1].address == "gnode10"
+    assert detected_world(env).address == "gnode10"
 
 
 def test_nodes_may_hold_different_numbers_of_tasks() -> None:
     env = srun(0, nodes=2) | {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
-    first = detected(env | {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"})[1]
-    last = detected(env | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})[1]
-    assert (first.local_world_size, last.local_world_size) == (3, 2)
-    assert (first.address, first.port) == (last.address, last.port) == ("gnode10", last.port)
+    third_task = {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}
+    last_task = {"SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+    first_node = detected_world(env | third_task)
+    second_node = detected_world(env | last_task)
+    assert first_node.local_world_size == 3
+    assert second_node.local_world_size == 2
+    assert first_node.address == "gnode10"
+    assert second_node.address == "gnode10"
+    assert first_node.port == second_node.port
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -424,8 +463,9 @@ def test_a_shell_behind_srun_pty_is_not_a_task() -> None:
     assert detect(shell) is None
 
 
-def test_an_srun_inside_that_shell_is() -> None:
-    assert detected(srun(1, step=1) | {"SLURM_PTY_PORT": "34889"})[1].rank == 1
+def test_an_srun_inside_a_shell_behind_srun_pty_is_a_task() -> None:
+    env = srun(1, step=1) | {"SLURM_PTY_PORT": "34889"}
+    assert detected_world(env).rank == 1
 
 
 def test_an_old_slurm_that_sets_no_sizes_of_the_step_is_understood() -> None:
@@ -436,7 +476,7 @@ def test_an_old_slurm_that_sets_no_sizes_of_the_step_is_understood() -> None:
         "SLURM_STEP_NUM_NODES",
         "SLURM_STEP_TASKS_PER_NODE",
     )
-    assert detected(env)[1] == detected(srun(1))[1]
+    assert detected_world(env) == detected_world(srun(1))
 
 
 def test_a_step_that_does_not_tell_its_tasks_per_node_is_refused() -> None:
@@ -463,26 +503,26 @@ def test_a_step_that_does_not_tell_its_tasks_per_node_is_refused() -> None:
     ],
 )
 def test_a_node_list_begins_with_this_host(nodes, first) -> None:
-    assert detected(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})[1].address == first
+    env = srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes}
+    assert detected_world(env).address == first
 
 
 @pytest.mark.parametrize(
     "nodes", [",n1", "n[", "n[]", "n[a-b]", "n[1-2", "n1 n2", "(null)", "n[1]]"]
 )
 def test_a_node_list_without_a_first_host_is_refused(nodes) -> None:
+    env = srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes}
     with pytest.raises(ConfigurationError, match="MASTER_ADDR is not set"):
-        detect(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})
+        detect(env)
 
 
-def test_a_node_list_is_not_read_when_the_address_is_given() -> None:
-    assert (
-        detected(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["} | ADDRESS)[1].address
-        == "10.0.0.7"
-    )
+def test_a_node_list_is_not_read_when_master_addr_is_set() -> None:
+    env = srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["}
+    assert detected_world(env | ADDRESS).address == "10.0.0.7"
 
 
 def task(node: int, tasks: str) -> Variables:
-    """The last task of an eight-task step on that node, whose ranks are not looked at."""
+    """Return the variables of the last task of an eight-task step, as if it ran on this node."""
     sizes = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": tasks}
     return srun(7, nodes=2) | sizes | {"SLURM_LOCALID": "0", "SLURM_NODEID": f"{node}"}
 
@@ -492,9 +532,8 @@ def task(node: int, tasks: str) -> Variables:
     [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("3,2, 1", [3, 2, 1])],
 )
 def test_tasks_per_node_are_written_in_runs(tasks, counts) -> None:
-    assert [
-        detected(task(node, tasks))[1].local_world_size for node in range(len(counts))
-    ] == counts
+    for node, count in enumerate(counts):
+        assert detected_world(task(node, tasks)).local_world_size == count
     with pytest.raises(ConfigurationError, match=f"node {len(counts)}"):
         detect(task(len(counts), tasks))
 
@@ -505,64 +544,68 @@ def test_tasks_per_node_that_cannot_be_read_are_refused(tasks) -> None:
         detect(task(0, tasks))
 
 
-# MPI
+# -- MPI ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", [mpirun_5, mpiexec_hydra, mpiexec_intel])
 def test_mpi_wins_over_the_slurm_step_that_carries_its_daemons(launcher) -> None:
     daemon = srun(1, nodes=2, per_node=1)
-    kind, world = detected(daemon | launcher(3, nodes=2) | PORT | ADDRESS)
+    env = daemon | launcher(3, nodes=2)
+    kind, world = detected(env | PORT | ADDRESS)
     assert kind is not SlurmEnvironment
-    assert (world.rank, world.local_rank, world.world_size) == (3, 1, 4)
+    assert world.rank == 3
+    assert world.local_rank == 1
+    assert world.world_size == 4
 
 
 def test_srun_that_sets_variables_of_pmi_is_still_srun() -> None:
     pmi2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "12", "PMI_JOBID": "200505.0"}
     kind, world = detected(srun(3, nodes=2) | pmi2)
     assert kind is SlurmEnvironment
-    assert (world.rank, world.address) == (3, "gnode10")
+    assert world.rank == 3
+    assert world.address == "gnode10"
 
 
 def test_the_rank_on_a_node_across_jobs_is_not_taken_for_the_number_of_the_node() -> None:
-    assert detected(mpirun_5(1) | PORT)[1].node_rank == 0
+    assert detected_world(mpirun_5(1) | PORT).node_rank == 0
 
 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "node"),
     [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 2, 0), (5, 2, 1)],
 )
-def test_ranks_that_go_round_two_nodes_are_placed_by_their_local_rank(
+def test_the_node_of_ranks_that_go_round_two_nodes_follows_from_their_local_rank(
     rank, local_rank, node
 ) -> None:
     env = mpirun_5(rank, nodes=2, per_node=3) | {"OMPI_COMM_WORLD_LOCAL_RANK": f"{local_rank}"}
-    assert detected(env | ADDRESS)[1].node_rank == node
+    assert detected_world(env | ADDRESS).node_rank == node
 
 
-# detection
+# -- detection ------------------------------------------------------------------------------------
 
 
-def test_environments_are_asked_in_the_order_given() -> None:
-    both = srun(1) | mpirun_5(0) | PORT
+def test_the_first_environment_of_the_list_that_detects_a_world_wins() -> None:
+    env = srun(1) | mpirun_5(0) | PORT
     slurm = SlurmEnvironment()
-    assert detect(both, [slurm, OpenMPIEnvironment()]) == (slurm, slurm.detect(both))
+    assert detect(env, [slurm, OpenMPIEnvironment()]) == (slurm, slurm.detect(env))
 
 
-def test_no_environments_find_nothing() -> None:
+def test_no_environments_detect_no_world() -> None:
     assert detect(torchrun(0), []) is None
 
 
-def test_an_environment_of_ones_own_needs_a_name_and_one_method() -> None:
+def test_an_environment_of_a_user_needs_a_name_and_one_method() -> None:
     class Cluster:
         name = "cluster"
 
         def detect(self, env) -> World | None:
-            return World(rank=int(env["TASK"]), world_size=8, port=1) if "TASK" in env else None
+            if "TASK" not in env:
+                return None
+            return World(rank=int(env["TASK"]), world_size=8, port=1)
 
-    own: Environment = Cluster()
-    assert detect({"TASK": "5"}, [TorchrunEnvironment(), own]) == (
-        own,
-        World(rank=5, world_size=8, port=1),
-    )
+    cluster: Environment = Cluster()
+    world = World(rank=5, world_size=8, port=1)
+    assert detect({"TASK": "5"}, [TorchrunEnvironment(), cluster]) == (cluster, world)
 
 
 def test_names_are_distinct_and_lower_case() -> None:
@@ -575,7 +618,8 @@ def test_a_worker_of_ray_without_ray_says_what_to_install(
 ) -> None:
     for name, value in ray(0, per_node=1).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    # An import of ray fails, as if ray were not installed.
+    monkeypatch.setitem(sys.modules, "ray", None)
     with Fabric(accelerator="cpu") as fabric:
         checkpoints = fabric.checkpoints(tmp_path)
         with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[ray\]"'):
