@@ -1,4 +1,4 @@
-"""The command ``fabric``, in real processes."""
+"""The command ``fabric`` in real processes: no option is ignored, and no process left unused."""
 
 import os
 import signal
@@ -6,13 +6,20 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import nn
 
+from fabric import Fabric
 from fabric.cli import main
+from fabric.strategies import SingleDeviceStrategy
+from tests.ranks import outcome, run_in_ranks
 
 DEADLINE = 90
 BEGIN = """
@@ -23,12 +30,18 @@ rank = int(os.environ["RANK"])
 JOIN = f"""{BEGIN}
 import torch
 import torch.distributed as dist
-dist.init_process_group("gloo", init_method=os.environ.get("FABRIC_STORE", "env://"), rank=rank,
-                        world_size=int(os.environ["WORLD_SIZE"]))
+dist.init_process_group(
+    "gloo",
+    init_method=os.environ.get("FABRIC_STORE", "env://"),
+    rank=rank,
+    world_size=int(os.environ["WORLD_SIZE"]),
+)
 """
+Process = subprocess.CompletedProcess[str]
 
 
 def script(folder: Path, text: str, name: str = "train.py", begin: str = BEGIN) -> str:
+    """Write a script into a folder, and return its name."""
     (folder / name).write_text(begin + textwrap.dedent(text))
     return name
 
@@ -39,17 +52,17 @@ def command(*arguments: str) -> list[str]:
 
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
-    """Of the command: its temporary files go where the test can look for what is left of them."""
+    """Return the variables of the command, whose temporary files go to a folder of the test."""
     (tmp_path / "tmp").mkdir()
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")}
-    # It would write each piece of a line by itself, and the lines of two ranks would mix.
+    # With this variable a rank writes each piece of a line by itself, and lines of two ranks mix.
     variables.pop("PYTHONUNBUFFERED", None)
     return variables
 
 
 @pytest.fixture
-def fabric_run(tmp_path, environment) -> Iterator[object]:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def fabric_run(tmp_path, environment) -> Iterator[Callable[..., Process]]:
+    def run(*arguments: str) -> Process:
         return subprocess.run(
             command(*arguments),
             cwd=tmp_path,
@@ -72,7 +85,8 @@ def test_options_and_arguments_reach_every_rank(tmp_path, fabric_run):
         import neighbour
         total = torch.ones(1)
         dist.all_reduce(total)
-        options = [os.environ[f"FABRIC_{name}"] for name in ("DEVICES", "ACCELERATOR", "STRATEGY", "PRECISION")]
+        names = ("DEVICES", "ACCELERATOR", "STRATEGY", "PRECISION")
+        options = [os.environ[f"FABRIC_{name}"] for name in names]
         print(f"rank {rank}", int(total), neighbour.WORD, __name__, *options, *sys.argv[1:])
         dist.destroy_process_group()
         """,
@@ -91,7 +105,8 @@ def test_options_and_arguments_reach_every_rank(tmp_path, fabric_run):
     run = fabric_run(*options, name, "--lr", "3", "--", "-m")
     assert run.returncode == 0, run.stderr
     expected = "2 beside __main__ 2 cpu ddp bf16-mixed --lr 3 -- -m"
-    assert sorted(run.stdout.splitlines()) == [f"rank {rank} {expected}" for rank in (0, 1)]
+    lines = sorted(run.stdout.splitlines())
+    assert lines == [f"rank 0 {expected}", f"rank 1 {expected}"]
 
 
 def test_a_module_runs_as_main_and_ranks_share_the_cores(tmp_path, fabric_run, environment):
@@ -105,7 +120,9 @@ def test_a_module_runs_as_main_and_ranks_share_the_cores(tmp_path, fabric_run, e
     )
     run = fabric_run("--accelerator", "cpu", "-m", "package.job", "x")
     assert run.returncode == 0, run.stderr
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     assert run.stdout == f"__main__ package ['x'] {cores}\n"
 
 
@@ -158,7 +175,7 @@ def test_a_restart_begins_with_fresh_ranks_and_tells_of_the_first_failure(tmp_pa
     assert "ValueError: only once" in run.stderr
 
 
-def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_it_are_shown(
+def test_the_output_of_a_rank_is_in_a_file_for_each_start_and_is_shown_in_complete_lines(
     tmp_path, fabric_run
 ):
     name = script(
@@ -191,23 +208,25 @@ def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_
     )
     run = fabric_run(*options, name)
     assert run.returncode == 0, run.stderr
-    lines = [f"number {number}" for number in range(200)]
-    shown = run.stdout.splitlines()
-    for rank in (0, 1):
-        started = [*lines, "progress 2", "to be ", *lines, "progress 2", "to be continued"]
-        assert [line for line in shown if f"[rank{rank}]" in line] == [
-            f"[rank{rank}]: {line}" for line in started
-        ]
-    logs = {
-        path.name: path.read_text().splitlines() for path in (tmp_path / "logs" / "a").iterdir()
-    }
+    numbers = [f"number {number}" for number in range(200)]
+    expected = [*numbers, "progress 2", "to be ", *numbers, "progress 2", "to be continued"]
+    shown: dict[str, list[str]] = {"[rank0]": [], "[rank1]": []}
+    for line in run.stdout.splitlines():
+        prefix, _, text = line.partition(": ")
+        shown[prefix].append(text)
+    assert shown["[rank0]"] == expected
+    assert shown["[rank1]"] == expected
+    logs = {}
+    for path in (tmp_path / "logs" / "a").iterdir():
+        logs[path.name] = path.read_text().splitlines()
     assert logs.keys() == {
         "rank-0.log",
         "rank-1.log",
         "rank-0.restart-1.log",
         "rank-1.restart-1.log",
     }
-    assert all(log[:200] == lines for log in logs.values())
+    for log in logs.values():
+        assert log[:200] == numbers
     assert "ValueError: only once" in logs["rank-0.log"][-1]
     assert "rank 1 was killed by SIGKILL" in logs["rank-1.log"][-1]
     assert logs["rank-1.restart-1.log"][-1] == "to be continued"
@@ -221,48 +240,69 @@ def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(
     name = script(tmp_path, "print('here', flush=True)\nraise ValueError('at last')")
     for times in (1, 2):
         run = fabric_run("--devices", "1", "--accelerator", "cpu", "--log-dir", "logs{}", name)
-        assert (run.returncode, run.stdout) == (1, "")
+        assert run.returncode == 1
+        assert run.stdout == ""
         assert run.stderr.startswith("fabric run: the ranks write to logs{}/rank-*.log\n")
         assert run.stderr.count("ValueError: at last") == 1
-        assert (tmp_path / "logs{}" / "rank-0.log").read_text().count("here\n\nTraceback") == times
+        log = (tmp_path / "logs{}" / "rank-0.log").read_text()
+        assert log.count("here\n\nTraceback") == times
 
 
-# faults/test_parents.py sends the first two to a job that trains.
-SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("number", [*SLOW, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number):
+# faults/test_parents.py sends SIGINT and SIGTERM to a job that trains.
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [
+        pytest.param(signal.SIGINT, 128 + signal.SIGINT, marks=pytest.mark.slow, id="SIGINT"),
+        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow, id="SIGTERM"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
+    ],
+)
+def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number, exit_code):
     name = script(
         tmp_path,
-        'print("up", os.getpid(), flush=True)\nsignal.pause() if rank else sys.stdin.read()',
+        """
+        print("up", os.getpid(), flush=True)
+        if rank == 0:
+            sys.stdin.read()
+        else:
+            signal.pause()
+        """,
     )
     with subprocess.Popen(
         command("--devices", "2", "--accelerator", "cpu", name),
-        cwd=tmp_path, env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as job:  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as job:
         assert job.stdout is not None
-        ranks = [psutil.Process(int(job.stdout.readline().split()[1])) for _ in range(2)]
+        ranks = []
+        for _ in range(2):
+            _, pid = job.stdout.readline().split()
+            ranks.append(psutil.Process(int(pid)))
         job.send_signal(number)
         code = job.wait(timeout=DEADLINE)
-    assert code == (-number if number == signal.SIGKILL else 128 + number)
-    assert psutil.wait_procs(ranks, timeout=30)[1] == []
+    assert code == exit_code
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert alive == []
     assert os.listdir(tmp_path / "tmp") == []
 
 
 @pytest.mark.slow
 def test_two_machines_make_one_job(tmp_path, environment):
-    # Two commands on this one stand for them. The port was free a moment ago; a rival would have to
-    # be quick.
+    # Two commands on this machine pose as two machines. The port is free now, and another process
+    # would have to be quick to take it.
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+        _, port = server.getsockname()
     name = script(
         tmp_path,
         """
         total = torch.ones(1)
         dist.all_reduce(total)
-        print("FABRIC_STORE" in os.environ, os.environ["FABRIC_NUM_NODES"], os.environ["GROUP_RANK"], int(total))
+        nodes = os.environ["FABRIC_NUM_NODES"]
+        print("FABRIC_STORE" in os.environ, nodes, os.environ["GROUP_RANK"], int(total))
         dist.destroy_process_group()
         """,
         begin=JOIN,
@@ -273,22 +313,28 @@ def test_two_machines_make_one_job(tmp_path, environment):
         "--main-address",
         "127.0.0.1",
         "--main-port",
-        port,
+        str(port),
         "--accelerator",
         "cpu",
     )
-    environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    machines = [
-        subprocess.Popen(
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "darwin":
+        environment["GLOO_SOCKET_IFNAME"] = "lo0"
+    machines = []
+    for node in range(2):
+        machine = subprocess.Popen(
             command(*options, "--node-rank", str(node), name),
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for node in range(2)
-    ]  # fmt: skip
+        machines.append(machine)
     for node, machine in enumerate(machines):
-        out, err = machine.communicate(timeout=DEADLINE)
-        assert machine.returncode == 0, err
-        assert out == f"False 2 {node} 2\n"
+        output, errors = machine.communicate(timeout=DEADLINE)
+        assert machine.returncode == 0, errors
+        assert output == f"False 2 {node} 2\n"
 
 
 REFUSED = {
@@ -313,19 +359,20 @@ REFUSED = {
         "has no machine --node-rank 2",
     ),
     "tee": (["run", "--tee", "SCRIPT"], "--tee shows here what --log-dir writes"),
-    "folder for output": (["run", "--log-dir", "train.py/logs", "SCRIPT"], "Not a directory"),
+    "folder for output": (["run", "--log-dir", "SCRIPT/logs", "SCRIPT"], "Not a directory"),
     "main address": (["run", "--num-nodes", "2", "SCRIPT"], "--main-address"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_usage_is_explained_before_any_process_starts(tmp_path, capsys, monkeypatch, case):
+@pytest.mark.parametrize(("arguments", "words"), REFUSED.values(), ids=REFUSED)
+def test_wrong_usage_is_explained_before_any_process_starts(
+    tmp_path, capsys, monkeypatch, arguments, words
+):
     monkeypatch.chdir(tmp_path)
-    arguments, named = REFUSED[case]
-    name = script(tmp_path, "raise AssertionError('this must not run')")
-    assert main([name if argument == "SCRIPT" else argument for argument in arguments]) == 2
+    script(tmp_path, "raise AssertionError('this must not run')", name="SCRIPT")
+    assert main(arguments) == 2
     text = capsys.readouterr().err
-    assert named in text
+    assert words in text
     assert "Valid: " in text
 
 
@@ -341,7 +388,182 @@ def test_help_and_version(capsys, option, shown):
 
 def test_called_as_a_function_it_leaves_this_process_as_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name = script(tmp_path, "sys.exit(5 if os.environ['FABRIC_DEVICES'] == '1' else 0)")
-    before = dict(os.environ), signal.getsignal(signal.SIGINT)
+    name = script(tmp_path, "if os.environ['FABRIC_DEVICES'] == '1': sys.exit(5)")
+    environment_before = dict(os.environ)
+    handler_before = signal.getsignal(signal.SIGINT)
     assert main(["run", "--accelerator", "cpu", "--devices", "1", name]) == 5
-    assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
+    assert dict(os.environ) == environment_before
+    assert signal.getsignal(signal.SIGINT) == handler_before
+
+
+# -- scripts that use fabric ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def python_m(tmp_path: Path) -> Callable[..., Process]:
+    """Return a function that runs a module in a folder where train.py is a script."""
+
+    def run(text: str, *arguments: str, module: str = "fabric") -> Process:
+        script(tmp_path, text, begin="")
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+
+    return run
+
+
+LAUNCHES = """
+    from fabric import Fabric
+    fabric = Fabric(accelerator="cpu")
+    fabric.launch()
+    print("trained")
+"""
+
+
+def test_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(
+    python_m,
+) -> None:
+    options = ("--devices=2", "--strategy", "ddp", "--accelerator", "cpu")
+    run = python_m(LAUNCHES, "run", "train.py", *options)
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert "Write: fabric run --strategy=ddp --devices=2 script.py" in run.stderr
+
+
+READS_OPTIONS = """
+    import argparse
+    from fabric import Fabric
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", type=int)
+    parser.add_argument('--precision')
+    options = parser.parse_args()
+    fabric = Fabric(accelerator="cpu", devices=options.devices)
+    total = fabric.all_reduce(1, reduce_op="sum")
+    fabric.print(fabric.precision.name, options.precision, total)
+"""
+
+
+def test_a_script_that_reads_its_options_and_never_launches_runs_in_the_processes_that_exist(
+    python_m,
+) -> None:
+    options = ("--devices", "2", "--precision", "mine")
+    run = python_m(READS_OPTIONS, "run", "--devices", "2", "train.py", *options)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "32-true mine 2\n"
+
+
+RANK_1_USES_NOTHING = """
+    from fabric import Fabric
+    fabric = Fabric(accelerator="cpu", timeout=2, watchdog=0.5)
+    if fabric.global_rank == 0:
+        fabric.device
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_until_all_use_fabric_says_so(python_m) -> None:
+    run = python_m(RANK_1_USES_NOTHING, "run", "--devices", "2", "train.py")
+    assert run.returncode == 1
+    report = "rank 0 of 2 waits for all to call fabric.launch() or to use Fabric\n"
+    assert run.stderr.startswith(report)
+
+
+@pytest.mark.slow
+def test_a_script_without_launch_runs_under_torchrun(python_m) -> None:
+    arguments = ("--standalone", "--nproc-per-node", "2", "train.py", "--devices", "2")
+    run = python_m(READS_OPTIONS, *arguments, module="torch.distributed.run")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "32-true None 2\n"
+
+
+# Hydra gives each process an output folder of its own, unless the arguments name the folder.
+UNDER_HYDRA = """
+    import os, sys
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from fabric import Fabric
+
+    @hydra.main(version_base=None, config_path=None)
+    def main(config):
+        folder = HydraConfig.get().runtime.output_dir
+        fabric = Fabric(accelerator="cpu", devices=2)
+        if "RANK" not in os.environ:
+            print(folder, flush=True)
+        fabric.launch()
+        folders = fabric.gather(folder)
+        if folders:
+            print(*folders, config, sys.argv[1], sep="\\n")
+
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="run"),
+        pytest.param(["--multirun"], id="sweep", marks=pytest.mark.slow),
+    ],
+)
+def test_under_hydra_all_ranks_get_the_folder_of_the_launching_process(
+    options: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "it's"
+    folder.mkdir()
+    name = script(folder, UNDER_HYDRA, begin="")
+    run = subprocess.run(
+        [sys.executable, name, "+lr=1", *options],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if not line.startswith("[")]
+    folder_of_launcher, folder_of_rank_0, folder_of_rank_1, *words = lines
+    assert folder_of_rank_0 == folder_of_launcher, run.stderr
+    assert folder_of_rank_1 == folder_of_launcher, run.stderr
+    assert folder_of_launcher.startswith(str(folder))
+    assert words == ["{'lr': 1}", "+lr=1"]
+
+
+def train_alone(fabric: Fabric) -> tuple[str, float, int | None]:
+    """Train in a job of one process inside a rank.
+
+    Returns:
+        The error of such a job without environment="none", the gradient of a job with it, and the
+        rank of rank_zero_only.
+    """
+    strategy = SingleDeviceStrategy(device="cpu")
+    error = outcome(lambda: Fabric(accelerator="cpu", strategy=strategy))
+    with Fabric(accelerator="cpu", strategy=strategy, environment="none") as single:
+        model = single.setup(nn.Linear(1, 1, bias=False))
+        inputs = torch.full((1, 1), float(fabric.global_rank))
+        single.backward(model(inputs).sum())
+        [parameter] = model.parameters()
+        assert parameter.grad is not None
+        gradient = parameter.grad.item()
+    fabric.barrier()
+    return error, gradient, rank_zero_only.rank
+
+
+def test_a_job_of_one_process_inside_of_a_rank_is_independent_of_the_job_of_the_rank() -> None:
+    for rank, (error, gradient, rank_of_decorator) in enumerate(run_in_ranks(train_alone)):
+        assert f"'single_device' with 2 processes on 1 node(s) by fabric (rank {rank})" in error
+        assert gradient == rank
+        assert rank_of_decorator == rank
+
+
+def test_python_m_fabric_is_the_command_and_the_readme_says_so(python_m) -> None:
+    run = python_m("", "--version")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"fabric {version('torch-fabric')}\n"
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert "`python -m fabric run ...` is always this one" in readme
