@@ -1,4 +1,4 @@
-"""Which devices a value of ``devices`` names, and what each kind of hardware answers."""
+"""The devices that a value of ``devices`` names, and what accelerators say of their hardware."""
 
 import os
 import subprocess
@@ -10,11 +10,7 @@ import torch
 from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no CUDA device"),
-]
-
+# A value of devices, the number of devices that are available, and the expected indices.
 INDICES = [
     (1, 4, (0,)),
     (2, 4, (0, 1)),
@@ -35,7 +31,7 @@ INDICES = [
     ("2,", 4, (2,)),
 ]
 
-# devices, and how many there are
+# A value of devices, and the number of devices that are available.
 REFUSED_INDICES = [
     (0, 4),
     ("0", 4),
@@ -62,8 +58,13 @@ GARBAGE = ["", " ", ",", "two", "0,,2", "cuda:0", "1.5", "--1", "all", "Auto!", 
 WRONG_TYPES = [1.0, None, {0, 1}, {0: 1}, [0, 1.0], ["0"], [[0]], object()]
 
 
+def name_without_address(value: object) -> str:
+    name, _, _ = repr(value).partition(" at ")
+    return name
+
+
 class Cards(Accelerator):
-    """As many devices as a test needs."""
+    """An accelerator with as many devices as a test needs."""
 
     name = "cuda"
 
@@ -93,12 +94,14 @@ def test_devices_that_are_not_there_are_refused_with_their_number(devices, avail
 
 @pytest.mark.parametrize(("devices", "expected"), PROCESSES)
 def test_on_a_cpu_a_value_is_a_number_of_processes(devices, expected) -> None:
-    assert CPUAccelerator().parse_devices(devices) == (torch.device("cpu"),) * expected
+    expected_devices = [torch.device("cpu")] * expected
+    assert list(CPUAccelerator().parse_devices(devices)) == expected_devices
 
 
 @pytest.mark.parametrize("devices", [-1, "-1"])
 def test_on_a_cpu_minus_one_is_a_process_for_each_core(devices) -> None:
-    assert len(CPUAccelerator().parse_devices(devices)) == CPUAccelerator().device_count()
+    cpu = CPUAccelerator()
+    assert len(cpu.parse_devices(devices)) == cpu.device_count()
 
 
 @pytest.mark.parametrize("devices", REFUSED_PROCESSES)
@@ -117,7 +120,7 @@ def test_a_string_that_names_no_devices_is_refused(accelerator, devices) -> None
 
 
 @pytest.mark.parametrize("accelerator", [Cards(4), CPUAccelerator()], ids=["cards", "cpu"])
-@pytest.mark.parametrize("devices", WRONG_TYPES, ids=lambda value: repr(value).partition(" at ")[0])
+@pytest.mark.parametrize("devices", WRONG_TYPES, ids=name_without_address)
 def test_a_value_of_another_type_is_refused(accelerator, devices) -> None:
     with pytest.raises(ArgumentTypeError) as caught:
         accelerator.parse_devices(devices)
@@ -156,13 +159,14 @@ def test_a_core_that_this_process_may_not_use_does_not_count() -> None:
     mask = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(mask)})
-        assert CPUAccelerator().device_count() == 1
-        assert len(CPUAccelerator().parse_devices(-1)) == 1
+        cpu = CPUAccelerator()
+        assert cpu.device_count() == 1
+        assert len(cpu.parse_devices(-1)) == 1
     finally:
         os.sched_setaffinity(0, mask)
 
 
-def test_each_accelerator_is_named_after_its_torch_device() -> None:
+def test_an_accelerator_is_named_after_its_torch_device() -> None:
     for accelerator in (CPUAccelerator(), CUDAAccelerator(), MPSAccelerator()):
         assert torch.device(accelerator.name).type == accelerator.name
 
@@ -176,11 +180,13 @@ def test_torch_chooses_the_backend(accelerator: Accelerator, backend: str) -> No
     assert accelerator.default_backend == backend
 
 
-def test_an_accelerator_of_ones_own_needs_two_methods() -> None:
+def test_an_accelerator_of_a_user_needs_two_methods() -> None:
     meta = MetaAccelerator()
-    assert meta.parse_devices("auto") == (torch.device("meta", 0), torch.device("meta", 1))
-    assert meta.parse_devices([1]) == (torch.device("meta", 1),)
-    meta.activate(torch.device("meta", 0))
+    first = torch.device("meta", 0)
+    second = torch.device("meta", 1)
+    assert meta.parse_devices("auto") == (first, second)
+    assert meta.parse_devices([1]) == (second,)
+    meta.activate(first)
     meta.release()
 
 
@@ -212,9 +218,26 @@ def test_asking_about_gpus_does_not_initialize_cuda() -> None:
     assert not torch.cuda.is_initialized()
 
 
-class TestOnCudaDevices:
-    pytestmark = gpu
+FORKS_AFTER_PARSING = """
+import os
+import torch
+from fabric.accelerators import CUDAAccelerator
 
+CUDAAccelerator().parse_devices("auto")
+child = os.fork()
+if child == 0:
+    total = torch.ones(2, device="cuda").sum().item()
+    if total == 2:
+        os._exit(0)
+    os._exit(1)
+_, status = os.waitpid(child, 0)
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no CUDA device")
+class TestOnCudaDevices:
     def test_all_gpus_are_named_by_auto(self) -> None:
         cuda = CUDAAccelerator()
         gpus = [torch.device("cuda", index) for index in range(cuda.device_count())]
@@ -228,17 +251,8 @@ class TestOnCudaDevices:
         cuda.release()
 
     def test_a_process_forked_after_parsing_can_use_cuda(self) -> None:
-        script = (
-            "import os, torch\n"
-            "from fabric.accelerators import CUDAAccelerator\n"
-            "CUDAAccelerator().parse_devices('auto')\n"
-            "child = os.fork()\n"
-            "if child == 0:\n"
-            "    os._exit(0 if torch.ones(2, device='cuda').sum().item() == 2 else 1)\n"
-            "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        )
         subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", FORKS_AFTER_PARSING],
             check=True,
             timeout=120,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom in a kernel of its own."""
+"""The notebook of the examples runs from top to bottom in a new kernel."""
 
 import ast
 import re
@@ -14,28 +14,33 @@ DEADLINE = 90
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each code cell showed, by the cell's id."""
+    """Run the notebook; return what its code cells showed, by the ids of the cells."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
     NotebookClient(notebook, timeout=DEADLINE, kernel_name="python3", resources=resources).execute()
-    return {
-        cell.id: "".join(
-            output.get("text", "") or output["data"]["text/plain"] for output in cell.outputs
-        )
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    }
+    outputs = {}
+    for cell in code_cells(notebook):
+        outputs[cell.id] = "".join(text_of(output) for output in cell.outputs)
+    return outputs
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(output: nbformat.NotebookNode) -> str:
+    if "text" in output:
+        return output["text"]
+    return output["data"]["text/plain"]
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
 
     nbformat.validate(notebook)
-    assert all(
-        not cell.outputs and cell.execution_count is None
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    )
+    for cell in code_cells(notebook):
+        assert not cell.outputs
+        assert cell.execution_count is None
 
 
 def test_a_cell_launches_two_processes_and_gets_the_result_of_the_first(
@@ -51,10 +56,13 @@ def test_a_second_launch_in_the_same_kernel_returns_the_results_of_both_processe
     outputs: dict[str, str],
 ) -> None:
     lines = outputs["launch-two"].splitlines()
-    shown = [re.fullmatch(r"process (\d) of 2: loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
 
-    assert [actual and actual[1] for actual in shown] == ["0", "1"]
-    assert all(actual and float(actual[3]) < float(actual[2]) / 10 for actual in shown)
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        match = re.fullmatch(rf"process {rank} of 2: loss ([\d.]+) -> ([\d.]+)", line)
+        assert match is not None, line
+        first_loss, last_loss = map(float, match.groups())
+        assert last_loss < first_loss / 10
 
 
 def test_cells_that_only_define_show_nothing(outputs: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Where a process is in its job: the numbers, and the variables they are read from."""
+"""The position of a process in its job, and the variables from which it is read."""
 
 import pickle
 
@@ -24,13 +24,11 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 def test_a_world_without_arguments_is_a_single_process() -> None:
     world = World()
-    assert (world.rank, world.world_size, world.num_nodes, world.port, world.store) == (
-        0,
-        1,
-        1,
-        None,
-        None,
-    )
+    assert world.rank == 0
+    assert world.world_size == 1
+    assert world.num_nodes == 1
+    assert world.port is None
+    assert world.store is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,8 @@ def test_numbers_that_contradict_each_other_are_refused(numbers: dict[str, int])
 def test_the_number_of_nodes_is_one_only_when_all_processes_are_here(
     world_size: int, local_world_size: int, nodes: int
 ) -> None:
-    assert World(world_size=world_size, local_world_size=local_world_size).num_nodes == nodes
+    world = World(world_size=world_size, local_world_size=local_world_size)
+    assert world.num_nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,8 @@ def test_the_number_of_nodes_is_one_only_when_all_processes_are_here(
 def test_the_neighbours_of_a_rank_are_those_around_it(
     rank: int, world_size: int, ranks: tuple[int, ...]
 ) -> None:
-    assert World(rank=rank, world_size=world_size, local_world_size=world_size).neighbours == ranks
+    world = World(rank=rank, world_size=world_size, local_world_size=world_size)
+    assert world.neighbours == ranks
 
 
 def test_torchruns_variables_are_read_as_they_stand() -> None:
@@ -114,7 +114,8 @@ def test_a_rank_and_a_size_alone_mean_one_node() -> None:
 def test_local_numbers_follow_from_the_size_of_a_node() -> None:
     world = World.from_env({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     assert world is not None
-    assert (world.local_rank, world.node_rank) == (1, 1)
+    assert world.local_rank == 1
+    assert world.node_rank == 1
 
 
 def test_a_local_rank_of_another_node_needs_the_size_of_a_node() -> None:
@@ -132,8 +133,9 @@ def test_a_variable_that_is_no_integer_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("rank", ["-1", "4"])
 def test_a_rank_outside_the_job_is_refused(rank: str) -> None:
+    env = without(TORCHRUN, "LOCAL_RANK", "GROUP_RANK") | {"RANK": rank}
     with pytest.raises(ConfigurationError, match=f"rank={rank}"):
-        World.from_env(without(TORCHRUN, "LOCAL_RANK", "GROUP_RANK") | {"RANK": rank})
+        World.from_env(env)
 
 
 @pytest.mark.parametrize("port", ["-1", "0", "65536"])
@@ -145,7 +147,9 @@ def test_a_port_that_cannot_be_is_refused(port: str) -> None:
 def test_blank_rendezvous_variables_count_as_missing() -> None:
     world = World.from_env(TORCHRUN | {"MASTER_ADDR": "", "MASTER_PORT": "", "FABRIC_STORE": ""})
     assert world is not None
-    assert (world.address, world.port, world.store) == ("127.0.0.1", None, None)
+    assert world.address == "127.0.0.1"
+    assert world.port is None
+    assert world.store is None
 
 
 @pytest.mark.parametrize(
