@@ -1,4 +1,4 @@
-"""``fabric doctor`` finds faults that are planted for real, names ranks, and ends in time."""
+"""``fabric doctor`` reports real faults with a remedy, names ranks, and ends in time."""
 
 import os
 import socket
@@ -8,16 +8,16 @@ import sys
 import pytest
 
 DEADLINE = 150
-COMMAND = [
-    sys.executable,
-    "-P",
-    "-m",
-    "fabric",
-    "doctor",
-]  # as the command does, it looks into no current folder
-# What the machine under the tests may lack.
-OWN = ("/dev/shm", "open files", "GiB free")
-SMALL = 'ulimit -n 128; mount -t tmpfs -o size=4m none /dev/shm; mount -t tmpfs -o size=64k none "$TMPDIR"; exec "$@"'
+# With -P, Python imports nothing from the current folder, like the command ``fabric``.
+COMMAND = [sys.executable, "-P", "-m", "fabric", "doctor"]
+# What the machine that runs the tests may lack.
+LACKS_OF_MACHINE = ("/dev/shm", "open files", "GiB free")
+WITH_SMALL_LIMITS = """
+ulimit -n 128
+mount -t tmpfs -o size=4m none /dev/shm
+mount -t tmpfs -o size=64k none "$TMPDIR"
+exec "$@"
+"""
 
 
 @pytest.fixture
@@ -26,75 +26,97 @@ def environment(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "bin" / "fabric").write_text("from fabric.cli import main\n")
     (tmp_path / "bin" / "fabric").chmod(0o755)
-    given = {
-        name: os.environ[name]
-        for name in os.environ
-        if not name.startswith(("GLOO_", "NCCL_", "MASTER_"))
-    }
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    return given | {"PATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    variables = dict(os.environ)
+    for name in os.environ:
+        if name.startswith(("GLOO_", "NCCL_", "MASTER_")):
+            del variables[name]
+    variables["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    variables["TMPDIR"] = str(tmp_path / "tmp")
+    variables["OMP_NUM_THREADS"] = "1"
+    return variables
 
 
 def start(tmp_path, environment, *command):
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=tmp_path / "work", env=environment, **pipe)
+    return subprocess.Popen(
+        command,
+        cwd=tmp_path / "work",
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process):
-    """Exit code and report."""
+    """Return the exit code and the report of a process."""
     try:
-        out, err = process.communicate(timeout=DEADLINE)
+        output, errors = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()
-    assert "Traceback" not in out + err, out + err
-    return process.returncode, out
+    assert "Traceback" not in output, output
+    assert "Traceback" not in errors, errors
+    return process.returncode, output
 
 
-def failures(report, ignored=OWN):
-    """Each with its remedy, which is not empty."""
+def failures(report, ignored=LACKS_OF_MACHINE):
+    """Return the remedies in a report by the lines of their failures.
+
+    Failures that contain one of the ``ignored`` texts are left out.
+    """
+    remedies = {}
     lines = report.splitlines()
-    found = {
-        line: lines[number + 1].strip()
-        for number, line in enumerate(lines)
-        if line.startswith("FAIL")
-    }
-    assert all(found.values())
-    return {
-        line: remedy
-        for line, remedy in found.items()
-        if not any(words in line for words in ignored)
-    }
+    for number, line in enumerate(lines):
+        if not line.startswith("FAIL"):
+            continue
+        remedy = lines[number + 1].strip()
+        assert remedy
+        if not any(text in line for text in ignored):
+            remedies[line] = remedy
+    return remedies
+
+
+def free_port():
+    """Return a port that is free now. Another process would have to be quick to take it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, port = server.getsockname()
+    return str(port)
 
 
 def test_a_sound_machine_has_a_report_that_a_bug_can_begin_with(tmp_path, environment):
     code, report = finish(start(tmp_path, environment, *COMMAND))
     assert failures(report) == {}
     assert code == bool(failures(report, ignored=()))
-    first = report.splitlines()[0]
-    assert first.startswith("torch-fabric ")
-    assert "torch 2." in first
-    assert all(
-        f"ok    rank {rank} of 2 on {socket.gethostname()}: at 127.0.0.1" in report
-        for rank in (0, 1)
-    )
-    assert (
-        "ok    all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather on "
-        in report
-    )
+    first_line = report.splitlines()[0]
+    assert first_line.startswith("torch-fabric ")
+    assert "torch 2." in first_line
+    for rank in (0, 1):
+        assert f"ok    rank {rank} of 2 on {socket.gethostname()}: at 127.0.0.1" in report
+    operations = "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather"
+    assert f"ok    {operations} on " in report
 
 
-def planted(environment, tmp_path):
-    """Seven faults: names, installations, limits, folders and the network; returns what the report says of each."""
+def write_metadata(folder, name, version):
+    """Pretend that a distribution is installed in a folder."""
+    metadata = folder / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "top_level.txt").write_text(f"{name}\n")
+
+
+def plant_faults(environment, tmp_path):
+    """Plant faults of names, installations, folders and the network.
+
+    Returns:
+        The text of every failure that the report has to hold, also of the small limits, with a
+        text of its remedy.
+    """
     (tmp_path / "work" / "fabric.py").touch()
     (tmp_path / "bin" / "fabric").write_text("from lightning.fabric.cli import _main\n")
-    other = tmp_path / "other" / "torch-1.0.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
-    ssh = tmp_path / "other" / "fabric-3.2.2.dist-info"
-    ssh.mkdir()
-    (ssh / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric\nVersion: 3.2.2\n")
-    (ssh / "top_level.txt").write_text("fabric\n")
-    environment |= {"PYTHONPATH": str(tmp_path / "other"), "GLOO_SOCKET_IFNAME": "nowhere0"}
+    packages = tmp_path / "packages"
+    write_metadata(packages, "torch", "1.0")
+    write_metadata(packages, "fabric", "3.2.2")
+    environment["PYTHONPATH"] = str(packages)
+    environment["GLOO_SOCKET_IFNAME"] = "nowhere0"
     return {
         f"import fabric: {tmp_path / 'work' / 'fabric.py'} may be imported": "another name",
         "import fabric: fabric has the same name": "pip uninstall fabric torch-fabric",
@@ -107,49 +129,48 @@ def planted(environment, tmp_path):
     }
 
 
-def mounts():
-    """A command that runs another with folders of its own, where the system allows that."""
-    ways = (["unshare", "-m"], ["unshare", "-rm"])
-    return next(
-        (way for way in ways if not subprocess.run([*way, "true"], capture_output=True).returncode),
-        None,
-    )
+def command_with_private_mounts():
+    """Return a command that runs another with private mounts, or None if the system refuses."""
+    if sys.platform != "linux":
+        return None
+    for command in (["unshare", "-m"], ["unshare", "-rm"]):
+        process = subprocess.run([*command, "true"], capture_output=True, check=False)
+        if process.returncode == 0:
+            return command
+    return None
 
 
-def test_planted_faults_are_all_found_in_one_report_with_a_remedy_each(tmp_path, environment):
-    if sys.platform != "linux" or (way := mounts()) is None:
-        pytest.skip("needs folders of its own")
-    expected = planted(environment, tmp_path)
-    command = [*way, "sh", "-c", SMALL, "sh", *COMMAND]
+def test_one_report_has_all_planted_faults_with_their_remedies(tmp_path, environment):
+    private_mounts = command_with_private_mounts()
+    if private_mounts is None:
+        pytest.skip("needs private mounts")
+    expected = plant_faults(environment, tmp_path)
+    command = [*private_mounts, "sh", "-c", WITH_SMALL_LIMITS, "sh", *COMMAND]
     code, report = finish(start(tmp_path, environment, *command))
     assert code == 1
-    actual = failures(report, ignored=())
+    remedies = failures(report, ignored=())
     for text, remedy in expected.items():
-        assert [line for line in actual if text in line and remedy in actual[line]], (
-            f"{text}\n{report}"
-        )
+        remedies_of_fault = [remedies[line] for line in remedies if text in line]
+        assert remedy in "\n".join(remedies_of_fault), f"{text}\n{report}"
 
 
 def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, environment):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
-    ranks = [
-        start(tmp_path, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address}, *COMMAND,
-              "--timeout", "3")
-        for rank, address in enumerate(("127.0.0.1", "nowhere.invalid"))
-    ]  # fmt: skip
-    (code, first), (other_code, second) = map(finish, ranks)
-    assert (code, other_code) == (1, 1)
-    assert any("no sign of rank 1" in line for line in first.splitlines()), first
-    assert any("rendezvous at nowhere.invalid" in line for line in failures(second)), second
-    assert not any(line.startswith("ok") for line in second.splitlines())
+    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": free_port()}
+    processes = []
+    for rank, address in enumerate(("127.0.0.1", "nowhere.invalid")):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address}
+        process = start(tmp_path, environment | variables, *COMMAND, "--timeout", "3")
+        processes.append(process)
+    (code, report), (code_of_rank_1, report_of_rank_1) = map(finish, processes)
+    assert code == 1
+    assert code_of_rank_1 == 1
+    assert "no sign of rank 1" in report
+    assert "rendezvous at nowhere.invalid" in "\n".join(failures(report_of_rank_1))
+    assert "\nok" not in f"\n{report_of_rank_1}"
 
 
 def test_ranks_that_join_early_keep_the_store_of_rank_0(tmp_path, environment):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": free_port()}
     # Rank 0 waits for the late rank 2 while rank 1 already waits in the process group.
     late_command = ["sh", "-c", 'sleep 3; exec "$@"', "sh", *COMMAND]
     processes = []
@@ -161,8 +182,8 @@ def test_ranks_that_join_early_keep_the_store_of_rank_0(tmp_path, environment):
         assert failures(report) == {}
 
 
-# The interpreter runs this at its start; of the processes of the job, all but the first two are
-# lost.
+# The interpreter runs this code at its start. The first processes of the job go on, and the
+# processes after them meet their fate.
 LOST = """
 import os, sys, time
 if "-c" in sys.orig_argv and "forkserver" not in str(sys.orig_argv):
@@ -187,11 +208,13 @@ if "-c" in sys.orig_argv and "forkserver" not in str(sys.orig_argv):
     ],
 )
 def test_a_rank_that_cannot_start_is_named(tmp_path, environment, first, fate, expected):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "started").mkdir()
-    text = LOST.format(folder=str(tmp_path / "started"), first=first, fate=fate)
-    (tmp_path / "other" / "sitecustomize.py").write_text(text)
-    environment["PYTHONPATH"] = str(tmp_path / "other")
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    folder = tmp_path / "started"
+    folder.mkdir()
+    text = LOST.format(folder=str(folder), first=first, fate=fate)
+    (packages / "sitecustomize.py").write_text(text)
+    environment["PYTHONPATH"] = str(packages)
     code, report = finish(start(tmp_path, environment, *COMMAND, "--timeout", "3"))
     assert code == 1
     assert expected in report
@@ -199,7 +222,7 @@ def test_a_rank_that_cannot_start_is_named(tmp_path, environment, first, fate, e
 
 
 @pytest.mark.slow
-def test_in_a_job_of_torchrun_it_is_a_rank_of_that(tmp_path, environment):
+def test_under_torchrun_the_doctor_is_a_rank_of_the_job(tmp_path, environment):
     launcher = [
         sys.executable,
         "-P",
