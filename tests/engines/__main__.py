@@ -1,7 +1,7 @@
-"""`make test-engines`: install what the engines need, as root on Debian 12, and run the tests of each.
+"""`make test-engines`: install what the engines need, as root on Debian 12, and run their tests.
 
-With arguments, of these engines alone. What cannot be installed, fails or is not done in time makes
-the exit code 1.
+With arguments, it runs only the tests of these engines. The exit code is 1 if an engine cannot be
+installed, or if its tests fail or are not done in time.
 """
 
 import contextlib
@@ -18,71 +18,94 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LINES = [line.split() for line in (HERE / "packages.txt").read_text().splitlines()]
-PACKAGES = {words[0]: words[1:] for words in LINES if words[0] != "#"}
-# Seconds: all of it takes ten minutes on two cores that have nothing else to do, and a machine may
-# be slow that day.
+# Limits in seconds. All tests take ten minutes on two idle cores, and a machine may be slow.
 INSTALL = 480
 ENGINE = 480
 TOTAL = 1500
 GRACE = 15
 APT = ["apt-get", "-qq", "-o", "Acquire::Retries=5", "-o", "DPkg::Lock::Timeout=60"]
-POLICY = Path(
-    "/usr/sbin/policy-rc.d"
-)  # whether a package may start its daemon; the tests start their own
+# This script says whether a package may start its daemon.
+POLICY = Path("/usr/sbin/policy-rc.d")
 VENV = ROOT / "build" / "engines"
 
 
 def main(engines: list[str]) -> int:
-    chosen = engines or list(PACKAGES)
-    if unknown := set(chosen) - set(PACKAGES):
-        print(
-            f"test-engines: there is no {', '.join(sorted(unknown))}; ENGINES is some of: {' '.join(PACKAGES)}"
-        )
+    """Install and test these engines, or all of them; return the exit code."""
+    packages = read_packages()
+    chosen = engines or list(packages)
+    unknown = ", ".join(sorted(set(chosen) - packages.keys()))
+    if unknown:
+        print(f"test-engines: there is no {unknown}; ENGINES is some of: {' '.join(packages)}")
         return 2
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends as by Ctrl-C, which removes what was made
+    # SIGTERM ends this process like Ctrl-C, and the context managers clean up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     end = time.monotonic() + TOTAL
-    if not install(
-        sorted({package for engine in chosen for package in PACKAGES[engine]}),
-        time.monotonic() + INSTALL,
-    ):
-        print(
-            f"test-engines: could not install that. It takes root on Debian 12, and package servers.\n{__doc__}"
-        )
+    requirements: set[str] = set()
+    for engine in chosen:
+        requirements.update(packages[engine])
+    if not install(sorted(requirements), time.monotonic() + INSTALL):
+        print("test-engines: the installation failed.")
+        print(f"It takes root on Debian 12, and package servers.\n{__doc__}")
         return 1
-    failed = [engine for engine in chosen if not test(engine, min(end, time.monotonic() + ENGINE))]
-    left_out = [engine for engine in PACKAGES if engine not in chosen]
-    print(
-        f"test-engines: failed: {', '.join(failed) or 'none'}; left out: {', '.join(left_out) or 'none'}",
-        flush=True,
-    )
-    return int(bool(failed))
+    failed = []
+    for engine in chosen:
+        python = sys.executable
+        if has_extras(packages[engine]):
+            python = str(VENV / "bin" / "python")
+        if not test(engine, python, min(end, time.monotonic() + ENGINE)):
+            failed.append(engine)
+    left_out = [engine for engine in packages if engine not in chosen]
+    failed_text = ", ".join(failed) or "none"
+    left_out_text = ", ".join(left_out) or "none"
+    print(f"test-engines: failed: {failed_text}; left out: {left_out_text}", flush=True)
+    if failed:
+        return 1
+    return 0
+
+
+def read_packages() -> dict[str, list[str]]:
+    """Return the packages by engine. An extra of this project begins with a dot."""
+    packages = {}
+    for line in (HERE / "packages.txt").read_text().splitlines():
+        engine, *names = line.split()
+        if engine != "#":
+            packages[engine] = names
+    return packages
+
+
+def has_extras(packages: list[str]) -> bool:
+    return any(package.startswith(".") for package in packages)
 
 
 def install(packages: list[str], end: float) -> bool:
-    """With apt-get, and what begins with a dot as an extra of this project; whether that succeeded."""
-    extras = [package.strip(".[]") for package in packages if package.startswith(".")]
-    debian = [
-        *APT,
-        "install",
-        "--yes",
-        "--no-install-recommends",
-        *(name for name in packages if name[0] != "."),
-    ]
+    """Install Debian packages with apt-get and extras with pip; return whether that succeeded."""
+    debian_packages = []
+    extras = []
+    for package in packages:
+        if package.startswith("."):
+            extras.append(package.strip(".[]"))
+        else:
+            debian_packages.append(package)
     with _no_daemons():
-        # What is there needs no network.
-        is_there = _run(
-            [*debian, "--no-download"], end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        if not is_there and not (_run([*APT, "update"], end) and _run(debian, end)):
+        if not _install_debian_packages(debian_packages, end):
             return False
-    return not extras or _install_extras(extras, end)
+    if not extras:
+        return True
+    return _install_extras(extras, end)
+
+
+def _install_debian_packages(packages: list[str], end: float) -> bool:
+    command = [*APT, "install", "--yes", "--no-install-recommends", *packages]
+    # Packages that are installed need no network.
+    offline = [*command, "--no-download"]
+    if _run(offline, end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        return True
+    return _run([*APT, "update"], end) and _run(command, end)
 
 
 @contextlib.contextmanager
 def _no_daemons() -> Iterator[None]:
+    """Forbid packages to start their daemons inside the block. The tests start the daemons."""
     if POLICY.exists():
         yield
         return
@@ -95,16 +118,20 @@ def _no_daemons() -> Iterator[None]:
 
 
 def _install_extras(extras: list[str], end: float) -> bool:
-    """Into an environment over the project's, of which nothing is changed: torch stays as constraints.txt has it."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    """Install extras into an environment on top of the project's environment.
+
+    The project's environment stays as it is, with the torch of constraints.txt.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = []
+    for extra in extras:
+        requirements += project["optional-dependencies"][extra]
     if not _run([sys.executable, "-m", "venv", VENV], end):
         return False
-    (packages,) = VENV.glob("lib/python*/site-packages")
-    packages.joinpath("project.pth").write_text(
-        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    )
+    [packages] = VENV.glob("lib/python*/site-packages")
+    project_packages = sysconfig.get_path("purelib")
+    add_folder = f"import site; site.addsitedir({project_packages!r})\n"
+    (packages / "project.pth").write_text(add_folder)
     pip = [
         VENV / "bin" / "pip",
         "install",
@@ -113,33 +140,41 @@ def _install_extras(extras: list[str], end: float) -> bool:
         "-c",
         ROOT / "constraints.txt",
     ]
-    wanted = [requirement for extra in extras for requirement in declared[extra]]
-    return _run([*pip, *os.environ.get("PIP_ARGS", "").split(), *wanted], end)
+    user_options = os.environ.get("PIP_ARGS", "").split()
+    return _run([*pip, *user_options, *requirements], end)
 
 
-def test(engine: str, end: float) -> bool:
-    """Whether the tests of an engine pass in time. All of their files go."""
-    is_extra = any(package.startswith(".") for package in PACKAGES[engine])
-    python = VENV / "bin" / "python" if is_extra else sys.executable
+def test(engine: str, python: str, end: float) -> bool:
+    """Run the tests of an engine; return whether they pass in time. Their files are removed."""
     seconds = max(1, int(end - time.monotonic()))
     print(f"test-engines: {engine}, in {seconds} s at most", flush=True)
-    # A short name: sockets are in it, whose paths may have 107 characters.
+    # The name is short, because the folder holds sockets, whose paths may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="e") as folder:
-        # Ends with this process, whatever ends that.
-        pytest = ["setpriv", "--pdeathsig", "INT", python, "-m", "pytest", "-v", "-m", "engines"]
-        limits = [f"--session-timeout={seconds}", f"--basetemp={folder}/tests"]
-        return _run(
-            [*pytest, *limits, HERE / f"test_{engine}.py"],
-            end + GRACE,
-            env=os.environ | {"TMPDIR": folder},
-        )
+        # With setpriv, pytest ends with this process, whatever ends this process.
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "INT",
+            python,
+            "-m",
+            "pytest",
+            "-v",
+            "-m",
+            "engines",
+            f"--session-timeout={seconds}",
+            f"--basetemp={folder}/tests",
+            HERE / f"test_{engine}.py",
+        ]
+        return _run(command, end + GRACE, env=os.environ | {"TMPDIR": folder})
 
 
 def _run(command: Sequence[object], end: float, **options: object) -> bool:
-    """Whether a command succeeds before that time; then, or at Ctrl-C, it and all that it started are ended."""
-    process = subprocess.Popen(
-        [str(word) for word in command], cwd=ROOT, process_group=0, **options
-    )
+    """Return whether a command succeeds before this time.
+
+    At this time, or at Ctrl-C, the command and its processes are ended.
+    """
+    words = [str(word) for word in command]
+    process = subprocess.Popen(words, cwd=ROOT, process_group=0, **options)
     try:
         return process.wait(max(0.0, end - time.monotonic())) == 0
     except subprocess.TimeoutExpired:

@@ -1,72 +1,98 @@
-"""What the tests of the engines share: two hosts, and the numbers that a job has to come to."""
+"""Fixtures of the tests of engines: two hosts, and the numbers that a job has to reach."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.engines.hosts import Hosts
 
-Steps = dict[int, tuple[Any, list[int]]]  # loss and samples of each
-Places = Callable[[], list[tuple[Any, ...]]]
+# The loss and the samples of each step, by its number.
+Steps = dict[int, tuple[Any, list[int]]]
 JOB = Path(__file__).with_name("job.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "long_run.py"
 STEPS = 200
 
 
+class JobRank(NamedTuple):
+    """The position of a rank in its job."""
+
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    host: str
+
+
+JobRanks = Callable[[], list[JobRank]]
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with Hosts(tmp_path_factory.mktemp("hosts")) as both:
-        yield both
+    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="session")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Those of one process."""
+    """Run the job in one process, and return its losses."""
     folder = tmp_path_factory.mktemp("alone")
     subprocess.run([sys.executable, JOB, folder], check=True, timeout=90)
-    return json.loads((folder / "0.json").read_text())["losses"]
+    report = json.loads((folder / "0.json").read_text())
+    return report["losses"]
 
 
 @pytest.fixture
-def places(tmp_path: Path, losses: list[float]) -> Places:
-    """Call it after the job: (rank, local rank, node rank, world size, host) of each rank, whose losses are right."""
+def job_ranks(tmp_path: Path, losses: list[float]) -> JobRanks:
+    """Return a function that checks the losses of a job that has ended, and returns its ranks."""
 
-    def read() -> list[tuple[Any, ...]]:
-        ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
-        for rank in ranks:
-            assert rank["losses"] == pytest.approx(losses, rel=1e-5)
-        names = ("global_rank", "local_rank", "node_rank", "world_size", "host")
-        return [tuple(rank[name] for name in names) for rank in ranks]
+    def read() -> list[JobRank]:
+        ranks = []
+        for path in sorted(tmp_path.glob("*.json")):
+            report = json.loads(path.read_text())
+            assert report["losses"] == pytest.approx(losses, rel=1e-5)
+            ranks.append(JobRank(**report["position"]))
+        return ranks
 
     return read
 
 
 def long_run(folder: Path, steps: int = STEPS) -> list[str]:
-    """The example of a run that is interrupted; it keeps its checkpoints and a record in a folder."""
-    paths = [f"--folder={folder}/kept", f"--record={folder}/record"]
-    return [str(EXAMPLE), "--accelerator=cpu", *paths, f"--steps={steps}", "--save-every=20"]
+    """Return the arguments of Python that run the example with its files in a folder."""
+    return [
+        str(EXAMPLE),
+        "--accelerator=cpu",
+        f"--folder={folder}/checkpoints",
+        f"--record={folder}/record",
+        f"--steps={steps}",
+        "--save-every=20",
+    ]
 
 
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What :func:`long_run` has written so far, as the keys step, loss, samples and processes."""
-    record = folder / "record"
-    lines = record.read_text().splitlines(keepends=True) if record.exists() else []
+def recorded_steps(record: Path) -> list[dict[str, Any]]:
+    """Return the steps that the example has recorded so far.
+
+    A step has the keys step, loss, samples and processes.
+    """
+    if not record.exists():
+        return []
+    lines = record.read_text().splitlines(keepends=True)
+    # The last line may be incomplete.
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """Loss and samples of each step, of one process that nobody interrupts."""
+    """Run the example in one process without an interruption, and return its steps."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    subprocess.run(
-        [sys.executable, *long_run(folder)], check=True, stdout=subprocess.DEVNULL, timeout=90
-    )
-    return {
-        step["step"]: (pytest.approx(step["loss"], rel=1e-4), step["samples"])
-        for step in steps_of(folder)
-    }
+    command = [sys.executable, *long_run(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=90)
+    steps: Steps = {}
+    for step in recorded_steps(folder / "record"):
+        loss = pytest.approx(step["loss"], rel=1e-4)
+        steps[step["step"]] = (loss, step["samples"])
+    return steps

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with names and addresses of their own, joined by a cable."""
+"""Two hosts on this machine: network namespaces with names and addresses, joined by a cable."""
 
 import os
 import subprocess
@@ -10,9 +10,9 @@ import psutil
 __all__ = ["ADDRESSES", "Hosts"]
 
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
-# Processes, mounts and /run are their own as well: all of it ends with the first process, which
-# ends with this one. That is a shell that waits for a command, and so collects the orphans of its
-# namespace.
+# The hosts share a namespace of processes and of mounts, with a /run folder. The namespace ends
+# with its first process, which ends with this process. The first process is a shell that waits for
+# a command, and so collects the orphans of the namespace.
 _SETUP = """
 set -e
 mount -t tmpfs run /run
@@ -34,19 +34,20 @@ _ENTER = 'hostname "$0" && cd "$1" && shift && exec "$@"'
 
 
 class Hosts:
-    """The two, until the block ends. Files are shared, and each sees the processes of both.
+    """Two hosts, until the block ends.
+
+    The hosts share all files, and see the processes of each other.
 
     Args:
-        folder: for the file that names them.
+        folder: The folder for the file of host names.
     """
 
     def __init__(self, folder: Path) -> None:
         names = folder / "hosts"
-        names.write_text(
-            "".join(
-                f"{ip} {host}\n" for host, ip in {"localhost": "127.0.0.1", **ADDRESSES}.items()
-            )
-        )
+        lines = ["127.0.0.1 localhost"]
+        for host, address in ADDRESSES.items():
+            lines.append(f"{address} {host}")
+        names.write_text("\n".join(lines) + "\n")
         isolated = [
             "unshare",
             "--pid",
@@ -75,15 +76,14 @@ class Hosts:
         )
         assert self._first.stdout
         if self._first.stdout.readline() != "ready\n":
-            raise OSError(
-                f"two hosts take root, and in docker --privileged: {self._first.communicate()[1]}"
-            )
-        inside = str(psutil.Process(self._first.pid).children()[0].pid)
+            _, errors = self._first.communicate()
+            raise OSError(f"two hosts take root, and in docker --privileged: {errors}")
+        [shell] = psutil.Process(self._first.pid).children()
         self._started: list[subprocess.Popen[str]] = []
         self._enter = [
             "nsenter",
             "--target",
-            inside,
+            str(shell.pid),
             "--pid",
             "--mount",
             "--ipc",
@@ -104,7 +104,7 @@ class Hosts:
     def start(
         self, host: str, *command: object, cwd: object = os.curdir, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a command on a host; what runs when the block ends is killed."""
+        """Start a command on a host. The end of the block kills the command if it still runs."""
         enter = [
             *self._enter,
             host,
@@ -125,17 +125,19 @@ class Hosts:
     def run(
         self, host: str, *command: object, seconds: int = 90, code: int = 0, **options: Any
     ) -> str:
-        """What a command on a host writes; it has to end in so many seconds, and with this exit code."""
+        """Run a command on a host, and return what the command writes.
+
+        Fail unless the command ends within so many seconds, with this exit code.
+        """
         limit = ["timeout", "--kill-after", "5", seconds]
         process = self.start(
             host, *limit, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
         )
-        output = process.communicate()[0]
-        assert process.returncode == code, (
-            f"exit code {process.returncode} (124: not in time) of {command}:\n{output}"
-        )
+        output, _ = process.communicate()
+        failure = f"exit code {process.returncode} (124: not in time) of {command}:\n{output}"
+        assert process.returncode == code, failure
         return output
 
     def kill(self, host: str) -> None:
-        """End all that runs on a host."""
+        """Kill all processes of a host."""
         self.run("host-a", "sh", "-c", f"ip netns pids {host} | xargs kill -9")

@@ -1,4 +1,4 @@
-"""A loop of two ranks that logs to everything at once, set up as users of each package do it."""
+"""A loop of two ranks that logs to many loggers at once, set up as users of the packages do it."""
 
 import sys
 from pathlib import Path
@@ -13,11 +13,12 @@ from fabric.loggers import CSVLogger, TensorBoardLogger
 
 
 class Tracking:
-    """A logger of one's own: mlflow's client, in the three lines that the documentation shows."""
+    """A logger of a user: a client of MLflow in three lines, as the documentation shows."""
 
     def __init__(self, uri: str) -> None:
         self.client = mlflow.MlflowClient(uri)
-        self.run_id = self.client.create_run(self.client.create_experiment("own")).info.run_id
+        experiment_id = self.client.create_experiment("client")
+        self.run_id = self.client.create_run(experiment_id).info.run_id
 
     def log_metrics(self, metrics, step=None):
         for name, value in metrics.items():
@@ -26,29 +27,31 @@ class Tracking:
 
 def main(folder: Path, fails: bool) -> None:
     uri = (folder / "mlruns").as_uri()
-    of_lightning = lightning.WandbLogger(
+    wandb_logger = lightning.WandbLogger(
         name="lightning", save_dir=folder / "lightning", offline=True
     )
-    given = [
+    loggers = [
         CSVLogger(folder / "csv", version=0),
         TensorBoardLogger(folder / "tensorboard", version=0),
         lightning.CSVLogger(folder / "lightning", version=0),
         lightning.TensorBoardLogger(folder / "lightning", name="tensorboard", version=0),
-        of_lightning,
+        wandb_logger,
         lightning.MLFlowLogger("lightning", tracking_uri=uri),
     ]
-    with Fabric(accelerator="cpu", devices=2, loggers=given) as fabric:
+    with Fabric(accelerator="cpu", devices=2, loggers=loggers) as fabric:
         fabric.launch()
         if fabric.is_global_zero:
-            _ = (
-                of_lightning.experiment
-            )  # makes its run; when it is first used, it would take one that is there
-            own = wandb.init(project="own", dir=folder, reinit="create_new")
-            for logger in (own, SummaryWriter(folder / "writer"), Tracking(uri)):
-                fabric.add_logger(logger)
+            # The property makes the run of Lightning's logger now. Later, it would take the run
+            # that exists then.
+            _ = wandb_logger.experiment
+            run = wandb.init(project="user", dir=folder, reinit="create_new")
+            fabric.add_logger(run)
+            fabric.add_logger(SummaryWriter(folder / "writer"))
+            fabric.add_logger(Tracking(uri))
         fabric.log_hyperparams({"lr": 0.5})
         for step in range(3):
-            loss = fabric.all_reduce(1.0 / (1 + step + fabric.global_rank))
+            loss_of_rank = 1.0 / (1 + step + fabric.global_rank)
+            loss = fabric.all_reduce(loss_of_rank)
             fabric.log_dict({"loss": loss, "accuracy": step}, step)
         if fails:
             raise ArithmeticError("on every rank")

@@ -9,8 +9,8 @@ from tests.engines.hosts import ADDRESSES, Hosts
 
 __all__ = ["Cluster"]
 
-# Without cgroups, which are not everybody's to use. A job that was put back into the queue starts
-# when its credentials have expired: two minutes by default.
+# The configuration does without cgroups, which need rights that a container may lack. A job that
+# was put back into the queue starts when its credentials have expired: two minutes by default.
 CONFIGURATION = """
 ClusterName=engines
 SlurmctldHost=host-a
@@ -49,11 +49,11 @@ MUNGED = [
 
 
 class Cluster:
-    """Starts it; it ends with its hosts, and so do its jobs.
+    """A running cluster. The cluster and its jobs end with the hosts.
 
     Args:
-        hosts: where it runs.
-        folder: for its configuration and logs.
+        hosts: The hosts on which the cluster runs.
+        folder: The folder for the configuration and the logs.
     """
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
@@ -66,18 +66,16 @@ class Cluster:
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
         self._start("host-a", *MUNGED, f"--key-file={key}")
-        self.run("sh", "-c", "until test -S /run/munge.socket; do sleep 0.1; done", seconds=30)
+        wait_for_socket = "until test -S /run/munge.socket; do sleep 0.1; done"
+        self.run("sh", "-c", wait_for_socket, seconds=30)
         self._start("host-a", "slurmctld", "-D")
         for host in ADDRESSES:
             self._start(host, "slurmd", "-D", "-N", host)
-        self.run(
-            "sh",
-            "-c",
-            f"until sinfo -h -t idle -o =%D= | grep ={len(ADDRESSES)}=; do sleep 0.2; done",
-        )
+        all_idle = f"sinfo -h -t idle -o =%D= | grep ={len(ADDRESSES)}="
+        self.run("sh", "-c", f"until {all_idle}; do sleep 0.2; done")
 
     def run(self, *command: object, **options: Any) -> str:
-        """See :meth:`Hosts.run`; on the first host."""
+        """Run a command on the first host. See :meth:`Hosts.run`."""
         try:
             return self._hosts.run("host-a", *command, env=self._environment, **options)
         except AssertionError as error:

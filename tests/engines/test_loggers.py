@@ -1,4 +1,4 @@
-"""The loggers that people have: Lightning's, a run of W&B, MLflow, a SummaryWriter, each read by its own package."""
+"""Loggers of Lightning, W&B, MLflow and TensorBoard, whose files are read by their packages."""
 
 import csv
 import json
@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ pytestmark = pytest.mark.engines
 
 JOB = Path(__file__).with_name("logging_job.py")
 SECONDS = 120
-# Of the steps 0, 1, 2: the mean over two ranks of 1 / (1 + step + rank), and the step.
+# The steps with their losses: the mean over two ranks of 1 / (1 + step + rank).
 LOSSES = [
-    (step, pytest.approx((1 / (1 + step) + 1 / (2 + step)) / 2, rel=1e-6)) for step in range(3)
+    (0, pytest.approx((1 / 1 + 1 / 2) / 2, rel=1e-6)),
+    (1, pytest.approx((1 / 2 + 1 / 3) / 2, rel=1e-6)),
+    (2, pytest.approx((1 / 3 + 1 / 4) / 2, rel=1e-6)),
 ]
-# bytes of a file of W&B; the parts with which a message ends
+ACCURACIES = [(0, 0.0), (1, 1.0), (2, 2.0)]
+# Sizes in a file of W&B, in bytes.
 HEADER = 7
 BLOCK = 2**15
-ENDS = (1, 4)
-ACCURACIES = [(step, float(step)) for step in range(3)]
-
+# The kinds of fragments that end a message: a full message, and its last fragment.
+LAST_FRAGMENTS = (1, 4)
 
 # Nothing is sent anywhere, and what MLflow calls a file store is allowed.
 VARIABLES = {
@@ -39,139 +42,170 @@ VARIABLES = {
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in (VARIABLES | {"HOME": str(tmp_path)}).items():
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        tempfile, "tempdir", str(tmp_path)
-    )  # W&B makes folders there when it is imported
+    # W&B makes folders in the temporary directory when it is imported.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "tmp").mkdir()
-    variables = (
-        os.environ
-        | VARIABLES
-        | {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
-    )
-    command = [sys.executable, JOB, folder, *arguments]
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    folders = {"HOME": str(folder), "TMPDIR": str(temporary)}
     return subprocess.run(
-        command, env=variables, cwd=folder, text=True, capture_output=True, timeout=SECONDS
+        [sys.executable, JOB, folder, *arguments],
+        env=os.environ | VARIABLES | folders | {"OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
     )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a job has logged that ended well."""
-    found = tmp_path_factory.mktemp("logged")
-    done = run(found)
-    assert done.returncode == 0, done.stderr
-    return found
+    """Run a job that ends well, and return the folder to which it logs."""
+    folder = tmp_path_factory.mktemp("logged")
+    process = run(folder)
+    assert process.returncode == 0, process.stderr
+    return folder
 
 
-def table(path: Path) -> dict[str, list[tuple[int, float]]]:
+def read_table(path: Path, name: str) -> list[tuple[int, float]]:
+    """Return the steps and the values of a column."""
+    values = []
     with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        name: [(int(row["step"]), float(row[name])) for row in rows]
-        for name in ("loss", "accuracy")
-    }
+        for row in csv.DictReader(file):
+            values.append((int(row["step"]), float(row[name])))
+    return values
 
 
-def events(path: Path) -> Any:
+def read_events(path: Path, name: str) -> list[tuple[int, float]]:
+    """Return the steps and the values of a scalar of TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(path)).Reload()
+    accumulator = EventAccumulator(str(path)).Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(name)]
 
 
-def of_wandb(path: Path) -> list[Any]:
-    """The records of the one run in a folder: messages of the package in blocks, as LevelDB writes its log."""
+class WandbRun:
+    """The only run in a folder, which W&B wrote offline."""
+
+    def __init__(self, folder: Path) -> None:
+        [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
+        self.rows: list[dict[str, Any]] = []
+        self.config: dict[str, str] = {}
+        self.exit_codes: list[int] = []
+        for record in read_wandb_records(path):
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                self._add_row(record.history.item)
+            if kind == "exit":
+                self.exit_codes.append(record.exit.exit_code)
+            for item in (*record.config.update, *record.run.config.update):
+                self.config[item.key] = item.value_json
+
+    def _add_row(self, items: Iterable[Any]) -> None:
+        row = {}
+        for item in items:
+            name = item.key or item.nested_key[0]
+            row[name] = json.loads(item.value_json)
+        self.rows.append(row)
+
+
+def read_wandb_records(path: Path) -> list[Any]:
+    """Return the records of a file of W&B.
+
+    The records are messages in blocks, as LevelDB writes its log. A fragment of a message has a
+    header, and does not cross the end of a block.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (file,) = path.glob("wandb/offline-run-*/run-*.wandb")
-    content = file.read_bytes()
+    content = path.read_bytes()
     records = []
     message = b""
-    at = HEADER
-    while at + HEADER <= len(content):
-        if (left := BLOCK - at % BLOCK) < HEADER:
-            at += left
+    offset = HEADER
+    while offset + HEADER <= len(content):
+        left_in_block = BLOCK - offset % BLOCK
+        if left_in_block < HEADER:
+            offset += left_in_block
             continue
-        length, kind = struct.unpack_from("<HB", content, at + 4)
-        message += content[at + HEADER : at + HEADER + length]
-        at += HEADER + length
-        if kind in ENDS:
+        length, kind = struct.unpack_from("<HB", content, offset + 4)
+        start = offset + HEADER
+        offset = start + length
+        message += content[start:offset]
+        if kind in LAST_FRAGMENTS:
             records.append(Record.FromString(message))
             message = b""
     return records
 
 
-def of_mlflow(folder: Path, experiment: str) -> tuple[Any, Any]:
-    """A client, and the one run of an experiment."""
+def mlflow_client(folder: Path) -> Any:
     import mlflow
 
-    client = mlflow.MlflowClient((folder / "mlruns").as_uri())
-    found = client.get_experiment_by_name(experiment)
-    assert found is not None
-    (one,) = client.search_runs([found.experiment_id])
-    return client, one
+    return mlflow.MlflowClient((folder / "mlruns").as_uri())
+
+
+def only_run(client: Any, experiment_name: str) -> Any:
+    """Return the only run of an experiment."""
+    experiment = client.get_experiment_by_name(experiment_name)
+    assert experiment is not None
+    [mlflow_run] = client.search_runs([experiment.experiment_id])
+    return mlflow_run
 
 
 @pytest.mark.parametrize("path", ["csv/run/version_0", "lightning/lightning_logs/version_0"])
-def test_a_table_in_a_text_file(folder: Path, path: str) -> None:
-    assert table(folder / path / "metrics.csv") == {"loss": LOSSES, "accuracy": ACCURACIES}
+def test_a_table_of_csv_has_the_metrics(folder: Path, path: str) -> None:
+    table = folder / path / "metrics.csv"
+    assert read_table(table, "loss") == LOSSES
+    assert read_table(table, "accuracy") == ACCURACIES
 
 
 @pytest.mark.parametrize(
     "path", ["tensorboard/run/version_0", "lightning/tensorboard/version_0", "writer"]
 )
-def test_tensorboard(folder: Path, path: str) -> None:
-    actual = events(folder / path)
-    assert [(event.step, event.value) for event in actual.Scalars("loss")] == LOSSES
-    assert [(event.step, event.value) for event in actual.Scalars("accuracy")] == ACCURACIES
+def test_events_of_tensorboard_have_the_metrics(folder: Path, path: str) -> None:
+    assert read_events(folder / path, "loss") == LOSSES
+    assert read_events(folder / path, "accuracy") == ACCURACIES
 
 
-@pytest.mark.parametrize("path", [".", "lightning"])
-def test_a_run_of_wandb(folder: Path, path: str) -> None:
-    records = of_wandb(folder / path)
-    rows = [
-        {
-            item.key or item.nested_key[0]: json.loads(item.value_json)
-            for item in record.history.item
-        }
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
-    steps = "trainer/global_step" if path == "lightning" else "_step"
-    assert [(row[steps], row["loss"]) for row in rows] == LOSSES
-    assert [(row[steps], row["accuracy"]) for row in rows] == ACCURACIES
-    config = [
-        item for record in records for item in (*record.config.update, *record.run.config.update)
-    ]
-    assert ("lr", "0.5") in [(item.key, item.value_json) for item in config]
-    assert [
-        record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"
-    ] == [0]
+@pytest.mark.parametrize(
+    ("path", "step_name"), [(".", "_step"), ("lightning", "trainer/global_step")]
+)
+def test_a_run_of_wandb_has_metrics_and_hyperparameters(
+    folder: Path, path: str, step_name: str
+) -> None:
+    wandb_run = WandbRun(folder / path)
+    assert [(row[step_name], row["loss"]) for row in wandb_run.rows] == LOSSES
+    assert [(row[step_name], row["accuracy"]) for row in wandb_run.rows] == ACCURACIES
+    assert wandb_run.config["lr"] == "0.5"
+    assert wandb_run.exit_codes == [0]
 
 
-@pytest.mark.parametrize("experiment", ["lightning", "own"])
-def test_mlflow(folder: Path, experiment: str) -> None:
-    client, one = of_mlflow(folder, experiment)
-    for name, expected in (("loss", LOSSES), ("accuracy", ACCURACIES)):
-        history = client.get_metric_history(one.info.run_id, name)
-        assert [(metric.step, metric.value) for metric in history] == expected
-    if experiment == "lightning":
-        assert (one.data.params, one.info.status) == ({"lr": "0.5"}, "FINISHED")
+@pytest.mark.parametrize("experiment", ["lightning", "client"])
+@pytest.mark.parametrize(("name", "expected"), [("loss", LOSSES), ("accuracy", ACCURACIES)])
+def test_a_run_of_mlflow_has_the_metrics(
+    folder: Path, experiment: str, name: str, expected: list[Any]
+) -> None:
+    client = mlflow_client(folder)
+    mlflow_run = only_run(client, experiment)
+    history = client.get_metric_history(mlflow_run.info.run_id, name)
+    assert [(metric.step, metric.value) for metric in history] == expected
 
 
-def test_a_run_that_fails_is_marked_so(tmp_path: Path) -> None:
-    done = run(tmp_path, "fails")
-    assert done.returncode == 1
-    assert "ArithmeticError: on every rank" in done.stderr
-    assert of_mlflow(tmp_path, "lightning")[1].info.status == "FAILED"
-    (code,) = [
-        record.exit.exit_code
-        for record in of_wandb(tmp_path)
-        if record.WhichOneof("record_type") == "exit"
-    ]
-    assert code == 1
-    assert table(tmp_path / "csv/run/version_0/metrics.csv")["loss"] == LOSSES
+def test_a_run_of_the_mlflow_logger_has_hyperparameters_and_is_finished(folder: Path) -> None:
+    mlflow_run = only_run(mlflow_client(folder), "lightning")
+    assert mlflow_run.data.params == {"lr": "0.5"}
+    assert mlflow_run.info.status == "FINISHED"
+
+
+def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path) -> None:
+    process = run(tmp_path, "fails")
+    assert process.returncode == 1
+    assert "ArithmeticError: on every rank" in process.stderr
+    mlflow_run = only_run(mlflow_client(tmp_path), "lightning")
+    assert mlflow_run.info.status == "FAILED"
+    assert WandbRun(tmp_path).exit_codes == [1]
+    assert read_table(tmp_path / "csv/run/version_0/metrics.csv", "loss") == LOSSES

@@ -1,4 +1,4 @@
-"""Ray Train, on a network of its own that is nothing but loopback."""
+"""Ray Train, on a network that is nothing but loopback."""
 
 import json
 import os
@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.engines.conftest import recorded_steps
+
 pytestmark = pytest.mark.engines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -23,83 +25,100 @@ SECONDS = 150
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Where Ray keeps its token, its sockets, whose paths may not be long, and what a worker that is killed leaves."""
+    """Return the variables of Ray, whose files go to folders of the test.
+
+    The paths of Ray's sockets have to be short.
+    """
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         folders = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "RAY_TMPDIR": folder}
         yield os.environ | folders | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 
 
-def steps(path: Path) -> list[dict[str, object]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def losses_alone(folder: Path) -> list[object]:
+def losses_of_one_process(folder: Path) -> list[float]:
+    record = folder / "one-process.jsonl"
     command = [
         sys.executable,
         EXAMPLES / "long_run.py",
         "--accelerator=cpu",
         "--devices=1",
         f"--steps={STEPS}",
+        f"--folder={folder / 'one-process'}",
+        f"--record={record}",
     ]
-    record = folder / "alone.jsonl"
-    subprocess.run(
-        [*command, f"--folder={folder / 'alone'}", f"--record={record}"],
-        check=True,
-        timeout=SECONDS,
-    )
-    return [step["loss"] for step in steps(record)]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    return [step["loss"] for step in recorded_steps(record)]
+
+
+def kill_with_descendants(driver: subprocess.Popen[bytes]) -> None:
+    if driver.poll() is None:
+        for process in psutil.Process(driver.pid).children(recursive=True):
+            process.kill()
+    driver.kill()
+    driver.wait()
+
+
+def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    workers = []
+    for process in psutil.Process(driver.pid).children(recursive=True):
+        if "RayTrainWorker" in " ".join(process.cmdline()):
+            workers.append(process)
+    return workers
+
+
+def run_with_a_killed_worker(command: list[object], env: dict[str, str], folder: Path) -> str:
+    """Run the driver in a folder, kill a worker after 17 steps; return what the driver writes."""
+    output = folder / "output"
+    record = folder / "record.jsonl"
+    with open(output, "w") as file:
+        driver = subprocess.Popen(
+            [str(word) for word in command],
+            env=env,
+            stdout=file,
+            stderr=file,
+            cwd=folder,
+        )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(recorded_steps(record)) < 17:
+            assert driver.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.02)
+        _, second_worker = workers_of(driver)
+        second_worker.kill()
+        assert driver.wait(SECONDS) == 0, output.read_text()
+    finally:
+        kill_with_descendants(driver)
+    return output.read_text()
 
 
 def test_a_worker_is_killed_and_the_run_goes_on(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     record = tmp_path / "record.jsonl"
-    output = tmp_path / "output"
     command = [
         *LOOPBACK,
         sys.executable,
         EXAMPLES / "ray_train.py",
         "--accelerator=cpu",
         f"--steps={STEPS}",
+        f"--folder={tmp_path / 'run'}",
+        f"--record={record}",
+        "--pause=0.1",
     ]
-    command += [f"--folder={tmp_path / 'run'}", f"--record={record}", "--pause=0.1"]
-    with open(output, "w") as file:
-        driver = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=tmp_path)
-    try:
-        deadline = time.monotonic() + SECONDS
-        while len(steps(record)) < 17:
-            assert driver.poll() is None, output.read_text()
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.02)
-        descendants = psutil.Process(driver.pid).children(recursive=True)
-        workers = [
-            descendant
-            for descendant in descendants
-            if "RayTrainWorker" in " ".join(descendant.cmdline())
-        ]
-        assert len(workers) == 2
-        workers[1].kill()
-        assert driver.wait(SECONDS) == 0, output.read_text()
-    finally:
-        for process in (
-            psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else ()
-        ):
-            process.kill()
-        driver.kill()
-        driver.wait()
-    actual = steps(record)
-    expected = losses_alone(tmp_path)
-    assert {each["step"] for each in actual} == set(range(1, STEPS + 1))
-    for each in actual:
-        assert each["processes"] == 2
-        assert each["loss"] == pytest.approx(expected[int(str(each["step"])) - 1], rel=1e-4)
-    # What Ray's result says is what the loop has saved last.
-    shown = re.search(r"(?m)^step (\d+): loss \S+, in (\S+)$", output.read_text())
-    assert shown is not None
-    assert int(shown[1]) == STEPS - STEPS % 3
+    output = run_with_a_killed_worker(command, environment, tmp_path)
+    expected = losses_of_one_process(tmp_path)
+    numbers = set()
+    for step in recorded_steps(record):
+        number = step["step"]
+        numbers.add(number)
+        assert step["processes"] == 2
+        assert step["loss"] == pytest.approx(expected[number - 1], rel=1e-4)
+    assert numbers == set(range(1, STEPS + 1))
+    # Ray's result names the last checkpoint of the loop.
+    result = re.search(r"(?m)^step (?P<step>\d+): loss \S+, in (?P<folder>\S+)$", output)
+    assert result is not None
+    assert int(result["step"]) == STEPS - STEPS % 3
     checkpoints = tmp_path / "run" / "checkpoints"
     latest = (checkpoints / "latest").read_text().strip()
-    assert json.loads(Path(shown[2], "checkpoint.json").read_text()) == {
-        "path": str(checkpoints / latest)
-    }
+    content = json.loads(Path(result["folder"], "checkpoint.json").read_text())
+    assert content == {"path": str(checkpoints / latest)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import JOB, Places, Steps, long_run, steps_of
+from tests.engines.conftest import JOB, JobRanks, Steps, long_run, recorded_steps
 from tests.engines.hosts import Hosts
 from tests.engines.slurm import Cluster
 
@@ -21,17 +21,17 @@ def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 
 def test_tasks_on_one_host_are_the_ranks_of_one_job(
-    slurm: Cluster, places: Places, tmp_path: Path
+    slurm: Cluster, job_ranks: JobRanks, tmp_path: Path
 ) -> None:
     slurm.run("srun", "--nodes=1", "--ntasks=4", sys.executable, JOB, tmp_path)
-    assert places() == [(rank, rank, 0, 4, "host-a") for rank in range(4)]
+    assert job_ranks() == [(rank, rank, 0, 4, "host-a") for rank in range(4)]
 
 
 def test_hosts_may_have_different_numbers_of_tasks(
-    slurm: Cluster, places: Places, tmp_path: Path
+    slurm: Cluster, job_ranks: JobRanks, tmp_path: Path
 ) -> None:
     slurm.run("srun", "--nodes=2", "--ntasks=4", sys.executable, JOB, tmp_path)
-    assert places() == [
+    assert job_ranks() == [
         (0, 0, 0, 4, "host-a"),
         (1, 1, 0, 4, "host-a"),
         (2, 2, 0, 4, "host-a"),
@@ -39,8 +39,9 @@ def test_hosts_may_have_different_numbers_of_tasks(
     ]
 
 
-# SLURM sends a signal up to a minute early; the job has to be in its loop by then. Without one it
-# stops a minute before its end. Until then it is slow, and then it has an hour.
+# SLURM sends a signal up to a minute early, and the job has to be in its loop by then. Without a
+# signal, the job stops a minute before its end. The first run is slow, and the second run has an
+# hour.
 STOPS = {"signal": "--time=3 --signal=USR1@90", "end": "--time=2"}
 SCRIPT = """#!/bin/sh
 #SBATCH --ntasks=2 --requeue --open-mode=append --output=output.txt {options}
@@ -62,12 +63,15 @@ def test_a_job_that_is_stopped_saves_goes_back_into_the_queue_and_goes_on(
         (folder / "job.sh").write_text(SCRIPT.format(options=options, command=command))
         jobs[folder] = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).strip()
     for folder, job in jobs.items():
-        ended = f"until squeue -h -t all -j {job} -o %T | grep -E '{ENDED}'; do sleep 1; done"
-        assert slurm.run("sh", "-c", ended, seconds=180) == "COMPLETED\n", (
-            folder / "output.txt"
-        ).read_text()
+        wait_for_end = (
+            f"until squeue -h -t all -j {job} -o %T | grep -E '{ENDED}'; do sleep 1; done"
+        )
+        state = slurm.run("sh", "-c", wait_for_end, seconds=180)
+        assert state == "COMPLETED\n", (folder / "output.txt").read_text()
         assert " Restarts=1 " in slurm.run("scontrol", "show", "job", job)
-        # No step is lost, and none is done twice.
-        steps = steps_of(folder)
-        assert [step["step"] for step in steps] == list(uninterrupted)
-        assert {step["step"]: (step["loss"], step["samples"]) for step in steps} == uninterrupted
+        # No step is lost, and no step is done twice.
+        numbers = []
+        for step in recorded_steps(folder / "record"):
+            numbers.append(step["step"])
+            assert (step["loss"], step["samples"]) == uninterrupted[step["step"]]
+        assert numbers == list(uninterrupted)

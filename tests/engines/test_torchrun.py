@@ -9,32 +9,56 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import JOB, Places, Steps, long_run, steps_of
+from tests.engines.conftest import JOB, JobRanks, Steps, long_run, recorded_steps
 from tests.engines.hosts import ADDRESSES, Hosts
 
 pytestmark = pytest.mark.engines
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400"]
-QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"  # seconds until a host counts as lost
-FABRIC_RUN = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--devices=2"]
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net/tcp and tcp6 write it
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=host-a:29400",
+]
+# Seconds until a host counts as lost.
+QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+FABRIC_RUN = [
+    sys.executable,
+    "-m",
+    "fabric",
+    "run",
+    "--accelerator=cpu",
+    "--devices=2",
+]
+ON_TWO_HOSTS = ["--num-nodes=2", "--main-address=host-a"]
+# The addresses of loopback, as /proc/net/tcp and tcp6 write them.
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-def on_both(hosts: Hosts, commands: Mapping[str, Sequence[object]], code: int = 0) -> list[str]:
-    """What a command on each host writes; they run at the same time."""
+def run_on_hosts(
+    hosts: Hosts, commands: Mapping[str, Sequence[object]], code: int = 0
+) -> list[str]:
+    """Run a command on each host at the same time, and return what the commands write."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda host: hosts.run(host, *commands[host], code=code), commands))
+        futures = []
+        for host, command in commands.items():
+            futures.append(pool.submit(hosts.run, host, *command, code=code))
+        return [future.result() for future in futures]
 
 
-def test_two_agents_of_torchrun_make_one_job(hosts: Hosts, places: Places, tmp_path: Path) -> None:
+def test_two_agents_of_torchrun_make_one_job(
+    hosts: Hosts, job_ranks: JobRanks, tmp_path: Path
+) -> None:
     command = [*TORCHRUN, "--nnodes=2", f"--log-dir={tmp_path}/logs", JOB, tmp_path]
-    on_both(hosts, dict.fromkeys(ADDRESSES, command))
-    actual = places()
-    # Which host comes first is up to the rendezvous.
-    first, second = (actual[rank][-1] for rank in (0, 2))
+    run_on_hosts(hosts, dict.fromkeys(ADDRESSES, command))
+    ranks = job_ranks()
+    # The rendezvous decides which host comes first.
+    first = ranks[0].host
+    second = ranks[2].host
     assert {first, second} == set(ADDRESSES)
-    assert actual == [
+    assert ranks == [
         (0, 0, 0, 4, first),
         (1, 1, 0, 4, first),
         (2, 0, 1, 4, second),
@@ -45,6 +69,8 @@ def test_two_agents_of_torchrun_make_one_job(hosts: Hosts, places: Places, tmp_p
 def test_a_job_goes_on_with_the_host_that_is_left(
     hosts: Hosts, tmp_path: Path, uninterrupted: Steps
 ) -> None:
+    record = tmp_path / "record"
+    output = tmp_path / "output"
     elastic = [
         "--nnodes=1:2",
         "--max-restarts=3",
@@ -52,35 +78,32 @@ def test_a_job_goes_on_with_the_host_that_is_left(
         f"--log-dir={tmp_path}/logs",
     ]
     command = [*TORCHRUN, *elastic, *long_run(tmp_path, steps=150), "--pause=0.05"]
-    with open(tmp_path / "output", "w+") as output:
-        agents = [
-            hosts.start(host, *command, stdout=output, stderr=subprocess.STDOUT)
-            for host in ADDRESSES
-        ]
-        hosts.run(
-            "host-a",
-            "sh",
-            "-c",
-            f"until grep -qs '\"step\": 30,' {tmp_path}/record; do sleep 0.1; done",
-        )
+    wait_for_step_30 = f"until grep -qs '\"step\": 30,' {record}; do sleep 0.1; done"
+    with open(output, "w") as file:
+        agent_of_host_a = hosts.start("host-a", *command, stdout=file, stderr=subprocess.STDOUT)
+        hosts.start("host-b", *command, stdout=file, stderr=subprocess.STDOUT)
+        hosts.run("host-a", "sh", "-c", wait_for_step_30)
         hosts.kill("host-b")
-        assert agents[0].wait(120) == 0, output.seek(0) or output.read()
-    steps = steps_of(tmp_path)
-    assert {step["processes"] for step in steps} == {2, 4}
-    # Those that were not saved yet are done twice.
-    assert {step["step"] for step in steps} == set(range(1, 151))
-    assert all((step["loss"], step["samples"]) == uninterrupted[step["step"]] for step in steps)
+        assert agent_of_host_a.wait(120) == 0, output.read_text()
+    # Steps that were not saved yet are done twice.
+    numbers = set()
+    sizes = set()
+    for step in recorded_steps(record):
+        numbers.add(step["step"])
+        sizes.add(step["processes"])
+        assert (step["loss"], step["samples"]) == uninterrupted[step["step"]]
+    assert numbers == set(range(1, 151))
+    assert sizes == {2, 4}
 
 
 def test_fabric_run_on_each_host_makes_one_job(
-    hosts: Hosts, places: Places, tmp_path: Path
+    hosts: Hosts, job_ranks: JobRanks, tmp_path: Path
 ) -> None:
-    two = [*FABRIC_RUN, "--num-nodes=2", "--main-address=host-a"]
-    on_both(
-        hosts,
-        {host: [*two, f"--node-rank={node}", JOB, tmp_path] for node, host in enumerate(ADDRESSES)},
-    )
-    assert places() == [
+    commands = {}
+    for node, host in enumerate(ADDRESSES):
+        commands[host] = [*FABRIC_RUN, *ON_TWO_HOSTS, f"--node-rank={node}", JOB, tmp_path]
+    run_on_hosts(hosts, commands)
+    assert job_ranks() == [
         (0, 0, 0, 4, "host-a"),
         (1, 1, 0, 4, "host-a"),
         (2, 0, 1, 4, "host-b"),
@@ -88,45 +111,55 @@ def test_fabric_run_on_each_host_makes_one_job(
     ]
 
 
-def test_a_job_on_one_host_cannot_be_reached_from_the_other(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_job_on_one_host_cannot_be_reached_from_another_host(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    commands = {}
     for host in ADDRESSES:
-        (tmp_path / host).mkdir()
-    on_both(hosts, {host: [*FABRIC_RUN, JOB, tmp_path / host] for host in ADDRESSES})
+        folder = tmp_path / host
+        folder.mkdir()
+        commands[host] = [*FABRIC_RUN, JOB, folder]
+    run_on_hosts(hosts, commands)
     for host in ADDRESSES:
-        ranks = [json.loads(path.read_text()) for path in (tmp_path / host).iterdir()]
-        assert [(rank["host"], rank["world_size"]) for rank in ranks] == [(host, 2)] * 2
-        assert all(set() < set(rank["listening"]) <= LOOPBACK for rank in ranks)
+        paths = list((tmp_path / host).iterdir())
+        assert len(paths) == 2
+        for path in paths:
+            report = json.loads(path.read_text())
+            assert report["position"]["host"] == host
+            assert report["position"]["world_size"] == 2
+            assert report["listening"]
+            assert set(report["listening"]) <= LOOPBACK
 
 
-def doctor(hosts: Hosts, code: int, interface: str = "") -> list[str]:
-    """The report of each host."""
-    run = [
-        "env",
-        f"GLOO_SOCKET_IFNAME={interface}",
-        *FABRIC_RUN,
-        "--num-nodes=2",
-        "--main-address=host-a",
-    ]
-    each = {
-        host: [*run, f"--node-rank={node}", "-m", "fabric", "doctor"]
-        for node, host in enumerate(ADDRESSES)
-    }
-    return on_both(hosts, each, code)
+def reports_of_doctor(hosts: Hosts, code: int, interface: str = "") -> list[str]:
+    """Run ``fabric doctor`` as one job of two hosts, and return the report of each host."""
+    commands = {}
+    for node, host in enumerate(ADDRESSES):
+        commands[host] = [
+            "env",
+            f"GLOO_SOCKET_IFNAME={interface}",
+            *FABRIC_RUN,
+            *ON_TWO_HOSTS,
+            f"--node-rank={node}",
+            "-m",
+            "fabric",
+            "doctor",
+        ]
+    return run_on_hosts(hosts, commands, code)
 
 
-def test_the_doctor_reports_the_address_from_which_each_rank_reaches_the_first(
+def test_the_doctor_reports_the_address_from_which_each_rank_reaches_rank_0(hosts: Hosts) -> None:
+    report, _ = reports_of_doctor(hosts, code=0)
+    address_of_rank_0 = ADDRESSES["host-a"]
+    for rank, host in enumerate(["host-a", "host-a", "host-b", "host-b"]):
+        addresses = f"at {ADDRESSES[host]}, rank 0 at {address_of_rank_0}"
+        assert f"ok    rank {rank} of 4 on {host}: {addresses}" in report
+    assert "ok    all_reduce" in report
+
+
+def test_the_doctor_names_an_interface_that_does_not_reach_the_ranks_of_another_host(
     hosts: Hosts,
 ) -> None:
-    first, _ = doctor(hosts, code=0)
-    for rank, host in enumerate(["host-a", "host-a", "host-b", "host-b"]):
-        assert (
-            f"ok    rank {rank} of 4 on {host}: at {ADDRESSES[host]}, rank 0 at {ADDRESSES['host-a']}"
-            in first
-        )
-    assert "ok    all_reduce" in first
-
-
-def test_the_doctor_names_an_interface_that_does_not_lead_to_the_others(hosts: Hosts) -> None:
-    for report in doctor(hosts, code=1, interface="lo"):
+    for report in reports_of_doctor(hosts, code=1, interface="lo"):
         assert "process group: " in report
         assert "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of lo, eth0 the one" in report
