@@ -1,4 +1,7 @@
-"""What the ranks of the launcher tests do; a module of its own, so that every start method finds it by name."""
+"""What the ranks of the launcher tests do.
+
+It is a separate module, so that every start method can import the functions by name.
+"""
 
 import os
 import signal
@@ -12,7 +15,10 @@ def rank() -> int:
 
 
 def connect():
-    """torch.distributed, with the process group made; imported here because most actions are faster without."""
+    """Initialize the process group, and return the module torch.distributed.
+
+    The import is here because most actions are faster without it.
+    """
     import torch.distributed as dist
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -23,7 +29,7 @@ def connect():
 
 
 def reduce(value: float = 1.0) -> float:
-    """The sum of ``value + rank`` over the ranks, by way of gloo."""
+    """Return the sum of ``value + rank`` over the ranks, which gloo computes."""
     import torch
 
     dist = connect()
@@ -39,7 +45,7 @@ def say_ready() -> None:
 
 
 def fail(failing: int = 1) -> None:
-    """One rank raises while the others wait for it in a collective."""
+    """Raise on one rank, while the remaining ranks wait for it in a collective."""
     dist = connect()
     if rank() == failing:
         raise ValueError("the loss is not a number")
@@ -47,7 +53,10 @@ def fail(failing: int = 1) -> None:
 
 
 def fail_in_teardown() -> None:
-    """The rank that fails waits in a ``finally`` that never ends; the other one loses its connection."""
+    """Raise on rank 1, and wait there in a ``finally`` that never ends.
+
+    Rank 0 loses its connection.
+    """
     dist = connect()
     try:
         if rank() == 1:
@@ -66,7 +75,7 @@ def leave(code: int = 3) -> None:
 
 
 def fork_a_child() -> None:
-    """A process that rank 1 forks reaches the end of the script, and rank 1 itself is killed."""
+    """Fork a process on rank 1 that reaches the end of the script, then kill rank 1 itself."""
     if rank() == 0:
         threading.Event().wait()
     child = os.fork()
@@ -77,22 +86,27 @@ def fork_a_child() -> None:
 
 
 def leave_early() -> None:
-    """Rank 1 goes while rank 0 waits for it."""
+    """Return on rank 1 while rank 0 waits for it."""
     dist = connect()
     if rank() == 0:
         dist.barrier()
 
 
-class Slow:
+class SlowToDelete:
+    """An object that delays the end of the interpreter."""
+
     def __del__(self, sleep=time.sleep):
         sleep(2)
 
 
 def leave_slowly() -> None:
-    """Rank 1 goes while rank 0 waits for it, and its interpreter takes longer to end than rank 0."""
+    """Exit on rank 1 while rank 0 waits for it.
+
+    The interpreter of rank 1 takes longer to end than rank 0.
+    """
     dist = connect()
     if rank() == 1:
-        globals()["slow"] = Slow()
+        globals()["slow"] = SlowToDelete()
         dist.destroy_process_group()
         sys.exit(3)
     dist.barrier()

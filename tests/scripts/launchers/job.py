@@ -1,4 +1,7 @@
-"""``job.py LAUNCHER ACTION [ARGUMENT]``: two ranks do something; rank 0 or the launching process prints the result."""
+"""``job.py LAUNCHER ACTION [ARGUMENT]``: run an action on two ranks.
+
+Rank 0 or the launching process prints the result.
+"""
 
 import os
 import sys
@@ -9,12 +12,13 @@ from fabric.launchers import LAUNCHERS, InlineLauncher, LaunchSpec
 
 
 def main() -> None:
-    name, action, *arguments = sys.argv[1:]
+    name, action, *words = sys.argv[1:]
     function = getattr(actions, action)
-    launcher = InlineLauncher() if "FABRIC_STORE" in os.environ else LAUNCHERS[name]
-    result = launcher.launch(
-        function, [int(text) for text in arguments], {}, LaunchSpec(num_processes=2)
-    )
+    arguments = list(map(int, words))
+    launcher = LAUNCHERS[name]
+    if "FABRIC_STORE" in os.environ:
+        launcher = InlineLauncher()
+    result = launcher.launch(function, arguments, {}, LaunchSpec(num_processes=2))
     if os.environ.get("RANK", "0") == "0":
         print("result", result)
 

@@ -1,4 +1,7 @@
-"""``many.py NUMBER TIMES``: launch again and again beside others that do so too; each has numbers of its own."""
+"""``many.py NUMBER TIMES``: launch again and again, beside other processes of this script.
+
+Each process has a different number, and every launch reduces a different value.
+"""
 
 import sys
 
@@ -14,6 +17,8 @@ def total(fabric: Fabric, value: int) -> float:
 if __name__ == "__main__":
     number, times = map(int, sys.argv[1:])
     for time in range(times):
-        mine = 1000 * number + time
-        assert Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(total, mine) == mine
+        value = 1000 * number + time
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+        result = fabric.launch(total, value)
+        assert result == value
     print("all mine")

@@ -1,4 +1,7 @@
-"""A script without a guard: what it defines has to be found without running it again, or refused clearly."""
+"""A script without a guard.
+
+A launcher has to find the function without running the script again, or to refuse clearly.
+"""
 
 import os
 import sys
@@ -10,4 +13,7 @@ def double(value):
     return value * 2 + int(os.environ["WORLD_SIZE"])
 
 
-print("result", LAUNCHERS[sys.argv[1]].launch(double, (20,), {}, LaunchSpec(num_processes=2)))
+launcher = LAUNCHERS[sys.argv[1]]
+spec = LaunchSpec(num_processes=2)
+result = launcher.launch(double, (20,), {}, spec)
+print("result", result)
