@@ -1,4 +1,4 @@
-"""The launchers that run a function: results, environments, rendezvous, and functions that travel by value."""
+"""Launchers of functions: results, environments, rendezvous, and functions that travel by value."""
 
 import gc
 import os
@@ -6,6 +6,7 @@ import pickle
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,7 @@ TWO = LaunchSpec(num_processes=2)
 ALL = LaunchSpec(num_processes=2, results="all")
 
 
-# One test below runs spawn in `make test`: it starts two interpreters that import torch, each time.
+# In `make test`, one test below runs spawn: every launch starts two interpreters that import torch.
 @pytest.fixture(params=[pytest.param("spawn", marks=pytest.mark.slow), "fork", "forkserver"])
 def launcher(request):
     return LAUNCHERS[request.param]
@@ -60,25 +61,23 @@ def tensors():
 
 
 def test_ranks_meet_at_the_private_store(launcher):
-    assert launcher.launch(actions.reduce, (), {"value": 10.0}, TWO) == 21.0
+    total = launcher.launch(actions.reduce, (), {"value": 10.0}, TWO)
+    assert total == 21.0
 
 
 def test_spawned_ranks_meet_at_the_private_store():
-    assert LAUNCHERS["spawn"].launch(actions.reduce, (), {"value": 10.0}, ALL) == [21.0, 21.0]
+    totals = LAUNCHERS["spawn"].launch(actions.reduce, (), {"value": 10.0}, ALL)
+    assert totals == [21.0, 21.0]
 
 
 def test_all_results_come_back_by_rank(launcher):
-    assert launcher.launch(actions.rank, (), {}, LaunchSpec(num_processes=3, results="all")) == [
-        0,
-        1,
-        2,
-    ]
+    spec = LaunchSpec(num_processes=3, results="all")
+    assert launcher.launch(actions.rank, (), {}, spec) == [0, 1, 2]
 
 
 def test_no_result_is_none(launcher):
-    assert (
-        launcher.launch(actions.rank, (), {}, LaunchSpec(num_processes=2, results="none")) is None
-    )
+    spec = LaunchSpec(num_processes=2, results="none")
+    assert launcher.launch(actions.rank, (), {}, spec) is None
 
 
 def test_tensors_come_back_detached_by_value(launcher):
@@ -92,13 +91,15 @@ def test_tensors_come_back_detached_by_value(launcher):
 
 
 def test_large_results_fit_through_the_pipe(forkserver):
-    ones = forkserver.launch(lambda: torch.ones(5_000_000), (), {}, ALL)
-    assert [tensor.sum() for tensor in ones] == [5_000_000, 5_000_000]
+    first, second = forkserver.launch(lambda: torch.ones(5_000_000), (), {}, ALL)
+    assert first.sum() == 5_000_000
+    assert second.sum() == 5_000_000
 
 
 def test_closures_and_lambdas_travel(launcher):
     offset = 5
-    assert launcher.launch(lambda value: value + offset, (1,), {}, TWO) == 6
+    result = launcher.launch(lambda value: value + offset, (1,), {}, TWO)
+    assert result == 6
 
 
 def test_an_instance_of_a_local_class_comes_back(forkserver):
@@ -106,19 +107,22 @@ def test_an_instance_of_a_local_class_comes_back(forkserver):
         def __init__(self, value):
             self.value = value
 
-    assert forkserver.launch(lambda: Result(4), (), {}, TWO).value == 4
+    result = forkserver.launch(lambda: Result(4), (), {}, TWO)
+    assert result.value == 4
 
 
-def test_each_rank_knows_its_place(launcher):
+def test_each_rank_is_a_new_process_that_knows_its_world(launcher):
     reports = launcher.launch(report, (), {}, ALL)
-    assert [r["world"].rank for r in reports] == [r["world"].local_rank for r in reports] == [0, 1]
-    assert (
-        {r["world"].world_size for r in reports}
-        == {r["world"].local_world_size for r in reports}
-        == {2}
-    )
-    assert all(r["world"].store.startswith("file:///") for r in reports)
-    assert len({r["pid"] for r in reports} | {os.getpid()}) == 3
+    assert len(reports) == 2
+    for rank, report_of_rank in enumerate(reports):
+        world = report_of_rank["world"]
+        assert world.rank == rank
+        assert world.local_rank == rank
+        assert world.world_size == 2
+        assert world.local_world_size == 2
+        assert world.store.startswith("file:///")
+    pids = {os.getpid(), reports[0]["pid"], reports[1]["pid"]}
+    assert len(pids) == 3
 
 
 def test_ranks_see_the_environment_of_this_moment(launcher, monkeypatch, tmp_path):
@@ -129,7 +133,8 @@ def test_ranks_see_the_environment_of_this_moment(launcher, monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "argv", ["changed", "--x"])
     result = launcher.launch(report, (), {}, TWO)
     assert result["colour"] == "green"
-    assert result["directory"] == os.getcwd() == str(tmp_path)
+    assert result["directory"] == str(tmp_path)
+    assert os.getcwd() == str(tmp_path)
     assert str(tmp_path / "modules") in result["path"]
     assert result["arguments"] == ["changed", "--x"]
 
@@ -138,7 +143,8 @@ def test_settings_of_the_user_win(launcher, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     result = launcher.launch(report, (), {}, TWO)
-    assert (result["interface"], result["omp"]) == ("eth7", "3")
+    assert result["interface"] == "eth7"
+    assert result["omp"] == "3"
 
 
 def test_the_store_is_in_no_folder_and_goes_away(launcher, monkeypatch, tmp_path):
@@ -149,64 +155,64 @@ def test_the_store_is_in_no_folder_and_goes_away(launcher, monkeypatch, tmp_path
         return store, store.exists(), os.listdir(tmp_path)
 
     store, existed, files = launcher.launch(look, (), {}, TWO)
-    assert (existed, files) == (True, [])
+    assert existed
+    assert files == []
     assert not store.exists()
 
 
 def test_output_of_ranks_goes_where_that_of_the_parent_goes(forkserver, capfd):
     forkserver.launch(lambda: os.write(1, b"hello\n"), (), {}, TWO)
-    assert capfd.readouterr().out.split() == ["hello", "hello"]
+    output = capfd.readouterr().out
+    assert output.split() == ["hello", "hello"]
 
 
 def test_a_second_forkserver_launch_is_fast_and_uses_fresh_processes(forkserver):
     def mark():
-        was_here = hasattr(torch, "_a_mark_of_this_test")
+        was_marked = hasattr(torch, "_a_mark_of_this_test")
         torch._a_mark_of_this_test = True
-        return was_here, os.getpid(), os.getppid()
+        return was_marked, os.getpid(), os.getppid()
 
-    first, second = (forkserver.launch(mark, (), {}, TWO) for _ in range(2))
-    assert not first[0]
-    assert not second[0]
-    assert first[1] != second[1]
-    assert first[2] == second[2]
+    first_was_marked, first_pid, first_server = forkserver.launch(mark, (), {}, TWO)
+    second_was_marked, second_pid, second_server = forkserver.launch(mark, (), {}, TWO)
+    assert not first_was_marked
+    assert not second_was_marked
+    assert first_pid != second_pid
+    assert first_server == second_server
 
 
 def test_garbage_collections_of_a_served_rank_leave_out_what_the_server_loaded(forkserver):
-    frozen, seen = forkserver.launch(
-        lambda: (gc.get_freeze_count(), len(gc.get_objects())), (), {}, TWO
-    )
-    assert frozen > 100_000 > seen
+    def count_objects():
+        return gc.get_freeze_count(), len(gc.get_objects())
+
+    frozen, tracked = forkserver.launch(count_objects, (), {}, TWO)
+    assert frozen > 100_000
+    assert tracked < 100_000
 
 
 def test_a_killed_fork_server_is_replaced(forkserver):
     server = forkserver.launch(os.getppid, (), {}, TWO)
-    process = psutil.Process(server)
-    process.kill()
-    assert forkserver.launch(os.getppid, (), {}, TWO) != server
+    psutil.Process(server).kill()
+    next_server = forkserver.launch(os.getppid, (), {}, TWO)
+    assert next_server != server
 
 
 def test_two_threads_may_launch_at_once(forkserver):
-    results = []
-    threads = [
-        threading.Thread(
-            target=lambda v=v: results.append(forkserver.launch(actions.reduce, (v,), {}, TWO))
-        )
-        for v in (1.0, 2.0)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(results) == [3.0, 5.0]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(forkserver.launch, actions.reduce, (1.0,), {}, TWO)
+        second = pool.submit(forkserver.launch, actions.reduce, (2.0,), {}, TWO)
+        assert first.result(30) == 3.0
+        assert second.result(30) == 5.0
 
 
 def test_fork_after_a_parallel_operation_does_not_deadlock():
+    def multiply():
+        product = torch.ones(900, 900) @ torch.ones(900, 900)
+        return product[0, 0].item()
+
     torch.set_num_threads(4)
-    (torch.rand(1000, 1000) @ torch.rand(1000, 1000)).sum().item()
-    result = LAUNCHERS["fork"].launch(
-        lambda: (torch.ones(900, 900) @ torch.ones(900, 900))[0, 0].item(), (), {}, ALL
-    )
-    assert result == [900.0, 900.0]
+    assert multiply() == 900.0
+    results = LAUNCHERS["fork"].launch(multiply, (), {}, ALL)
+    assert results == [900.0, 900.0]
 
 
 def test_fork_after_a_backward_can_run_a_backward():
@@ -221,11 +227,11 @@ def test_fork_after_a_backward_can_run_a_backward():
 
 
 class Garbage:
-    """Reaches itself, and tells where it was collected."""
+    """An object in a cycle, which writes the process that collects it into a file."""
 
     def __init__(self, path):
         self.path = path
-        self.itself = self
+        self.cycle = self
 
     def __del__(self):
         self.path.write_text(str(os.getpid()))
@@ -235,27 +241,34 @@ def test_a_forked_rank_does_not_collect_the_garbage_of_its_parent(tmp_path):
     gc.collect()
     gc.disable()
     try:
-        Garbage(tmp_path / "collected")
+        collected = tmp_path / "collected"
+        Garbage(collected)
         LAUNCHERS["fork"].launch(gc.collect, (), {}, TWO)
-        assert not (tmp_path / "collected").exists()
+        assert not collected.exists()
     finally:
         gc.enable()
 
 
 def test_fork_needs_no_pickling():
     lock = threading.Lock()
-    assert LAUNCHERS["fork"].launch(lambda: lock.locked(), (), {}, TWO) is False
+    result = LAUNCHERS["fork"].launch(lambda: lock.locked(), (), {}, TWO)
+    assert result is False
+
+
+def generator():
+    yield
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_an_argument_that_cannot_be_pickled_is_named(method):
+    argument = {"deep": [1, generator()]}
     with pytest.raises(ArgumentTypeError, match=r"args\[0\]\['deep'\]\[1\] is a generator"):
-        LAUNCHERS[method].launch(print, ({"deep": [1, (x for x in ())]},), {}, TWO)
+        LAUNCHERS[method].launch(print, (argument,), {}, TWO)
 
 
 def test_a_result_that_cannot_be_pickled_is_named(launcher):
     with pytest.raises(RankFailedError, match=r"result\['deep'\]\[1\] is a generator") as failure:
-        launcher.launch(lambda: {"deep": [1, (x for x in ())]}, (), {}, TWO)
+        launcher.launch(lambda: {"deep": [1, generator()]}, (), {}, TWO)
     assert failure.value.exit_code == 1
 
 
@@ -265,12 +278,11 @@ def test_a_call_instead_of_a_function_is_refused(launcher):
 
 
 def test_inline_runs_here_and_returns_the_very_object():
-    thing = object()
-    assert (
-        InlineLauncher().launch(lambda value: value, (thing,), {}, LaunchSpec(num_processes=1))
-        is thing
-    )
-    assert InlineLauncher().launch(None, (), {}, TWO) is None
+    inline = InlineLauncher()
+    argument = object()
+    result = inline.launch(lambda value: value, (argument,), {}, LaunchSpec(num_processes=1))
+    assert result is argument
+    assert inline.launch(None, (), {}, TWO) is None
 
 
 def test_popen_does_not_launch_from_within_a_rank(monkeypatch):

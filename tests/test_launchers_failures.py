@@ -1,4 +1,4 @@
-"""What the launching process says and does when a rank fails, over every launcher."""
+"""What the launching process says and does when a rank fails, under every launcher."""
 
 import os
 import re
@@ -29,8 +29,7 @@ METHODS = ("spawn", "fork", "forkserver")
 TWO = LaunchSpec(num_processes=2)
 
 
-# In `make test` the fork server stands for all: the rest of the matrix is the same code, and
-# slower.
+# In `make test` the fork server represents all start methods: they share this code, and are slower.
 @pytest.fixture(
     params=[
         pytest.param("spawn", marks=pytest.mark.slow),
@@ -39,7 +38,10 @@ TWO = LaunchSpec(num_processes=2)
     ]
 )
 def failure(request):
-    """Launch an action that fails; the error, and the seconds that it took."""
+    """Return a function that launches an action that fails.
+
+    The function returns the error and the seconds of the launch.
+    """
 
     def launch(action, *args):
         start = time.monotonic()
@@ -52,11 +54,11 @@ def failure(request):
 
 @pytest.fixture
 def popen(tmp_path):
-    """Run the job script under popen; the finished process."""
+    """Return a function that runs a script of launchers, and returns the finished process."""
 
     def run(*arguments, script="job.py"):
         environment = dict(os.environ, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, str(SCRIPTS / script), *arguments],
             env=environment,
             capture_output=True,
@@ -64,11 +66,11 @@ def popen(tmp_path):
             timeout=50,
             check=False,
         )
-        # torch's compiler makes its cache folder as soon as it is imported, with the first
-        # optimizer at the latest.
-        left = [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
-        assert left == [], "something was left in the directory for temporary files"
-        return done
+        for path in tmp_path.iterdir():
+            # torch's compiler makes its cache folder as soon as it is imported, with the first
+            # optimizer at the latest.
+            assert path.name.startswith("torchinductor"), "temporary files were left behind"
+        return process
 
     return run
 
@@ -76,13 +78,14 @@ def popen(tmp_path):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_rank_that_raised_is_named_with_its_traceback_once(failure, failing):
     error, seconds = failure(actions.fail, failing)
-    assert (error.rank, error.exit_code) == (failing, 1)
-    assert str(error).startswith(f"rank {failing} of 2 failed (exit code 1)\nTraceback")
-    assert str(error).endswith("ValueError: the loss is not a number")
-    assert (
-        str(error).count("the loss is not a number") == 2
-    )  # the line of the source, and the message
-    assert "fabric/launchers" not in str(error)
+    text = str(error)
+    assert error.rank == failing
+    assert error.exit_code == 1
+    assert text.startswith(f"rank {failing} of 2 failed (exit code 1)\nTraceback")
+    assert text.endswith("ValueError: the loss is not a number")
+    # The words are in the line of the source and in the message.
+    assert text.count("the loss is not a number") == 2
+    assert "fabric/launchers" not in text
     assert seconds < within(10)
 
 
@@ -93,21 +96,24 @@ def test_a_cause_that_hangs_in_its_teardown_is_still_the_cause(failure):
     assert seconds < within(12)
 
 
-def test_an_exit_code_is_kept(failure):
+def test_an_exit_code_is_passed_on(failure):
     error, _ = failure(actions.leave, 3)
-    assert (error.rank, error.exit_code) == (1, 3)
+    assert error.rank == 1
+    assert error.exit_code == 3
     assert "rank 1 of 2 exited with exit code 3" in str(error)
 
 
 def test_leaving_early_is_a_failure_and_not_blamed_on_its_victim(failure):
     error, _ = failure(actions.leave, 0)
-    assert (error.rank, error.exit_code) == (1, 0)
+    assert error.rank == 1
+    assert error.exit_code == 0
     assert "it ended early" in str(error)
 
 
 def test_a_killed_rank_is_named_with_its_signal(failure):
     error, _ = failure(actions.die)
-    assert (error.rank, error.exit_code) == (1, -signal.SIGKILL)
+    assert error.rank == 1
+    assert error.exit_code == -signal.SIGKILL
     assert "killed by SIGKILL" in str(error)
     assert "memory" in str(error)
 
@@ -134,9 +140,16 @@ def test_an_exception_that_can_neither_be_pickled_nor_printed_is_reported_like_a
     assert str(error).endswith("Stubborn: <exception str() failed>")
 
 
-def test_an_exit_code_is_kept_as_the_system_cuts_it(failure):
+def test_an_exit_code_is_passed_on_as_the_system_cuts_it(failure):
     error, _ = failure(actions.leave, -1)
-    assert (error.rank, error.exit_code) == (1, 255)
+    assert error.rank == 1
+    assert error.exit_code == 255
+
+
+def run_in_a_shell(command, folder):
+    return subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=50, check=False
+    )
 
 
 REMOVES = """
@@ -152,16 +165,13 @@ raise ValueError(f"{removed} {sys.argv[1:]}")
 @pytest.mark.parametrize("closed", ["", " >&-"])
 def test_a_script_keeps_arguments_that_it_removes_also_without_a_standard_output(tmp_path, closed):
     (tmp_path / "removes.py").write_text(REMOVES)
-    command = f"{sys.executable} -W error removes.py a b{closed}"
-    done = subprocess.run(
-        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("ValueError: b ['a']\n") == 1
+    process = run_in_a_shell(f"{sys.executable} -W error removes.py a b{closed}", tmp_path)
+    assert process.returncode == 1
+    assert process.stderr.count("ValueError: b ['a']\n") == 1
 
 
-FORKSERVER = """
-import os
+LAUNCHES_FUNCTIONS = """
+import os, sys
 from fabric.launchers import LAUNCHERS, LaunchSpec
 
 def action():
@@ -170,44 +180,46 @@ def action():
 
 if __name__ == "__main__":
     for method in ("forkserver", "fork"):
-        print(LAUNCHERS[method].launch(action, (), {}, LaunchSpec(num_processes=2)), file=__import__("sys").stderr)
+        result = LAUNCHERS[method].launch(action, (), {}, LaunchSpec(num_processes=2))
+        print(result, file=sys.stderr)
 """
 
 
 def test_functions_are_launched_without_a_standard_output(tmp_path):
-    (tmp_path / "closed.py").write_text(FORKSERVER)
-    command = f"{sys.executable} closed.py >&-"
-    done = subprocess.run(
-        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert (done.stderr, done.returncode) == ("7\n7\n", 0)
+    (tmp_path / "closed.py").write_text(LAUNCHES_FUNCTIONS)
+    process = run_in_a_shell(f"{sys.executable} closed.py >&-", tmp_path)
+    assert process.stderr == "7\n7\n"
+    assert process.returncode == 0
 
 
 def test_the_next_launch_works_after_a_failure():
     forkserver = LAUNCHERS["forkserver"]
     with pytest.raises(RankFailedError):
         forkserver.launch(actions.die, (), {}, TWO)
-    assert forkserver.launch(actions.reduce, (), {}, TWO) == 3.0
+    total = forkserver.launch(actions.reduce, (), {}, TWO)
+    assert total == 3.0
 
 
 @pytest.mark.slow
 def test_a_segmentation_fault_leaves_its_stack(popen):
-    done = popen("spawn", "crash")
-    assert "killed by SIGSEGV" in done.stderr
-    assert "in crash" in done.stderr
+    process = popen("spawn", "crash")
+    assert "killed by SIGSEGV" in process.stderr
+    assert "in crash" in process.stderr
 
 
 def test_popen_runs_the_script_again_in_every_rank(popen):
-    done = popen("popen", "reduce", "4")
-    assert (done.returncode, done.stdout) == (0, "result 9\n")
+    process = popen("popen", "reduce", "4")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "result 9\n"
 
 
 def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
-    done = popen("popen", "fail")
-    assert done.returncode == 1
-    assert done.stderr.count("ValueError: the loss is not a number") == 1
-    assert done.stderr.rstrip().endswith("ValueError: the loss is not a number")
-    assert "Traceback" in done.stderr.split("rank 1 of 2 failed (exit code 1)")[1]
+    process = popen("popen", "fail")
+    assert process.returncode == 1
+    assert process.stderr.count("ValueError: the loss is not a number") == 1
+    assert process.stderr.rstrip().endswith("ValueError: the loss is not a number")
+    _, _, report = process.stderr.partition("rank 1 of 2 failed (exit code 1)")
+    assert "Traceback" in report
 
 
 @pytest.mark.parametrize(
@@ -230,23 +242,24 @@ def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
         ),
     ],
 )
-def test_popen_keeps_exit_codes_and_names_the_cause(popen, action, code, words):
-    done = popen("popen", *action)
-    assert done.returncode == code
-    assert words in done.stderr
+def test_popen_passes_exit_codes_on_and_names_the_cause(popen, action, code, words):
+    process = popen("popen", *action)
+    assert process.returncode == code
+    assert words in process.stderr
 
 
 def test_a_script_without_a_guard_can_fork(popen):
-    done = popen("fork", script="unguarded.py")
-    assert (done.returncode, done.stdout) == (0, "result 42\n")
+    process = popen("fork", script="unguarded.py")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "result 42\n"
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
-def test_a_script_without_a_guard_is_told_to_have_one(popen, method):
-    done = popen(method, script="unguarded.py")
-    assert done.returncode == 1
-    assert "if __name__ == '__main__':" in done.stderr
-    assert not re.search("freeze_support|bootstrapping", done.stderr)
+def test_a_script_without_a_guard_gets_an_error_that_shows_the_guard(popen, method):
+    process = popen(method, script="unguarded.py")
+    assert process.returncode == 1
+    assert "if __name__ == '__main__':" in process.stderr
+    assert not re.search("freeze_support|bootstrapping", process.stderr)
 
 
 # -- a rank that aborts ---------------------------------------------------------------------------
@@ -254,7 +267,9 @@ def test_a_script_without_a_guard_is_told_to_have_one(popen, method):
 
 def reduce_unequal_lengths(fabric: Fabric) -> None:
     fabric.barrier()
-    length = 4 if fabric.global_rank == 0 else 100_000
+    length = 4
+    if fabric.global_rank == 1:
+        length = 100_000
     dist.all_reduce(torch.ones(length))
 
 
@@ -263,11 +278,9 @@ def test_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() -> 
         run_in_ranks(reduce_unequal_lengths, launcher="forkserver")
     text = str(caught.value)
     assert "FABRIC_CHECK=1" in text
+    call = r"test_launchers_failures\.py:\d+: dist\.all_reduce\(torch\.ones\("
     for rank in range(2):
-        call = (
-            rf"    rank {rank}: .*test_launchers_failures.py:\d+: dist\.all_reduce\(torch\.ones\("
-        )
-        assert re.search(call, text)
+        assert re.search(f"    rank {rank}: .*{call}", text)
     assert text.count("hread 0x") == 1
     assert "fabric-watchdog" not in text
 

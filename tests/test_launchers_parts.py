@@ -1,4 +1,4 @@
-"""The pure parts of the launchers: command lines, variables, detection, and what travels how."""
+"""What launchers decide without ranks: commands, variables, start methods and serialization."""
 
 import subprocess
 import sys
@@ -27,26 +27,42 @@ SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
 pytestmark = pytest.mark.timeout(60)
 
 
-def module(file, spec=None):
-    made = ModuleType("__main__")
-    made.__file__ = file
-    made.__spec__ = SimpleNamespace(name=spec) if spec else None  # type: ignore[assignment]
-    return made
+def main_module(file, name_in_spec=None):
+    """Return a module ``__main__``, with a spec if Python would have run it with -m."""
+    module = ModuleType("__main__")
+    module.__file__ = file
+    module.__spec__ = None
+    if name_in_spec is not None:
+        module.__spec__ = SimpleNamespace(name=name_in_spec)  # type: ignore[assignment]
+    return module
+
+
+def run(command, folder=None, text=None):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
     ("main", "name", "command"),
     [
-        (module("/w/b/../a.py"), "/w/a.py", ["-O", "/w/./a.py"]),
-        (module("/w/m.py", "pkg.mod"), "pkg.mod", ["-m", "pkg.mod"]),
-        (module("/w/__main__.py", "pkg.__main__"), "pkg", ["-m", "pkg"]),
-        (module("/w/a.zip/__main__.py", "__main__"), "/w/a.zip", ["/w/a.zip"]),
+        (main_module("/w/b/../a.py"), "/w/a.py", ["-O", "/w/./a.py"]),
+        (main_module("/w/m.py", "pkg.mod"), "pkg.mod", ["-m", "pkg.mod"]),
+        (main_module("/w/__main__.py", "pkg.__main__"), "pkg", ["-m", "pkg"]),
+        (main_module("/w/a.zip/__main__.py", "__main__"), "/w/a.zip", ["/w/a.zip"]),
     ],
     ids=["script", "module", "package", "zip"],
 )
-def test_the_script_of_a_process_is_found(main, name, command):
+def test_the_script_of_a_process_follows_from_its_main_module_and_command(main, name, command):
     script = Script.of(main, ["python", *command, "--x"])
-    assert (script.name, script.is_module) == (name, "-m" in command)
+    assert script.name == name
+    assert script.is_module == ("-m" in command)
     assert script.arguments == [command[-1], "--x"]
 
 
@@ -54,71 +70,74 @@ def test_prompts_and_notebooks_cannot_be_run_again(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert is_interactive()
     with pytest.raises(ConfigurationError, match="notebook or a prompt"):
-        Script.of(module("/w/a.py"))
+        Script.of(main_module("/w/a.py"))
 
 
 OPTIONS = """
-import sys
+import os, sys
 from fabric.launchers import LAUNCHERS, LaunchSpec
-print(sys.flags.optimize, sys.warnoptions, sys.flags.dev_mode, sys.stdout.write_through, sys.argv[1:], flush=True)
+
+flags = [sys.flags.optimize, sys.warnoptions, sys.flags.dev_mode, sys.stdout.write_through]
+print(*flags, sys.argv[1:], flush=True)
 del sys.argv[1:]
-LAUNCHERS["popen"].launch(None, (), {}, LaunchSpec(num_processes=1)) if "RANK" not in __import__("os").environ else 0
+if "RANK" not in os.environ:
+    LAUNCHERS["popen"].launch(None, (), {}, LaunchSpec(num_processes=1))
 """
 
 
 def test_ranks_get_the_options_and_the_arguments_of_the_command_line(tmp_path):
     (tmp_path / "options.py").write_text(OPTIONS)
-    command = [sys.executable, "-uO", "-W", "error", "-Xdev", "options.py", "-m", "--x"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.splitlines())) == 1
-    assert done.stdout.count("1 ['default', 'error'] True True ['-m', '--x']") == 2
+    command = ["-uO", "-W", "error", "-Xdev", "options.py", "-m", "--x"]
+    process = run(command, folder=tmp_path)
+    assert process.returncode == 0, process.stderr
+    line = "1 ['default', 'error'] True True ['-m', '--x']"
+    assert process.stdout.splitlines() == [line, line]
 
 
-def test_code_on_the_command_line_cannot_be_run_again():
-    code = "from fabric.launchers import *; LAUNCHERS['popen'].check(LaunchSpec(num_processes=2))"
-    for arguments, text in ((["-c", code], None), (["-"], code)):
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        assert "python -c` or standard input" in done.stderr
-        assert 'launcher="forkserver"' in done.stderr
+POPEN = "from fabric.launchers import *; LAUNCHERS['popen'].check(LaunchSpec(num_processes=2))"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"), [(["-c", POPEN], None), (["-"], POPEN)], ids=["-c", "standard input"]
+)
+def test_code_without_a_file_cannot_be_run_again(command, text):
+    process = run(command, text=text)
+    assert "python -c` or standard input" in process.stderr
+    assert 'launcher="forkserver"' in process.stderr
+
+
+FORKSERVER = """
+from fabric import Fabric
+
+def train(fabric):
+    return fabric.all_reduce(fabric.global_rank, reduce_op="sum")
+
+fabric = Fabric(accelerator="cpu", devices=2, launcher="forkserver")
+print(fabric.launch(train))
+"""
 
 
 def test_a_function_of_standard_input_is_launched():
-    code = "from fabric import Fabric\nf = Fabric(accelerator='cpu', devices=2, launcher='forkserver')\n"
-    code += "def train(fabric): return fabric.all_reduce(fabric.global_rank, reduce_op='sum')\nprint(f.launch(train))"
-    done = subprocess.run(
-        [sys.executable, "-"], input=code, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.stdout == "1\n", done.stderr
+    process = run(["-"], text=FORKSERVER)
+    assert process.stdout == "1\n", process.stderr
 
 
-@pytest.mark.parametrize("kind", ["module", pytest.param("zip", marks=pytest.mark.slow)])
-def test_modules_and_archives_are_run_again(tmp_path, kind):
-    command = ["-W", "error", "-m", "job", "popen", "rank"]
-    if kind == "zip":
-        with zipfile.ZipFile(tmp_path / "job.zip", "w") as archive:
-            archive.write(SCRIPTS / "job.py", "__main__.py")
-            archive.write(SCRIPTS / "actions.py", "actions.py")
-        command = ["-Werror", "job.zip", "popen", "rank"]
-    where = tmp_path if kind == "zip" else SCRIPTS
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "result 0\n", "")
+def test_a_module_is_run_again():
+    process = run(["-W", "error", "-m", "job", "popen", "rank"], folder=SCRIPTS)
+    assert process.stderr == ""
+    assert process.stdout == "result 0\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_an_archive_is_run_again(tmp_path):
+    with zipfile.ZipFile(tmp_path / "job.zip", "w") as archive:
+        archive.write(SCRIPTS / "job.py", "__main__.py")
+        archive.write(SCRIPTS / "actions.py", "actions.py")
+    process = run(["-Werror", "job.zip", "popen", "rank"], folder=tmp_path)
+    assert process.stderr == ""
+    assert process.stdout == "result 0\n"
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -126,22 +145,24 @@ def test_modules_and_archives_are_run_again(tmp_path, kind):
     [({}, 2, 8, "4"), ({}, 3, 8, "2"), ({}, 8, 2, "1"), ({"OMP_NUM_THREADS": "5"}, 2, 8, "5")],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ, processes, cores, threads):
-    assert (
-        rank_variables(environ, node_worlds(processes)[0], cores, "linux")["OMP_NUM_THREADS"]
-        == threads
-    )
+    world, *_ = node_worlds(processes)
+    variables = rank_variables(environ, world, cores, "linux")
+    assert variables["OMP_NUM_THREADS"] == threads
 
 
-def test_gloo_stays_on_the_loopback_interface_of_the_platform():
-    assert rank_variables({}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"] == "lo"
-    assert rank_variables({}, World(), 1, "darwin")["GLOO_SOCKET_IFNAME"] == "lo0"
-    assert (
-        rank_variables({"GLOO_SOCKET_IFNAME": "ib0"}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"]
-        == "ib0"
-    )
+@pytest.mark.parametrize(
+    ("environ", "platform", "interface"),
+    [({}, "linux", "lo"), ({}, "darwin", "lo0"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "linux", "ib0")],
+)
+def test_gloo_stays_on_the_loopback_interface_unless_the_user_says_otherwise(
+    environ, platform, interface
+):
+    variables = rank_variables(environ, World(), 1, platform)
+    assert variables["GLOO_SOCKET_IFNAME"] == interface
 
 
 def raised(error, during=None):
+    """Raise an error, possibly while another error is handled, and return it with its context."""
     try:
         try:
             if during is not None:
@@ -170,7 +191,7 @@ def raised(error, during=None):
         (raised(ValueError("bad loss"), during=ConnectionError("gone")), True),
     ],
 )
-def test_secondary_failures_are_told_from_causes(error, expected):
+def test_secondary_failures_are_distinguished_from_causes(error, expected):
     assert is_secondary(error) is expected
 
 
@@ -179,10 +200,12 @@ def no_cloudpickle(monkeypatch):
     monkeypatch.setattr(serialize, "has_cloudpickle", lambda: False)
 
 
-def test_a_function_of_a_module_travels_by_name_and_nobody_asks_for_cloudpickle(monkeypatch):
-    monkeypatch.setattr(
-        serialize, "has_cloudpickle", lambda: pytest.fail("its import takes as long as a launch")
-    )
+def fail_on_import():
+    pytest.fail("the import of cloudpickle takes as long as a launch")
+
+
+def test_a_function_of_a_module_travels_by_name_without_an_import_of_cloudpickle(monkeypatch):
+    monkeypatch.setattr(serialize, "has_cloudpickle", fail_on_import)
     packed, needs_main = dump_call(Call(torch.ones, (2,), {}), main_is_importable=False)
     assert not needs_main
     assert len(packed) < 200
@@ -198,21 +221,29 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation(mon
     main = sys.modules["__main__"]
     exec("def typed(): return 1", main.__dict__)
     function = main.typed
+    call = Call(function, (), {})
     try:
-        assert not dump_call(Call(function, (), {}), main_is_importable=False)[1]
+        _, needs_main = dump_call(call, main_is_importable=False)
+        assert not needs_main
         monkeypatch.setattr(serialize, "has_cloudpickle", lambda: False)
-        assert dump_call(Call(function, (), {}), main_is_importable=True)[1]
+        _, needs_main = dump_call(call, main_is_importable=True)
+        assert needs_main
         with pytest.raises(MissingDependencyError, match="typed"):
-            dump_call(Call(function, (), {}), main_is_importable=False)
+            dump_call(call, main_is_importable=False)
     finally:
         del main.typed
+
+
+def generator():
+    yield
 
 
 @pytest.mark.parametrize("by_value", [False, True])
 def test_an_argument_that_cannot_travel_is_named(monkeypatch, by_value):
     monkeypatch.setattr(serialize, "has_cloudpickle", lambda: by_value)
+    call = Call(print, (), {"data": [1, 2, generator()]})
     with pytest.raises(ArgumentTypeError, match=r"kwargs\['data'\]\[2\] is a generator"):
-        dump_call(Call(print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True)
+        dump_call(call, main_is_importable=True)
 
 
 @pytest.mark.parametrize(

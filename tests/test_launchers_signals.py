@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do to a rank's main thread, and how long fabric itself waits when a job ends."""
+"""What signals do to the main thread of a rank, and how long fabric waits when a job ends."""
 
 import ctypes
 import os
@@ -23,29 +23,31 @@ TAKEN_BY_ANOTHER_THREAD = """
 import signal, threading
 from fabric.launchers.rank import raise_on_signals
 raise_on_signals(print)
-# Its handler runs in C there; nothing interrupts the wait of the main thread.
-threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.{number})).start()
+# The handler runs in C in the timer's thread, and nothing interrupts the wait of the main thread.
+timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.{number}))
 try:
+    timer.start()
     threading.Event().wait()
 finally:
     print("finally")
 """
 FORKED = """
-import os, signal, threading, time
+import os, signal, threading
 from fabric.launchers.rank import raise_on_signals
 raise_on_signals(print)
+reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
     try:
+        os.write(writing, b"ready")
         threading.Event().wait(30)
     except SystemExit:
         os._exit(7)
-time.sleep(0.2)
+os.read(reading, 5)
 os.kill(child, signal.SIGTERM)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threading.Event().wait(0.5))
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), threading.Event().wait(0.5))
 """
-
-
 NEEDS_FULL = pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="needs a device that is full"
 )
@@ -61,17 +63,18 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_signal_that_does_not_interrupt_the_main_thread_still_runs_its_finally_blocks(
     number, code
 ):
-    done = run(TAKEN_BY_ANOTHER_THREAD.format(number=number))
-    assert done.returncode == code
-    assert "finally\n" in done.stdout
+    process = run(TAKEN_BY_ANOTHER_THREAD.format(number=number))
+    assert process.returncode == code
+    assert "finally\n" in process.stdout
 
 
-def test_a_signal_to_a_process_that_a_rank_forked_is_not_one_to_the_rank():
-    done = run(FORKED)
-    assert (done.stdout, done.returncode) == ("7 False\n", 0), done.stderr
+def test_a_signal_to_a_process_that_a_rank_forked_does_not_signal_the_rank():
+    process = run(FORKED)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "7 False\n"
 
 
-def test_what_fabric_itself_waits_for_leaves_time_within_five_seconds():
+def test_the_waits_of_fabric_leave_time_within_five_seconds():
     poll = 0.1
     assert poll + COLLECT_TIMEOUT + DESCRIBE_TIMEOUT + END_GRACE <= 3.5
     assert poll + INTERRUPT_GRACE <= 3.5
@@ -92,8 +95,8 @@ def clean_up():
         time.sleep(60)
 
 
-def seconds_until_it_is_given_up(state):
-    """How long a launch takes in which rank 1 fails while rank 0 is in this state."""
+def seconds_until_the_end(state):
+    """Return the seconds of a launch in which rank 1 fails while rank 0 is in this state."""
 
     def action():
         if os.environ["RANK"] == "1":
@@ -106,14 +109,16 @@ def seconds_until_it_is_given_up(state):
     return time.monotonic() - began
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is unknown who computes")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which process computes")
 def test_only_a_rank_that_responds_or_computes_has_its_grace_period():
-    unresponsive = seconds_until_it_is_given_up(sleep_with_the_lock)
-    assert unresponsive < seconds_until_it_is_given_up(compute_with_the_lock) - 0.5
-    assert unresponsive < seconds_until_it_is_given_up(clean_up) - 0.3
+    unresponsive = seconds_until_the_end(sleep_with_the_lock)
+    computing = seconds_until_the_end(compute_with_the_lock)
+    cleaning_up = seconds_until_the_end(clean_up)
+    assert unresponsive < computing - 0.5
+    assert unresponsive < cleaning_up - 0.3
 
 
-ENDS = """
+EXITS = """
 import atexit, threading, time
 from fabric.launchers.rank import exit_process
 atexit.register(print, "handler")
@@ -123,20 +128,26 @@ exit_process(3)
 
 
 def test_a_rank_that_leaves_without_tearing_down_waits_for_threads_and_runs_its_exit_handlers():
-    done = run(ENDS)
-    assert (done.stdout, done.returncode) == ("thread\nhandler\n", 3), done.stderr
+    process = run(EXITS)
+    assert process.returncode == 3, process.stderr
+    assert process.stdout == "thread\nhandler\n"
 
 
 FILES = """
-import gc, io, os
+import gc
 from fabric.launchers.rank import exit_process
-text, data, both = open("text", "w"), open("data", "wb"), open("both", "w+b")
-full, raw = open("/dev/full", "w"), open("raw", "wb", buffering=0)
-closed, detached = open("closed", "w"), open("detached", "w")
+
+text = open("text", "w")
+binary = open("binary", "wb")
+updated = open("updated", "w+b")
+full = open("/dev/full", "w")
+raw = open("raw", "wb", buffering=0)
+closed = open("closed", "w")
+detached = open("detached", "w")
 for file in (full, text):
-    file.write("kept")
-for file in (data, both, raw):
-    file.write(b"kept")
+    file.write("written")
+for file in (binary, updated, raw):
+    file.write(b"written")
 closed.close()
 detached.detach()
 gc.freeze()
@@ -147,11 +158,19 @@ exit_process(3)
 @NEEDS_FULL
 def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run(FILES)
-    assert (done.stderr, done.returncode) == ("", 3)
-    assert [(tmp_path / name).read_text() for name in ("text", "data", "both", "raw")] == [
-        "kept"
-    ] * 4
+    process = run(FILES)
+    assert process.stderr == ""
+    assert process.returncode == 3
+    for name in ("text", "binary", "updated", "raw"):
+        assert (tmp_path / name).read_text() == "written"
+
+
+# Statements that replace the standard output.
+STREAMS = {
+    "None": "sys.stdout = None",
+    "closed": "sys.stdout.close()",
+    "full": "sys.stdout = open('/dev/full', 'w'); print(1)",
+}
 
 
 @pytest.mark.parametrize(
@@ -167,14 +186,10 @@ def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_
 def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_of_success(
     code, stream, expected
 ):
-    made = {
-        "None": "None",
-        "closed": "sys.__stdout__; sys.stdout.close()",
-        "full": "open('/dev/full', 'w'); print(1)",
-    }
     imports = "import sys; from fabric.launchers.rank import exit_process"
-    done = run(f"{imports}; sys.stdout = {made[stream]}; exit_process({code})")
-    assert (done.stderr, done.returncode) == ("", expected)
+    process = run(f"{imports}; {STREAMS[stream]}; exit_process({code})")
+    assert process.stderr == ""
+    assert process.returncode == expected
 
 
 LAUNCHES_FORKS = """
@@ -182,7 +197,8 @@ import signal
 import time
 from fabric import Fabric
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests run under nohup
+# SIGHUP is ignored where the tests run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def train(fabric):
     try:
