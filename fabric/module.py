@@ -267,6 +267,7 @@ class FabricModule(nn.Module):
         contract = self._fabric_contract
         precision = self._fabric_precision
         device_type = self._fabric_device.type
+        # There is no contract if this is a copy or was loaded from a pickle.
         strategy_casts = contract is not None and contract.casts
         has_autocast = precision.compute_dtype is not None
         if not has_autocast and not strategy_casts:
