@@ -1,6 +1,7 @@
 """Clipping gives torch's own result, bit for bit, or changes nothing and says why."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,14 +16,27 @@ from fabric.optim.clipping import clip_gradients
 from tests.models import Net
 from tests.ranks import run_in_ranks
 
-DEFAULTS = {"clip_val": None, "max_norm": None, "norm_type": 2.0, "error_if_nonfinite": True}
+DEFAULTS = {
+    "clip_val": None,
+    "max_norm": None,
+    "norm_type": 2.0,
+    "error_if_nonfinite": True,
+}
 
 
 def model_with_gradients(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Make a model whose last layer has no gradients."""
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 3)).to(dtype)
-    model[:2](torch.randn(2, 5, dtype=dtype)).square().sum().backward()
+    model = nn.Sequential(
+        nn.Linear(5, 7),
+        nn.Linear(7, 3),
+        nn.Linear(3, 3),
+    )
+    model.to(dtype)
+    first_layers = model[:2]
+    output = first_layers(torch.randn(2, 5, dtype=dtype))
+    loss = output.square().sum()
+    loss.backward()
     return model
 
 
@@ -40,8 +54,18 @@ def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def first_gradient(model: nn.Module) -> Tensor:
+    first_parameter = next(model.parameters())
+    assert first_parameter.grad is not None
+    return first_parameter.grad
+
+
+def clip_parameters(parameters: Iterable[Tensor], **options: Any) -> Tensor:
+    return clip_gradients(parameters, **{**DEFAULTS, **options})
+
+
 def clip(model: nn.Module, **options: Any) -> Tensor:
-    return clip_gradients(model.parameters(), **{**DEFAULTS, **options})
+    return clip_parameters(model.parameters(), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -72,7 +96,7 @@ def test_clipping_by_value_equals_torch_and_returns_the_norm(clip_val):
 @pytest.mark.parametrize("limit", [{"max_norm": 1.0}, {"clip_val": 1.0}])
 def test_gradients_that_are_not_finite_raise_and_stay_as_they_are(value, limit):
     model = model_with_gradients()
-    next(model.parameters()).grad[0, 0] = value
+    first_gradient(model)[0, 0] = value
     before = gradients(model)
     with pytest.raises(NonFiniteGradientError, match=r"error_if_nonfinite=False"):
         clip(model, **limit)
@@ -82,24 +106,28 @@ def test_gradients_that_are_not_finite_raise_and_stay_as_they_are(value, limit):
 def test_gradients_that_are_not_finite_can_be_clipped_as_torch_does():
     ours = model_with_gradients()
     theirs = model_with_gradients()
-    for model in (ours, theirs):
-        next(model.parameters()).grad[0, 0] = math.inf
-    assert clip(ours, max_norm=1.0, error_if_nonfinite=False).item() == math.inf
+    first_gradient(ours)[0, 0] = math.inf
+    first_gradient(theirs)[0, 0] = math.inf
+    norm = clip(ours, max_norm=1.0, error_if_nonfinite=False)
+    assert norm.item() == math.inf
     nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     assert_equal(gradients(ours), gradients(theirs))
 
 
 @pytest.mark.parametrize("limit", [{"max_norm": 1.0}, {"clip_val": 1.0}])
 def test_no_gradients_at_all_have_norm_zero(limit):
-    assert clip(nn.Linear(2, 2), **limit).item() == 0
-    assert clip_gradients(iter([]), **{**DEFAULTS, **limit}).item() == 0
+    norm_without_gradients = clip(nn.Linear(2, 2), **limit)
+    norm_without_parameters = clip_parameters(iter([]), **limit)
+    assert norm_without_gradients.item() == 0
+    assert norm_without_parameters.item() == 0
 
 
 def test_parameters_may_come_from_a_generator():
     model = model_with_gradients()
     generator = (parameter for parameter in model.parameters())
-    clip_gradients(generator, **{**DEFAULTS, "max_norm": 0.1})
-    norm = nn.utils.get_total_norm(gradients(model).values())
+    clip_parameters(generator, max_norm=0.1)
+    clipped = gradients(model)
+    norm = nn.utils.get_total_norm(clipped.values())
     assert norm.item() == pytest.approx(0.1, rel=1e-4)
 
 
@@ -122,37 +150,48 @@ def test_limits_that_mean_nothing_are_refused(limits):
     model = model_with_gradients()
     with pytest.raises(ConfigurationError) as caught:
         clip(model, **limits)
-    arguments = {"clip_val": None, "max_norm": None, "norm_type": 2.0, **limits}
-    for name, value in arguments.items():
-        assert f"{name}={value!r}" in caught.value.request
-    assert caught.value.expected
-    assert_equal(gradients(model), gradients(model_with_gradients()))
+    error = caught.value
+    for name in ("clip_val", "max_norm", "norm_type"):
+        value = limits.get(name, DEFAULTS[name])
+        assert f"{name}={value!r}" in error.request
+    assert error.expected
+    unclipped = model_with_gradients()
+    assert_equal(gradients(model), gradients(unclipped))
 
 
 def clip_shards(fabric: Fabric) -> list[type]:
     """Check clipped shards against clipped full gradients; return the types of the norms."""
     mesh = init_device_mesh("cpu", (2,))
+
+    def shard(tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)])
+
     types = []
-    for limit in ({"max_norm": 0.5}, {"clip_val": 0.1}, {"max_norm": 0.1, "norm_type": math.inf}):
+    limits = (
+        {"max_norm": 0.5},
+        {"clip_val": 0.1},
+        {"max_norm": 0.1, "norm_type": math.inf},
+    )
+    for limit in limits:
         model = model_with_gradients(torch.float64)
-        sharded = []
-        for parameter in list(model.parameters())[:4]:
-            shard = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
-            shard.grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
-            sharded.append(shard)
-        norm = clip_gradients(sharded, **{**DEFAULTS, **limit})
+        parameters = list(model.parameters())[:4]
+        sharded_parameters = []
+        for parameter in parameters:
+            sharded = nn.Parameter(shard(parameter.detach()))
+            sharded.grad = shard(parameter.grad)
+            sharded_parameters.append(sharded)
+        norm = clip_parameters(sharded_parameters, **limit)
         expected = clip(model, **limit)
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        for shard, parameter in zip(sharded, model.parameters(), strict=False):
-            torch.testing.assert_close(
-                shard.grad.full_tensor(), parameter.grad, rtol=1e-12, atol=1e-15
-            )
+        for sharded, parameter in zip(sharded_parameters, parameters, strict=True):
+            gradient = sharded.grad.full_tensor()
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-15)
         types.append(type(norm))
     return types
 
 
 @pytest.mark.timeout(60)
-def test_sharded_gradients_are_clipped_by_the_norm_of_the_whole():
+def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards():
     fabric = Fabric(devices=2, strategy="ddp_forkserver")
     for types in fabric.launch(clip_shards, return_all=True):
         assert types == [Tensor, Tensor, Tensor]
@@ -160,12 +199,14 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_the_whole():
 
 def norm_under_fsdp(fabric: Fabric) -> Tensor:
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-    fabric.backward(model(torch.ones(2, 4)).sum())
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, adamw)
+    output = model(torch.ones(2, 4))
+    fabric.backward(output.sum())
     return fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
-def test_fsdp_clipping_returns_the_norm_of_all_shards():
+def test_fsdp_clipping_returns_one_norm_on_all_ranks():
     first, second = run_in_ranks(norm_under_fsdp, strategy="fsdp")
     assert type(first) is Tensor
     assert torch.equal(first, second)

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +20,19 @@ from fabric.errors import ArgumentTypeError, ConfigurationError
 from tests.datasets import batches_of
 
 
-def prepare(loader: Any, rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
-    options.setdefault("device", None)
-    return FabricDataLoader(loader, DataParallelJob(rank, num_replicas), **options)
+def prepare(
+    loader: Any,
+    rank: int = 0,
+    num_replicas: int = 1,
+    *,
+    device: torch.device | None = None,
+    **options: Any,
+) -> FabricDataLoader:
+    job = DataParallelJob(rank, num_replicas)
+    return FabricDataLoader(loader, job, device=device, **options)
 
 
-class Doubling(DataLoader[Any]):
+class Scaled(DataLoader[Any]):
     """A subclass that takes another argument and iterates in its own way."""
 
     def __init__(self, factor: int, *arguments: Any, **options: Any) -> None:
@@ -63,15 +70,21 @@ def test_attributes_are_those_of_the_prepared_copy() -> None:
 
 def test_one_replica_shows_the_users_own_sampler() -> None:
     loader = DataLoader(range(8), 2, shuffle=True)
-    assert prepare(loader).sampler is loader.sampler
-    assert len(prepare(loader, 0, 2).sampler) == 4
+    prepared = prepare(loader)
+    assert prepared.sampler is loader.sampler
+    sharded = prepare(loader, 0, 2)
+    assert len(sharded.sampler) == 4
 
 
 def test_samplers_own_attributes_are_reached_through_the_sharded_sampler() -> None:
     sampler = RandomSampler(range(8))
-    assert prepare(DataLoader(range(8), 2, sampler=sampler), 0, 2).sampler.replacement is False
-    batches = BatchSampler(sampler, 3, True)
-    assert prepare(DataLoader(range(8), batch_sampler=batches), 0, 2).batch_sampler.batch_size == 3
+    loader = DataLoader(range(8), 2, sampler=sampler)
+    prepared = prepare(loader, 0, 2)
+    assert prepared.sampler.replacement is False
+    batch_sampler = BatchSampler(sampler, 3, True)
+    loader = DataLoader(range(8), batch_sampler=batch_sampler)
+    prepared = prepare(loader, 0, 2)
+    assert prepared.batch_sampler.batch_size == 3
 
 
 def test_iterating_the_samplers_directly_does_not_move_the_position() -> None:
@@ -83,11 +96,13 @@ def test_iterating_the_samplers_directly_does_not_move_the_position() -> None:
 
 
 def test_subclasses_keep_their_class_and_iteration() -> None:
-    prepared = prepare(Doubling(10, range(6), batch_size=1), 1, 2)
-    assert isinstance(prepared.loader, Doubling)
+    loader = Scaled(10, range(6), batch_size=1)
+    prepared = prepare(loader, 1, 2)
+    assert isinstance(prepared.loader, Scaled)
     iterator = iter(prepared)
-    assert next(iterator).tolist() == [10]
-    resumed = prepare(Doubling(10, range(6), batch_size=1), 1, 2)
+    first = next(iterator)
+    assert first.tolist() == [10]
+    resumed = prepare(Scaled(10, range(6), batch_size=1), 1, 2)
     resumed.load_state_dict(prepared.state_dict())
     assert batches_of(resumed) == [[30], [50]]
     assert batches_of(iterator) == [[30], [50]]
@@ -105,28 +120,35 @@ def test_workers_of_the_users_own_iteration_are_not_touched() -> None:
 
 def test_batches_are_moved_to_a_device_other_than_the_cpu() -> None:
     data = TensorDataset(torch.arange(4.0), torch.arange(4))
-    moved = list(prepare(DataLoader(data, 2), device=torch.device("meta")))
-    assert len(moved) == 2
-    for inputs, targets in moved:
+    prepared = prepare(DataLoader(data, 2), device=torch.device("meta"))
+    batches = list(prepared)
+    assert len(batches) == 2
+    for inputs, targets in batches:
         assert inputs.device.type == "meta"
         assert targets.device.type == "meta"
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_batches_are_handed_out_untouched_on_the_cpu(device: torch.device | None) -> None:
-    batches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}]
+    batches = [
+        {"x": torch.ones(2)},
+        {"x": torch.zeros(2)},
+    ]
     loader = DataLoader(batches, None, collate_fn=lambda batch: batch)
-    for actual, expected in zip(prepare(loader, device=device), batches, strict=True):
+    prepared = prepare(loader, device=device)
+    for actual, expected in zip(prepared, batches, strict=True):
         assert actual is expected
 
 
 def test_prepared_loader_can_be_copied() -> None:
     prepared = prepare(DataLoader(range(4), 2), 0, 2)
-    assert batches_of(copy.copy(prepared)) == [[0, 2]]
+    copied = copy.copy(prepared)
+    assert batches_of(copied) == [[0, 2]]
 
 
 def test_errors_of_the_dataset_come_through() -> None:
-    prepared = prepare(DataLoader([0, 1], 1, sampler=[0, 5]))
+    loader = DataLoader([0, 1], 1, sampler=[0, 5])
+    prepared = prepare(loader)
     iterator = iter(prepared)
     next(iterator)
     with pytest.raises(IndexError):
@@ -141,7 +163,7 @@ class Ready(DataLoader[Any]):
         return iter(range(50_000))
 
 
-def _microseconds_an_item(items: Any) -> float:
+def microseconds_per_item(items: Any) -> float:
     """Return the best of five measurements of this thread's processor time for an item.
 
     Other processes do not add to the processor time of this thread.
@@ -151,39 +173,70 @@ def _microseconds_an_item(items: Any) -> float:
         start = time.thread_time()
         for _ in items:
             pass
-        times.append((time.thread_time() - start) / 50_000 * 1e6)
+        seconds = time.thread_time() - start
+        times.append(seconds / 50_000 * 1e6)
     return min(times)
 
 
 def test_handing_out_and_indexing_cost_less_than_two_microseconds_a_batch() -> None:
-    handing_out = _microseconds_an_item(prepare(Ready(range(2)), device=torch.device("cpu")))
+    prepared = prepare(Ready(range(2)), device=torch.device("cpu"))
+    handing_out = microseconds_per_item(prepared)
     plain = DataLoader(range(50_000), 1)
-    plain_indexing = _microseconds_an_item(plain.batch_sampler)
-    indexing = _microseconds_an_item(prepare(plain).batch_sampler) - plain_indexing
+    plain_indexing = microseconds_per_item(plain.batch_sampler)
+    prepared_indexing = microseconds_per_item(prepare(plain).batch_sampler)
+    indexing = prepared_indexing - plain_indexing
     assert handing_out + indexing < 2, (handing_out, indexing)
 
 
-def _distributed(num_replicas: int, rank: int) -> DataLoader[Any]:
-    return DataLoader(range(8), sampler=DistributedSampler(range(8), num_replicas, rank))
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([1, 2], "DataLoader"),
+        (iter([1]), "batch_size=None"),
+    ],
+    ids=["list", "iterator"],
+)
+def test_objects_that_are_no_loader_are_refused(items: Any, text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=text):
+        prepare(items)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a list": (lambda: prepare([1, 2]), ArgumentTypeError, "DataLoader"),
-    "a generator": (lambda: prepare(iter([1])), ArgumentTypeError, "batch_size=None"),
-    "prepared": (lambda: prepare(prepare(DataLoader([1]))), ConfigurationError, "set up already"),
-    "uneven": (lambda: prepare(DataLoader([1]), uneven="repeat"), ConfigurationError, "'pad'"),
-    "other world": (lambda: prepare(_distributed(4, 1), 1, 2), ConfigurationError, "rank 1 of 4"),
-    "other rank": (lambda: prepare(_distributed(2, 0), 1, 2), ConfigurationError, "rank 0 of 2"),
-    "one process": (lambda: prepare(_distributed(2, 0)), ConfigurationError, "rank 0 of 1"),
-}
+def test_a_loader_that_was_set_up_is_refused() -> None:
+    prepared = prepare(DataLoader([1]))
+    with pytest.raises(ConfigurationError, match="set up already"):
+        prepare(prepared)
 
 
-@pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_cannot_be_sharded_is_refused(case: str) -> None:
-    call, error, text = REFUSED[case]
-    with pytest.raises(error, match=text):
-        call()
+def test_an_unknown_value_of_uneven_is_refused() -> None:
+    loader = DataLoader([1])
+    with pytest.raises(ConfigurationError, match="'pad'"):
+        prepare(loader, uneven="repeat")
+
+
+def loader_with_distributed_sampler(num_replicas: int, rank: int) -> DataLoader[Any]:
+    sampler = DistributedSampler(range(8), num_replicas, rank)
+    return DataLoader(range(8), sampler=sampler)
+
+
+def test_a_sampler_of_another_number_of_ranks_is_refused() -> None:
+    loader = loader_with_distributed_sampler(num_replicas=4, rank=1)
+    with pytest.raises(ConfigurationError, match="rank 1 of 4"):
+        prepare(loader, 1, 2)
+
+
+def test_a_sampler_of_another_rank_is_refused() -> None:
+    loader = loader_with_distributed_sampler(num_replicas=2, rank=0)
+    with pytest.raises(ConfigurationError, match="rank 0 of 2"):
+        prepare(loader, 1, 2)
+
+
+def test_a_sampler_of_several_ranks_is_refused_in_one_process() -> None:
+    loader = loader_with_distributed_sampler(num_replicas=2, rank=0)
+    with pytest.raises(ConfigurationError, match="rank 0 of 1"):
+        prepare(loader)
 
 
 def test_a_sampler_of_another_rank_is_accepted_without_sharding() -> None:
-    assert len(prepare(_distributed(4, 1), 1, 2, shard=False)) == 2
+    loader = loader_with_distributed_sampler(num_replicas=4, rank=1)
+    prepared = prepare(loader, 1, 2, shard=False)
+    assert len(prepared) == 2

@@ -54,18 +54,23 @@ class Noisy(Counted):
         return index, torch.rand(()).item(), random.random()
 
 
+def random_index() -> int:
+    return int(torch.randint(23, ()))
+
+
 class Lazy(Eager):
     """A sampler that draws an index only when it is needed, from two streams."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(23):
-            yield (random.randrange(23) + int(torch.randint(23, ()))) % 23
+            sum_of_streams = random.randrange(23) + random_index()
+            yield sum_of_streams % 23
 
 
 class Endless(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         while True:
-            yield int(torch.randint(23, ()))
+            yield random_index()
 
 
 class Batches(Sampler[list[int]]):
@@ -76,31 +81,54 @@ class Batches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         starts = torch.randperm(6)
-        return iter(torch.stack([starts, starts + 1], dim=1).tolist())
+        batches = torch.stack([starts, starts + 1], dim=1)
+        return iter(batches.tolist())
 
 
-LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
-    "sequential": lambda data, **o: DataLoader(data, 4, **o),
-    "shuffled": lambda data, **o: DataLoader(data, 4, shuffle=True, **o),
-    "drop last": lambda data, **o: DataLoader(data, 4, shuffle=True, drop_last=True, **o),
-    "own generator": lambda data, **o: DataLoader(
-        data, 4, True, generator=torch.Generator().manual_seed(9), **o
-    ),
-    "loader's generator": lambda data, **o: DataLoader(
-        data, 4, generator=torch.Generator().manual_seed(9), **o
-    ),
-    "replacement": lambda data, **o: DataLoader(
-        data,
-        4,
-        sampler=RandomSampler(data, True, 40, generator=torch.Generator().manual_seed(9)),
-        **o,
-    ),
-    "eager": lambda data, **o: DataLoader(data, 4, sampler=Eager(23), **o),
-    "eager batches": lambda data, **o: DataLoader(data, batch_sampler=Batches(), **o),
-    "no batches": lambda data, **o: DataLoader(data, None, sampler=Eager(23), **o),
-    "lazy": lambda data, **o: DataLoader(data, 4, sampler=Lazy(23), **o),
-}
-WITHOUT_LAZY = sorted(LOADERS.keys() - {"lazy"})
+KINDS_WITHOUT_LAZY = [
+    "drop last",
+    "eager",
+    "eager batches",
+    "loader's generator",
+    "no batches",
+    "own generator",
+    "replacement",
+    "sequential",
+    "shuffled",
+]
+KINDS = [*KINDS_WITHOUT_LAZY, "lazy"]
+
+
+def make_loader(kind: str, data: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """Return a loader whose order is of a kind."""
+    generator = torch.Generator().manual_seed(9)
+    options["batch_size"] = 4
+    match kind:
+        case "shuffled":
+            options["shuffle"] = True
+        case "drop last":
+            options["shuffle"] = True
+            options["drop_last"] = True
+        case "own generator":
+            options["shuffle"] = True
+            options["generator"] = generator
+        case "loader's generator":
+            options["generator"] = generator
+        case "replacement":
+            options["sampler"] = RandomSampler(data, True, 40, generator=generator)
+        case "eager":
+            options["sampler"] = Eager(23)
+        case "eager batches":
+            del options["batch_size"]
+            options["batch_sampler"] = Batches()
+        case "no batches":
+            options["batch_size"] = None
+            options["sampler"] = Eager(23)
+        case "lazy":
+            options["sampler"] = Lazy(23)
+        case _:
+            assert kind == "sequential"
+    return DataLoader(data, **options)
 
 
 def prepare(
@@ -114,6 +142,14 @@ def prepare(
     return FabricDataLoader(loader, job, device=None, **options)
 
 
+def sequential() -> FabricDataLoader:
+    return prepare(make_loader("sequential", Counted()))
+
+
+def shuffled(**options: Any) -> FabricDataLoader:
+    return prepare(make_loader("shuffled", Counted(), **options))
+
+
 def position(loader: FabricDataLoader) -> tuple[int, int]:
     """Return the epoch and the cursor of a loader."""
     state = loader.state_dict()
@@ -122,7 +158,10 @@ def position(loader: FabricDataLoader) -> tuple[int, int]:
 
 def interleaved(samples_by_rank: list[list[Any]]) -> list[Any]:
     """Return the samples of all ranks, which take turns, as one list."""
-    return list(itertools.chain.from_iterable(zip(*samples_by_rank, strict=True)))
+    samples = []
+    for samples_of_turn in zip(*samples_by_rank, strict=True):
+        samples.extend(samples_of_turn)
+    return samples
 
 
 def seed(value: int) -> None:
@@ -151,38 +190,48 @@ def train(loader: Any, epochs: int, stop: int | None = None) -> tuple[list[Any],
     steps: list[Any] = []
     for _ in range(epochs):
         for batch in loader:
-            steps.append((plain(batch), torch.rand(()).item(), random.random()))
+            step = (plain(batch), torch.rand(()).item(), random.random())
+            steps.append(step)
             if len(steps) == stop:
-                return steps, stored({"loader": loader.state_dict(), "streams": rng_state()})
+                state = {"loader": loader.state_dict(), "streams": rng_state()}
+                return steps, stored(state)
     return steps, None
 
 
 def resume(loader: FabricDataLoader, saved: Any, epochs: int) -> list[Any]:
     seed(12345)
     set_rng_state(saved["streams"])
-    loader.load_state_dict(saved["loader"])
-    return train(loader, epochs - saved["loader"]["epoch"])[0]
-
-
-@laws
-@given(kind=st.sampled_from(sorted(LOADERS)), stop=st.integers(1, 30), noisy=st.booleans())
-def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(
-    kind: str, stop: int, noisy: bool
-) -> None:
-    def make() -> FabricDataLoader:
-        data = Noisy() if noisy else Counted()
-        return prepare(LOADERS[kind](data))
-
-    seed(1)
-    uninterrupted, _ = train(make(), 5)
-    seed(1)
-    before, saved = train(make(), 5, min(stop, len(uninterrupted)))
-    assert before + resume(make(), saved, 5) == uninterrupted
+    position = saved["loader"]
+    loader.load_state_dict(position)
+    steps, _ = train(loader, epochs - position["epoch"])
+    return steps
 
 
 @laws
 @given(
-    kind=st.sampled_from(sorted(LOADERS)),
+    kind=st.sampled_from(sorted(KINDS)),
+    stop=st.integers(1, 30),
+    dataset_class=st.sampled_from([Counted, Noisy]),
+)
+def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(
+    kind: str, stop: int, dataset_class: type[Counted]
+) -> None:
+    def make() -> FabricDataLoader:
+        loader = make_loader(kind, dataset_class())
+        return prepare(loader)
+
+    seed(1)
+    uninterrupted, _ = train(make(), 5)
+    stop = min(stop, len(uninterrupted))
+    seed(1)
+    before, saved = train(make(), 5, stop)
+    after = resume(make(), saved, 5)
+    assert before + after == uninterrupted
+
+
+@laws
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
     num_replicas=st.integers(2, 4),
     stop=st.integers(1, 9),
     uneven=st.sampled_from(["pad", "drop"]),
@@ -194,25 +243,26 @@ def test_resumed_rank_continues_its_own_share(
     published_by_resumed: dict[str, bytes] = {}
 
     def make(rank: int, values_of_rank0: dict[str, bytes]) -> FabricDataLoader:
-        loader = LOADERS[kind](Counted())
+        loader = make_loader(kind, Counted())
         agree = values_of_rank0.setdefault
         return prepare(loader, rank, num_replicas, uneven=uneven, from_rank0=agree)
 
     for rank in range(num_replicas):
         seed(rank)
         uninterrupted, _ = train(make(rank, published), 4)
+        stop_of_rank = min(stop, len(uninterrupted))
         seed(rank)
-        before, saved = train(make(rank, published), 4, min(stop, len(uninterrupted)))
+        before, saved = train(make(rank, published), 4, stop_of_rank)
         after = resume(make(rank, published_by_resumed), saved, 4)
         assert before + after == uninterrupted
 
 
-@pytest.mark.parametrize("kind", WITHOUT_LAZY)
+@pytest.mark.parametrize("kind", KINDS_WITHOUT_LAZY)
 @pytest.mark.parametrize("received", [0, 3])
 def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone(
     kind: str, received: int
 ) -> None:
-    loader = prepare(LOADERS[kind](Counted()))
+    loader = prepare(make_loader(kind, Counted()))
     iterator = iter(loader)
     list(itertools.islice(iterator, received))
     saved = stored(loader.state_dict())
@@ -220,7 +270,7 @@ def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone
     expected = batches_of(iterator)
     after = torch.get_rng_state()
     data = Counted()
-    resumed = prepare(LOADERS[kind](data))
+    resumed = prepare(make_loader(kind, data))
     resumed.load_state_dict(saved)
     torch.set_rng_state(streams)
     iterator = iter(resumed)
@@ -229,66 +279,72 @@ def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone
     if kind == "no batches":
         assert data.loaded == len(expected)
     else:
-        assert data.loaded == sum(map(len, expected))
+        lengths = map(len, expected)
+        assert data.loaded == sum(lengths)
     assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_batches_that_workers_prefetched_do_not_count() -> None:
-    loader = prepare(LOADERS["shuffled"](Counted(), num_workers=2))
+    loader = shuffled(num_workers=2)
     iterator = iter(loader)
     before = samples_of(itertools.islice(iterator, 2))
     saved = stored(loader.state_dict())
     assert saved["cursor"] == 8
     after = batches_of(iterator)
-    resumed = prepare(LOADERS["shuffled"](Counted(), num_workers=2))
+    resumed = shuffled(num_workers=2)
     resumed.load_state_dict(saved)
     assert batches_of(resumed) == after
-    assert sorted(before + list(itertools.chain.from_iterable(after))) == list(range(23))
+    for batch in after:
+        before += batch
+    assert sorted(before) == list(range(23))
 
 
 def test_persistent_workers_iterate_as_plain_ones_and_resume() -> None:
     def make() -> DataLoader[Any]:
-        return LOADERS["shuffled"](Counted(), num_workers=1, persistent_workers=True)
+        return make_loader("shuffled", Counted(), num_workers=1, persistent_workers=True)
 
     seed(0)
     user_loader = make()
-    plain_epochs = [batches_of(user_loader) for _ in range(2)]
+    first_epoch = batches_of(user_loader)
+    second_epoch = batches_of(user_loader)
     seed(0)
     loader = prepare(user_loader)
-    assert batches_of(loader) == plain_epochs[0]
+    assert batches_of(loader) == first_epoch
     epoch = []
     for batch in loader:
         epoch.append(batch.tolist())
         if len(epoch) == 2:
             saved = stored(loader.state_dict())
-    assert epoch == plain_epochs[1]
+    assert epoch == second_epoch
     resumed = prepare(make())
     resumed.load_state_dict(saved)
     assert batches_of(resumed) == epoch[2:]
 
 
 def test_position_at_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
-    loader = prepare(LOADERS["shuffled"](Counted()))
+    loader = shuffled()
     list(loader)
     state = loader.state_dict()
     assert position(loader) == (1, 0)
-    resumed = prepare(LOADERS["shuffled"](Counted()))
+    resumed = shuffled()
     resumed.load_state_dict(stored(state))
-    assert len(list(resumed)) == 6
+    batches = list(resumed)
+    assert len(batches) == 6
     assert resumed.state_dict()["epoch"] == 2
 
 
 def test_breaking_out_keeps_the_position_until_the_next_epoch_begins() -> None:
-    loader = prepare(LOADERS["sequential"](Counted()))
+    loader = sequential()
     for _ in loader:
         break
     assert position(loader) == (0, 4)
-    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    batch = next(iter(loader))
+    assert batch.tolist() == [0, 1, 2, 3]
     assert position(loader) == (1, 4)
 
 
 def test_nested_iterations_draw_orders_of_their_own_and_the_last_batch_counts() -> None:
-    loader = prepare(LOADERS["shuffled"](Counted()))
+    loader = shuffled()
     outer = iter(loader)
     inner = iter(loader)
     order_of_inner = samples_of(inner)
@@ -306,10 +362,10 @@ def test_nested_iterations_draw_orders_of_their_own_and_the_last_batch_counts() 
 
 
 def test_a_position_is_not_changed_by_loading_and_saving() -> None:
-    loader = prepare(LOADERS["shuffled"](Counted()))
+    loader = shuffled()
     next(iter(loader))
     state = loader.state_dict()
-    resumed = prepare(LOADERS["shuffled"](Counted()))
+    resumed = shuffled()
     resumed.load_state_dict(state)
     assert position(resumed) == (0, 4)
     resumed_state = resumed.state_dict()
@@ -319,25 +375,29 @@ def test_a_position_is_not_changed_by_loading_and_saving() -> None:
 
 
 def test_batch_samplers_count_batches_over_all_ranks() -> None:
-    loader = prepare(LOADERS["eager batches"](Counted()), 1, 3)
+    loader = prepare(make_loader("eager batches", Counted()), 1, 3)
     next(iter(loader))
-    assert loader.state_dict()["unit"] == "batches"
-    assert loader.state_dict()["cursor"] == 3
+    state = loader.state_dict()
+    assert state["unit"] == "batches"
+    assert state["cursor"] == 3
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_position_can_be_taken_over_by_another_number_of_ranks(num_replicas: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Counted(24), 2, shuffle=True)
+
     seed(0)
-    loader = prepare(DataLoader(Counted(24), 2, shuffle=True), 0, 3)
+    loader = prepare(make(), 0, 3)
     next(iter(loader))
     saved = loader.state_dict()
     samples_by_rank = []
     for rank in range(num_replicas):
-        loader = prepare(DataLoader(Counted(24), 2, shuffle=True), rank, num_replicas)
-        loader.load_state_dict(saved)
-        samples_by_rank.append(samples_of(loader))
+        resumed = prepare(make(), rank, num_replicas)
+        resumed.load_state_dict(saved)
+        samples_by_rank.append(samples_of(resumed))
     seed(0)
-    order = samples_of(DataLoader(Counted(24), 2, shuffle=True))
+    order = samples_of(make())
     assert interleaved(samples_by_rank) == order[6:]
 
 
@@ -360,7 +420,9 @@ def test_endless_sampler_resumes_in_its_order() -> None:
 
 def test_distributed_sampler_resumes_in_the_middle_of_its_epoch() -> None:
     def make() -> FabricDataLoader:
-        return prepare(DataLoader(Counted(), 2, sampler=DistributedSampler(Counted(), 2, 1)), 1, 2)
+        sampler = DistributedSampler(Counted(), 2, 1)
+        loader = DataLoader(Counted(), 2, sampler=sampler)
+        return prepare(loader, 1, 2)
 
     loader = make()
     list(loader)
@@ -414,22 +476,33 @@ class Augmented(Epochs):
         return index, torch.rand((), generator=generator).item()
 
 
-def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tuple[list[Any], Any]:
+def augmented_loader(ranks: int, workers: int) -> DataLoader[Any]:
+    data = Augmented()
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(
+        data,
+        12 // ranks,
+        sampler=RandomSampler(data, generator=generator),
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+
+
+def augmented(
+    ranks: int, workers: int, stop: int | None = None, saved: Any = None
+) -> tuple[list[Any], Any]:
     """Return the samples of all ranks in two epochs, and the position after ``stop`` batches."""
     samples_by_rank = []
     state = None
     for rank in range(ranks):
-        data = Augmented()
-        order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
-        plain_loader = DataLoader(
-            data, 12 // ranks, sampler=order, num_workers=workers, persistent_workers=workers > 0
-        )
-        loader = prepare(plain_loader, rank, ranks)
+        loader = prepare(augmented_loader(ranks, workers), rank, ranks)
         if saved is not None:
             loader.load_state_dict(saved["loader"])
-        steps, state = train(loader, 2 - loader.state_dict()["epoch"], stop or None)
+        epoch, _ = position(loader)
+        steps, state = train(loader, 2 - epoch, stop)
         samples: list[tuple[int, float]] = []
-        for (indices, noise), *_ in steps:
+        for batch, _, _ in steps:
+            indices, noise = batch
             samples += zip(indices, noise, strict=True)
         samples_by_rank.append(samples)
     return interleaved(samples_by_rank), state
@@ -440,7 +513,8 @@ def test_a_sample_generator_augments_alike_on_any_number_of_processes_and_worker
     # The noise of the second epoch differs from the noise of the first.
     assert len(set(expected)) == 48
     for ranks, workers in ((1, 2), (2, 0), (2, 1), (3, 0), (4, 1)):
-        assert augmented(ranks, workers)[0] == expected
+        actual, _ = augmented(ranks, workers)
+        assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -449,10 +523,11 @@ def test_a_sample_generator_augments_alike_on_any_number_of_processes_and_worker
 def test_augmentations_go_on_after_a_resume_on_another_number_of_processes(
     saving: Any, resuming: Any
 ) -> None:
+    expected, _ = augmented(1, 0)
     for stop in (1, 3):
         before, saved = augmented(*saving, stop=stop)
         after, _ = augmented(*resuming, saved=saved)
-        assert before + after == augmented(1, 0)[0]
+        assert before + after == expected
 
 
 def test_set_epoch_on_the_users_own_object_is_followed() -> None:
@@ -464,13 +539,14 @@ def test_set_epoch_on_the_users_own_object_is_followed() -> None:
 
 
 def test_set_epoch_gives_up_a_position_inside_another_epoch_only() -> None:
-    saved = prepare(LOADERS["sequential"](Counted()))
+    saved = sequential()
     next(iter(saved))
     for epoch, length in ((0, 5), (1, 6)):
-        loader = prepare(LOADERS["sequential"](Counted()))
+        loader = sequential()
         loader.load_state_dict(saved.state_dict())
         loader.set_epoch(epoch)
-        assert len(list(loader)) == length
+        batches = list(loader)
+        assert len(batches) == length
 
 
 class Stream(IterableDataset[int]):
@@ -480,12 +556,12 @@ class Stream(IterableDataset[int]):
 
 def test_iterable_dataset_resumes_between_epochs_only() -> None:
     loader = prepare(DataLoader(Stream(), 2), 0, 2)
+    resumed = prepare(DataLoader(Stream(), 2), 0, 2)
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(CheckpointError, match="Stream is iterable"):
-        prepare(DataLoader(Stream(), 2), 0, 2).load_state_dict(loader.state_dict())
+        resumed.load_state_dict(loader.state_dict())
     list(iterator)
-    resumed = prepare(DataLoader(Stream(), 2), 0, 2)
     resumed.load_state_dict(loader.state_dict())
     assert resumed.state_dict()["epoch"] == 1
 
@@ -497,8 +573,10 @@ def test_iterable_dataset_with_a_state_of_its_own_resumes_in_the_middle() -> Non
     saved = stored(loader.state_dict())
     resumed = prepare(DataLoader(ResumableStream(10), 2), 1, 2)
     resumed.load_state_dict(saved)
-    assert next(iterator).tolist() == [5, 7]
-    assert next(iter(resumed)).tolist() == [5, 7]
+    expected = next(iterator)
+    actual = next(iter(resumed))
+    assert expected.tolist() == [5, 7]
+    assert actual.tolist() == [5, 7]
     assert loader.state_dict()["cursor"] == 8
     assert resumed.state_dict()["cursor"] == 8
 
@@ -539,10 +617,13 @@ def test_a_loader_keeps_its_own_state_where_its_data_has_more_state_than_an_orde
 def test_a_loader_with_its_own_state_resumes_on_as_many_processes(
     saving: int, resuming: int
 ) -> None:
-    state = prepare(LoaderWithState(Stream(), 4), 0, saving).state_dict()
-    prepare(LoaderWithState(Stream(), 4), saving - 1, saving).load_state_dict(state)
+    first = prepare(LoaderWithState(Stream(), 4), 0, saving)
+    state = first.state_dict()
+    last = prepare(LoaderWithState(Stream(), 4), saving - 1, saving)
+    last.load_state_dict(state)
+    resharded = prepare(LoaderWithState(Stream(), 4), 0, resuming)
     with pytest.raises(CheckpointError, match=f"one of {saving} processes"):
-        prepare(LoaderWithState(Stream(), 4), 0, resuming).load_state_dict(state)
+        resharded.load_state_dict(state)
 
 
 class ShardedStream(ResumableStream):
@@ -561,8 +642,10 @@ def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(
     resharded = prepare(DataLoader(ShardedStream(10), 2), 0, resuming)
     with pytest.raises(CheckpointError, match="ShardedStream, which shards itself"):
         resharded.load_state_dict(loader.state_dict())
-    assert next(iterator).tolist() == [2, 3]
-    assert next(iter(resumed)).tolist() == [2, 3]
+    expected = next(iterator)
+    actual = next(iter(resumed))
+    assert expected.tolist() == [2, 3]
+    assert actual.tolist() == [2, 3]
     # Between epochs, another number of processes may resume.
     list(iterator)
     resharded.load_state_dict(loader.state_dict())
@@ -580,8 +663,9 @@ def test_data_that_ranks_shard_themselves_resumes_on_as_many_processes() -> None
     resumed.load_state_dict(stored(loader.state_dict()))
     assert batches_of(resumed) == [[5, 7], [9]]
     for size in (1, 3):
+        resharded = make(0, size)
         with pytest.raises(CheckpointError, match="saved with 2"):
-            make(0, size).load_state_dict(loader.state_dict())
+            resharded.load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (3, 2), (1, 4)])
@@ -596,64 +680,58 @@ def test_a_stream_that_all_ranks_read_resumes_on_another_number_of_processes(
         resumed.load_state_dict(stored(loader.state_dict()))
         samples_by_rank.append(samples_of(resumed))
     remaining = 10 - saving
-    assert interleaved(samples_by_rank) == list(range(saving, 10 - remaining % resuming))
+    end = 10 - remaining % resuming
+    assert interleaved(samples_by_rank) == list(range(saving, end))
 
 
-REFUSED: dict[str, tuple[Callable[[], FabricDataLoader], str]] = {
-    "length": (
-        lambda: prepare(DataLoader(Counted(22), 4, shuffle=True), 0, 2),
-        "dataset_length 23.*has 22",
-    ),
-    "sampler": (
-        lambda: prepare(DataLoader(Counted(), 4), 0, 2),
-        "RandomSampler.*SequentialSampler",
-    ),
-    "unit": (
-        lambda: prepare(LOADERS["eager batches"](Counted()), 0, 2),
-        "unit 'samples'.*'batches'",
-    ),
-    "generator": (
-        lambda: prepare(LOADERS["own generator"](Counted()), 0, 2),
-        "generators 0.*has 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", sorted(REFUSED))
-def test_state_of_a_loader_that_differs_is_refused(case: str) -> None:
-    saved = prepare(LOADERS["shuffled"](Counted()), 0, 2)
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (DataLoader(Counted(22), 4, shuffle=True), "dataset_length 23.*has 22"),
+        (DataLoader(Counted(), 4), "RandomSampler.*SequentialSampler"),
+        (make_loader("eager batches", Counted()), "unit 'samples'.*'batches'"),
+        (make_loader("own generator", Counted()), "generators 0.*has 1"),
+    ],
+    ids=["length", "sampler", "unit", "generator"],
+)
+def test_state_of_a_loader_that_differs_is_refused(loader: DataLoader[Any], text: str) -> None:
+    saved = prepare(make_loader("shuffled", Counted()), 0, 2)
     next(iter(saved))
-    make, text = REFUSED[case]
+    target = prepare(loader, 0, 2)
     with pytest.raises(CheckpointError, match=f"(?s){text}"):
-        make().load_state_dict(saved.state_dict())
+        target.load_state_dict(saved.state_dict())
 
 
 def test_batches_out_of_order_have_no_position_inside_an_epoch() -> None:
-    saved = prepare(LOADERS["shuffled"](Counted()))
+    saved = shuffled()
     next(iter(saved))
-    loader = prepare(LOADERS["shuffled"](Counted(), num_workers=2, in_order=False))
+    loader = shuffled(num_workers=2, in_order=False)
     with pytest.raises(CheckpointError, match="in_order=False"):
         loader.load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize("state", [{}, None, {"epoch": 3}])
 def test_state_of_something_else_is_refused(state: Any) -> None:
+    loader = prepare(DataLoader(Counted()))
     with pytest.raises(CheckpointError, match="not what state_dict"):
-        prepare(DataLoader(Counted())).load_state_dict(state)
+        loader.load_state_dict(state)
 
 
 def test_state_of_another_format_is_refused() -> None:
     loader = prepare(DataLoader(Counted()))
+    state = loader.state_dict()
+    state["format"] = 99
     with pytest.raises(CheckpointError, match="in format 1"):
-        loader.load_state_dict({**loader.state_dict(), "format": 99})
+        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("epoch", "error"), [(-1, ConfigurationError), ("next", TypeError), (1.5, TypeError)]
 )
 def test_set_epoch_takes_whole_numbers_from_0(epoch: Any, error: type[Exception]) -> None:
+    loader = prepare(DataLoader(Counted()))
     with pytest.raises(error):
-        prepare(DataLoader(Counted())).set_epoch(epoch)
+        loader.set_epoch(epoch)
 
 
 # -- another number of processes -----------------------------------------------------------------
@@ -688,16 +766,39 @@ class CountingLoader(DataLoader[Any]):
         self.skipped = state["yielded"]
 
 
-RESHARDED: dict[str, Callable[[int], DataLoader[Any]]] = {
-    "in order": lambda batch_size: DataLoader(range(N), batch_size),
-    "shuffled": lambda batch_size: DataLoader(range(N), batch_size, shuffle=True),
-    "own generator": lambda batch_size: DataLoader(
-        range(N), batch_size, shuffle=True, generator=torch.Generator().manual_seed(3)
-    ),
-    "without a length": lambda batch_size: DataLoader(range(N), batch_size, sampler=Unsized()),
-    "single samples": lambda _: DataLoader(range(N), None, sampler=Unsized()),
-    "a loader with a state": lambda batch_size: CountingLoader(range(N), batch_size, shuffle=True),
-}
+def in_order(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(range(N), batch_size)
+
+
+def in_random_order(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(range(N), batch_size, shuffle=True)
+
+
+def with_own_generator(batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(range(N), batch_size, shuffle=True, generator=generator)
+
+
+def without_a_length(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(range(N), batch_size, sampler=Unsized())
+
+
+def of_single_samples(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(range(N), None, sampler=Unsized())
+
+
+def with_a_state(batch_size: int) -> DataLoader[Any]:
+    return CountingLoader(range(N), batch_size, shuffle=True)
+
+
+RESHARDED = [
+    in_order,
+    in_random_order,
+    with_own_generator,
+    without_a_length,
+    of_single_samples,
+    with_a_state,
+]
 
 
 def prepare_seeded(
@@ -719,41 +820,50 @@ def take(loader: FabricDataLoader, steps: int) -> list[int]:
     return samples
 
 
-@pytest.mark.parametrize("kind", RESHARDED)
+def take_on_all_ranks(loaders: list[FabricDataLoader], steps: int) -> list[int]:
+    """Return the samples of the next batches of all ranks, which end at one position."""
+    samples_by_rank = []
+    for loader in loaders:
+        torch.manual_seed(0)
+        samples = take(loader, steps)
+        samples_by_rank.append(samples)
+    for loader in loaders:
+        assert position(loader) == position(loaders[0])
+    return interleaved(samples_by_rank)
+
+
+@pytest.mark.parametrize("make", RESHARDED)
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 1, 4), (2, 5, 2), (5, 3, 1)])
 def test_another_number_of_processes_goes_on_in_the_same_order(
-    kind: str, sizes: tuple[int, ...]
+    make: Callable[[int], DataLoader[Any]], sizes: tuple[int, ...]
 ) -> None:
-    make = RESHARDED[kind]
     expected = take(prepare_seeded(make(12), 0, 1), N)
     actual: list[int] = []
     state = None
     for size, steps in zip(sizes, (2, 1, N), strict=True):
-        loaders = [prepare_seeded(make(12 // size), rank, size, state) for rank in range(size)]
-        samples_by_rank = []
-        for loader in loaders:
-            torch.manual_seed(0)
-            samples_by_rank.append(take(loader, steps))
-        actual += interleaved(samples_by_rank)
+        loaders = []
+        for rank in range(size):
+            loader = prepare_seeded(make(12 // size), rank, size, state)
+            loaders.append(loader)
+        actual += take_on_all_ranks(loaders, steps)
         state = loaders[0].state_dict()
-        for loader in loaders:
-            assert loader.state_dict()["cursor"] == state["cursor"]
     assert actual[:N] == expected
     # All ranks get equally many samples: the last round repeats the first samples.
     assert actual[N:] == expected[: len(actual) - N]
 
 
 def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
-    loader = fabric.setup_dataloaders(
-        DataLoader(torch.arange(N), 12 // fabric.world_size, shuffle=True)
-    )
+    batch_size = 12 // fabric.world_size
+    plain_loader = DataLoader(torch.arange(N), batch_size, shuffle=True)
+    loader = fabric.setup_dataloaders(plain_loader)
     if path.exists():
         fabric.load(path, {"loader": loader})
     else:
         fabric.seed_everything(5)
     batches = []
     for step, batch in enumerate(loader, 1):
-        batches.append(fabric.gather_for_metrics(batch).tolist())
+        gathered = fabric.gather_for_metrics(batch)
+        batches.append(gathered.tolist())
         if step == steps:
             fabric.save(path, {"loader": loader})
             break
@@ -764,11 +874,13 @@ def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
 def test_the_documented_recipe_resumes_on_another_number_of_processes(
     saving: int, resuming: int, tmp_path: Path
 ) -> None:
-    uninterrupted = run_in_ranks(recipe, tmp_path / "none", N, ranks=1)[0]
-    assert sorted(itertools.chain.from_iterable(uninterrupted)) == list(range(N))
-    before = run_in_ranks(recipe, tmp_path / "checkpoint.pt", 3, ranks=saving)[0]
-    after = run_in_ranks(recipe, tmp_path / "checkpoint.pt", 3, ranks=resuming)[0]
-    assert before + after == uninterrupted[:6]
+    path = tmp_path / "checkpoint.pt"
+    [uninterrupted] = run_in_ranks(recipe, tmp_path / "none", N, ranks=1)
+    samples = itertools.chain.from_iterable(uninterrupted)
+    assert sorted(samples) == list(range(N))
+    before = run_in_ranks(recipe, path, 3, ranks=saving)
+    after = run_in_ranks(recipe, path, 3, ranks=resuming)
+    assert before[0] + after[0] == uninterrupted[:6]
 
 
 def test_batches_of_another_size_are_refused_where_batches_are_counted() -> None:
@@ -778,8 +890,9 @@ def test_batches_of_another_size_are_refused_where_batches_are_counted() -> None
 
     loader = make(6)
     next(iter(loader))
+    larger = make(12)
     with pytest.raises(CheckpointError, match="batch_size 6, this one has 12"):
-        make(12).load_state_dict(loader.state_dict())
+        larger.load_state_dict(loader.state_dict())
 
 
 def test_a_sampler_that_shards_by_itself_resumes_where_its_ranks_had_equally_many() -> None:
@@ -855,7 +968,8 @@ def test_a_loader_with_a_state_of_its_own_resumes_in_its_order(make: Any, in_pla
 
 
 def test_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
-    saved = prepare_seeded(DataLoader(EpochStream(), 2), 0, 1).state_dict()
+    loader = prepare_seeded(DataLoader(EpochStream(), 2), 0, 1)
+    saved = loader.state_dict()
     text = "the CountingLoader keeps its own position; this is fabric's"
     with pytest.raises(CheckpointError, match=text):
         prepare_seeded(CountingLoader(EpochStream(), 2), 0, 1, saved)
@@ -884,8 +998,9 @@ class Files(IterableDataset[str]):
         return {"name": f"{self.rank}/{self.file}", "line": self.line}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rank, self.file = map(int, state["name"].split("/"))
-        assert rank == self.rank, "the file of another rank"
+        rank, _, file = state["name"].partition("/")
+        assert int(rank) == self.rank, "the file of another rank"
+        self.file = int(file)
         self.line = state["line"]
 
 
@@ -896,7 +1011,8 @@ class ShardedFiles(Files):
 
 
 def sharded_files(fabric: Fabric) -> FabricDataLoader:
-    return fabric.setup_dataloaders(DataLoader(ShardedFiles(fabric.global_rank), 1))
+    loader = DataLoader(ShardedFiles(fabric.global_rank), 1)
+    return fabric.setup_dataloaders(loader)
 
 
 def files_sharded_by_the_user(fabric: Fabric) -> FabricDataLoader:

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -32,9 +32,13 @@ def model(fabric: Fabric, net: Net) -> FabricModule:
     return fabric.setup(net)
 
 
+def names(named: Iterable[tuple[str, Any]]) -> list[str]:
+    return [name for name, _ in named]
+
+
 def test_names_are_those_of_the_users_module(model: FabricModule, net: Net) -> None:
-    assert list(dict(model.named_parameters())) == list(dict(net.named_parameters()))
-    assert list(dict(model.named_modules())) == list(dict(net.named_modules()))
+    assert names(model.named_parameters()) == names(net.named_parameters())
+    assert names(model.named_modules()) == names(net.named_modules())
     assert list(model.state_dict()) == list(net.state_dict())
     for parameter, expected in zip(model.parameters(), net.parameters(), strict=True):
         assert parameter is expected
@@ -44,10 +48,11 @@ def test_names_inside_another_module_have_no_prefix_but_that_modules(
     model: FabricModule, net: Net
 ) -> None:
     outer = nn.ModuleDict({"net": model})
-    assert list(outer.state_dict()) == [f"net.{name}" for name in net.state_dict()]
-    parameter_names = [f"net.{name}" for name, _ in net.named_parameters()]
-    assert list(dict(outer.named_parameters())) == parameter_names
-    state_of_ones = {name: torch.ones_like(value) for name, value in outer.state_dict().items()}
+    state = outer.state_dict()
+    assert list(state) == [f"net.{name}" for name in net.state_dict()]
+    parameter_names = [f"net.{name}" for name in names(net.named_parameters())]
+    assert names(outer.named_parameters()) == parameter_names
+    state_of_ones = {name: torch.ones_like(value) for name, value in state.items()}
     outer.load_state_dict(state_of_ones)
     assert net.head.bias.item() == 1
 
@@ -58,7 +63,8 @@ def test_attributes_read_and_write_through(model: FabricModule, net: Net) -> Non
     model.head = nn.Linear(8, 2)
     assert net.width == 3
     assert net.head.out_features == 2
-    assert model(torch.ones(1, 4)).shape == (1, 2)
+    output = model(torch.ones(1, 4))
+    assert output.shape == (1, 2)
     del model.width
     assert not hasattr(net, "width")
     assert model.module is net
@@ -74,7 +80,8 @@ def test_modes_reach_the_users_module(model: FabricModule, net: Net) -> None:
     assert not net.training
     assert not net.head.training
     assert not model.training
-    assert model.train().training
+    assert model.train() is model
+    assert model.training
     assert net.training
 
 
@@ -94,54 +101,71 @@ def test_hooks_registered_on_it_land_on_the_users_module(model: FabricModule, ne
     calls = []
     model.register_forward_hook(lambda module, args, output: calls.append(module))
     model.register_full_backward_hook(lambda module, *_: calls.append(module))
-    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    x = torch.ones(1, 4, requires_grad=True)
+    loss = model(x).sum()
+    loss.backward()
     assert calls == [net, net]
 
 
 def test_a_copy_shares_nothing_with_the_model(model: FabricModule, net: Net) -> None:
+    x = torch.ones(1, 4)
     copied = copy.deepcopy(model)
     assert isinstance(copied, FabricModule)
     with torch.no_grad():
         copied.head.bias.fill_(7)
-        expected = model(torch.ones(1, 4)) + 7 - net.head.bias
+        expected = model(x) + 7 - net.head.bias
     assert net.head.bias.item() != 7
-    torch.testing.assert_close(copied(torch.ones(1, 4)), expected)
+    torch.testing.assert_close(copied(x), expected)
 
 
 def test_a_pickle_gives_the_users_module_back(model: FabricModule, net: Net) -> None:
-    loaded = pickle.loads(pickle.dumps(model))
-    assert torch.equal(loaded(torch.ones(1, 4)), net(torch.ones(1, 4)))
+    pickled = pickle.dumps(model)
+    loaded = pickle.loads(pickled)
     assert type(loaded.module) is Net
+    x = torch.ones(1, 4)
+    assert torch.equal(loaded(x), net(x))
 
 
 def test_a_module_may_be_compiled_before_setup(fabric: Fabric, net: Net) -> None:
-    expected = net(torch.ones(2, 4)).sum().detach()
-    model = fabric.setup(torch.compile(net, backend="aot_eager"))
+    x = torch.ones(2, 4)
+    expected = net(x).detach()
+    compiled = torch.compile(net, backend="aot_eager")
+    model = fabric.setup(compiled)
     assert list(model.state_dict()) == list(net.state_dict())
-    loss = model(torch.ones(2, 4)).sum()
-    torch.testing.assert_close(loss.detach(), expected)
-    fabric.backward(loss)
+    output = model(x)
+    torch.testing.assert_close(output.detach(), expected)
+    fabric.backward(output.sum())
     assert net.encoder.weight.grad is not None
 
 
 def test_a_module_may_be_compiled_after_setup(fabric: Fabric, net: Net) -> None:
-    expected = net(torch.ones(2, 4)).sum().detach()
-    model = torch.compile(fabric.setup(net), backend="aot_eager")
-    loss = model(torch.ones(2, 4)).sum()
-    torch.testing.assert_close(loss.detach(), expected)
-    fabric.backward(loss)
+    x = torch.ones(2, 4)
+    expected = net(x).detach()
+    model = fabric.setup(net)
+    compiled = torch.compile(model, backend="aot_eager")
+    output = compiled(x)
+    torch.testing.assert_close(output.detach(), expected)
+    fabric.backward(output.sum())
     assert net.encoder.weight.grad is not None
 
 
+def record_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Return a list to which each forward pass of a module adds the dtype of its output."""
+    dtypes: list[torch.dtype] = []
+    module.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    return dtypes
+
+
 def test_a_method_that_is_a_forward_pass_gets_the_precision() -> None:
+    x = torch.ones(1, 4)
     with Fabric(accelerator="cpu", precision="bf16-mixed", environment="none") as fabric:
         net = Net()
-        dtypes = []
-        net.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        dtypes = record_dtypes(net.head)
         model = fabric.setup(net)
-        assert model.training_step(torch.ones(1, 4)).dtype is torch.float32
+        loss = model.training_step(x)
+        assert loss.dtype is torch.float32
         model.mark_forward_method(model.loss)
-        model.loss(torch.ones(1, 4))
+        model.loss(x)
         assert dtypes == [torch.bfloat16, torch.bfloat16]
         assert "forward" not in net.__dict__
 
@@ -152,11 +176,12 @@ def test_a_forward_method_that_raises_leaves_forward_as_it_was(
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model.training_step(torch.ones(1, 5))
     assert "forward" not in net.__dict__
-    assert model(torch.ones(1, 4)).shape == (1, 1)
+    output = model(torch.ones(1, 4))
+    assert output.shape == (1, 1)
 
 
 @pytest.mark.parametrize("method", ["nonsense", "width", "forward"])
-def test_what_is_no_method_cannot_be_marked(model: FabricModule, method: str) -> None:
+def test_a_name_that_is_no_method_cannot_be_marked(model: FabricModule, method: str) -> None:
     with pytest.raises(ArgumentTypeError, match=method):
         model.mark_forward_method(method)
 
@@ -180,29 +205,41 @@ def test_dtypes_of_a_forward_pass(
 ) -> None:
     with Fabric(accelerator="cpu", precision=precision, environment="none") as fabric:
         net = Net()
-        dtypes = []
-        net.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        dtypes = record_dtypes(net.head)
         model = fabric.setup(net)
-        assert model(torch.ones(1, 4, dtype=input_dtype)).dtype is output_dtype
+        x = torch.ones(1, 4, dtype=input_dtype)
+        output = model(x)
+        assert output.dtype is output_dtype
         assert dtypes == [compute_dtype]
         assert net.steps.dtype is torch.int64
 
 
 def test_full_precision_leaves_parameters_as_they_were_built() -> None:
     with Fabric(accelerator="cpu", environment="none") as fabric:
-        model = fabric.setup(Net().double())
-        assert model(torch.ones(1, 4)).dtype is torch.float64
+        net = Net().double()
+        model = fabric.setup(net)
+        output = model(torch.ones(1, 4))
+        assert output.dtype is torch.float64
+
+
+def net_of_two_dtypes() -> nn.Module:
+    float32_layer = nn.Linear(4, 4)
+    float16_layer = nn.Linear(4, 1).half()
+    return nn.Sequential(float32_layer, float16_layer)
 
 
 @pytest.mark.parametrize(
-    "net", [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).half()), nn.ReLU()], ids=str
+    "net",
+    [net_of_two_dtypes(), nn.ReLU()],
+    ids=["two dtypes", "no dtype"],
 )
 def test_inputs_stay_as_they_are_where_parameters_have_no_dtype_in_common(net: nn.Module) -> None:
     with Fabric(accelerator="cpu", environment="none") as fabric:
-        dtypes = []
-        net.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         net.forward = lambda x: x
-        fabric.setup(net)(torch.ones(1, 4, dtype=torch.float64))
+        dtypes = record_dtypes(net)
+        model = fabric.setup(net)
+        x = torch.ones(1, 4, dtype=torch.float64)
+        model(x)
         assert dtypes == [torch.float64]
 
 
@@ -221,16 +258,18 @@ def convert_after_setup(fabric: Fabric) -> dict[str, str]:
         "type": outcome(lambda: model.type(torch.float64)),
         "to the same dtype": outcome(lambda: model.to("cpu", torch.float32)),
     }
-    fabric.backward(model(torch.ones(2, 4)).sum())
+    output = model(torch.ones(2, 4))
+    fabric.backward(output.sum())
     return texts
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
+@pytest.mark.parametrize("strategy_class", [FSDPStrategy, DDPStrategy])
 def test_a_change_of_the_dtype_is_refused_where_gradients_are_synchronized(
-    strategy: type[FSDPStrategy | DDPStrategy],
+    strategy_class: type[FSDPStrategy | DDPStrategy],
 ) -> None:
-    for texts in run_in_ranks(convert_after_setup, strategy=strategy(start_method="forkserver")):
+    strategy = strategy_class(start_method="forkserver")
+    for texts in run_in_ranks(convert_after_setup, strategy=strategy):
         for name in ("float", "cpu", "to the same dtype"):
             assert texts.pop(name) == "fine"
         for text in texts.values():
@@ -240,10 +279,13 @@ def test_a_change_of_the_dtype_is_refused_where_gradients_are_synchronized(
 
 
 def test_a_change_of_the_dtype_applies_to_the_next_forward_pass_on_one_device() -> None:
+    x = torch.ones(2, 4)
     with Fabric(accelerator="cpu", devices=1) as fabric:
         model = fabric.setup(Net())
-        assert model.double()(torch.ones(2, 4)).dtype is torch.float64
-        assert model.to(torch.bfloat16)(torch.ones(2, 4)).dtype is torch.bfloat16
+        model.double()
+        assert model(x).dtype is torch.float64
+        model.to(torch.bfloat16)
+        assert model(x).dtype is torch.bfloat16
 
 
 # -- containers and methods ------------------------------------------------------------------------
@@ -251,7 +293,11 @@ def test_a_change_of_the_dtype_applies_to_the_next_forward_pass_on_one_device() 
 
 def test_a_container_that_was_set_up_is_a_container() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
+        layers = [
+            nn.Linear(4, 4),
+            nn.ReLU(),
+            nn.Linear(4, 2),
+        ]
         model: Any = fabric.setup(nn.Sequential(*layers))
     assert len(model) == 3
     assert model[0] is layers[0]
@@ -264,8 +310,13 @@ def test_a_module_without_a_length_is_true_and_is_no_container() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         model: Any = fabric.setup(Net())
     assert model
-    for action in (lambda: len(model), lambda: model[0], lambda: iter(model)):
-        assert "Net" in outcome(action)
+    texts = [
+        outcome(lambda: len(model)),
+        outcome(lambda: model[0]),
+        outcome(lambda: iter(model)),
+    ]
+    for text in texts:
+        assert "Net" in text
 
 
 class Tower(nn.Module):
@@ -280,16 +331,22 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-def call_method(fabric: Fabric) -> str:
+def train_on_output_of_method(fabric: Fabric) -> str:
     model: Any = fabric.setup(Tower())
-    return outcome(lambda: fabric.backward(model.encode(torch.ones(2, 5)).sum()))
+
+    def train() -> None:
+        output = model.encode(torch.ones(2, 5))
+        fabric.backward(output.sum())
+
+    return outcome(train)
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
+@pytest.mark.parametrize("strategy_class", [FSDPStrategy, DDPStrategy])
 def test_the_error_of_a_method_that_bypasses_the_forward_pass_names_the_method(
-    strategy: type[FSDPStrategy | DDPStrategy],
+    strategy_class: type[FSDPStrategy | DDPStrategy],
 ) -> None:
-    for text in run_in_ranks(call_method, strategy=strategy(start_method="forkserver")):
+    strategy = strategy_class(start_method="forkserver")
+    for text in run_in_ranks(train_on_output_of_method, strategy=strategy):
         assert "model.encode(...)" in text
         assert "model.head" not in text
