@@ -1,1 +1,1 @@
-"""The fault matrix: every fault of a job with every launcher, in real processes with real signals."""
+"""The faults of a job with every launcher, in real processes with real signals."""

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
 from fabric.errors import RankFailedError
 
 ROWS = 2600
-LARGE = 10_000  # columns, for 104 MB of float32
-SMALL = 100  # columns, for 1 MB of float32
+# Numbers of columns: for 104 MB of float32, and for 1 MB.
+LARGE = 10_000
+SMALL = 100
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,19 @@ class Constant(nn.Module):
 
 
 def prepare(death: Death, folder: Path) -> None:
+    """Arrange that this process dies at this point."""
     if death.size:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+        # Python ignores this signal by default.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
         return
     steps = count(1)
 
     def kill_at_step(event: str, arguments: tuple[Any, ...]) -> None:
-        names_the_folder = any(str(argument).startswith(str(folder)) for argument in arguments)
-        if event != "fcntl.flock" and not names_the_folder:
-            return
-        if next(steps) == death.step:
+        is_in_folder = any(str(argument).startswith(str(folder)) for argument in arguments)
+        is_step = event == "fcntl.flock" or is_in_folder
+        if is_step and next(steps) == death.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(kill_at_step)
@@ -95,11 +97,14 @@ def gets_through(function: Callable[..., None], strategy: str, *arguments: Any) 
 
 def value_of(path: Path) -> int:
     """Return the number of the save that ``path`` holds, and fail where it is a mixture."""
-    io = ShardedCheckpoint() if path.is_dir() else FullCheckpoint()
-    loaded = io.load(path)
-    weight = loaded["model"]["weight"]
-    assert weight.min() == weight.max() == loaded["step"], "torn"
-    return loaded["step"]
+    checkpoint_io: CheckpointIO = FullCheckpoint()
+    if path.is_dir():
+        checkpoint_io = ShardedCheckpoint()
+    content = checkpoint_io.load(path)
+    step = content["step"]
+    weight = content["model"]["weight"]
+    assert (weight == step).all(), "torn"
+    return step
 
 
 def survive(strategy: str, path: Path, columns: int, async_: bool, deaths: Iterable[Death]) -> int:
@@ -129,11 +134,13 @@ def assert_no_litter(strategy: str, path: Path, columns: int) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_killed_while_it_saves_beside_the_loop_leaves_a_whole_checkpoint(
+def test_a_rank_killed_while_it_saves_beside_the_loop_leaves_a_complete_checkpoint(
     strategy: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "state"
-    last_writer = 1 if strategy == "fsdp" else 0
+    last_writer = 0
+    if strategy == "fsdp":
+        last_writer = 1
     deaths = [Death(step=4), Death(size=300_000), Death(rank=last_writer, step=3)]
     assert survive(strategy, path, SMALL, True, deaths) == 3
     assert_no_litter(strategy, path, SMALL)

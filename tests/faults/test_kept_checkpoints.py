@@ -1,4 +1,4 @@
-"""A job with kept checkpoints that is killed at any moment leaves one from which the next goes on."""
+"""A job that keeps checkpoints and is killed at any moment leaves one for the next job."""
 
 import os
 import random
@@ -13,7 +13,8 @@ from tests.faults.test_crash_points import SMALL, Constant, Death, gets_through,
 
 KEEP = 2
 BEST = ("loss", "min")
-SAVES = 4  # of a job that is not killed
+# Saves of a job that is not killed.
+SAVES = 4
 
 
 def live(fabric: Fabric, folder: Path, async_: bool, death: Death) -> None:
@@ -45,8 +46,8 @@ def assert_a_shell_can_read(folder: Path) -> None:
         if not (folder / name).exists():
             continue
         checkpoint = (folder / name).read_text().strip()
-        step = int(checkpoint.rpartition("-")[2])
-        assert value_of(folder / checkpoint) == step
+        _, _, step = checkpoint.rpartition("-")
+        assert value_of(folder / checkpoint) == int(step)
 
 
 def restore(folder: Path) -> int:
@@ -73,16 +74,21 @@ def assert_no_leftovers(folder: Path, maximum: int) -> None:
         assert re.fullmatch(r"\d{8}-step-\d+", name)
         assert (folder / name).exists()
         if (folder / name).is_dir():
-            assert len(os.listdir(folder / name)) == 5, "shards and an index"
+            files = os.listdir(folder / name)
+            assert len(files) == 5, "an index, shards and random states"
 
 
 def draw_death(seed: int, strategy: str) -> Death:
     draw = random.Random(seed)
-    rank = draw.randrange(2) if strategy == "fsdp" else 0
+    rank = 0
+    if strategy == "fsdp":
+        rank = draw.randrange(2)
     if draw.random() < 0.1:
         return Death(rank=rank, size=draw.choice([10, 100_000, 400_000]))
-    steps_of_a_job = 30 if rank == 1 else 130
-    return Death(rank=rank, step=draw.randrange(1, steps_of_a_job))
+    steps_of_rank = 130
+    if rank == 1:
+        steps_of_rank = 30
+    return Death(rank=rank, step=draw.randrange(1, steps_of_rank))
 
 
 @pytest.mark.timeout(1800)
@@ -99,9 +105,10 @@ def test_a_job_killed_at_any_moment_leaves_a_checkpoint_that_loads(
     killed = 0
     step = 0
     for seed in seeds:
-        strategy = "fsdp" if seed % 2 else "ddp"
+        strategy = ["ddp", "fsdp"][seed % 2]
         async_ = seed % 4 > 1
-        ended = gets_through(live, strategy, tmp_path, async_, draw_death(seed, strategy))
+        death = draw_death(seed, strategy)
+        ended = gets_through(live, strategy, tmp_path, async_, death)
         assert_a_shell_can_read(tmp_path)
         committed_step = step
         most_checkpoints = KEEP + 2

@@ -57,7 +57,8 @@ def test_ranks_started_under_nohup_follow_too(temporary, launcher):
     with Job(temporary, ["nohup", *command(launcher, "waits_in_cpp")]) as job:
         os.kill(job.process.pid, signal.SIGHUP)
         assert job.process.poll() is None
-        assert job.end(job.signal(signal.SIGKILL)).seconds < within()
+        ended = job.end(job.signal(signal.SIGKILL))
+    assert ended.seconds < within()
 
 
 @pytest.mark.parametrize(("launcher", "state", "name", "target"), SIGNALS)
@@ -100,10 +101,10 @@ def assert_saved_together(ended):
 
 
 @pytest.mark.parametrize("launcher", sampled(product(LAUNCHERS), quick=[("popen",)], slow=2))
-def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
+def test_a_script_that_reads_should_stop_has_time_to_save(temporary, launcher):
     with Job(temporary, command(launcher, "saves_and_leaves")) as job:
         for _ in job.ranks:
-            job.line("asked")
+            job.line("trains")
         ended = job.end(job.signal(signal.SIGTERM))
     assert_saved_together(ended)
     assert ended.code == 143
@@ -113,7 +114,7 @@ def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
 def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
     with Job(temporary, command("forkserver", "saves_and_leaves")) as job:
         for _ in job.ranks:
-            job.line("asked")
+            job.line("trains")
         os.kill(job.ranks[1].pid, signal.SIGTERM)
         ended = job.end(0.0)
     lines_of_saves = [line for line in ended.output if line.startswith("saved")]
@@ -122,7 +123,7 @@ def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
 
 
 @pytest.mark.slow
-def test_a_script_that_asks_should_stop_has_the_time_that_torchrun_gives(temporary, tmp_path):
+def test_a_script_that_reads_should_stop_has_the_time_that_torchrun_allows(temporary, tmp_path):
     torchrun = [
         "-m",
         "torch.distributed.run",
@@ -130,9 +131,10 @@ def test_a_script_that_asks_should_stop_has_the_time_that_torchrun_gives(tempora
         "--nproc-per-node=2",
         f"--log-dir={tmp_path / 'logs'}",
     ]
-    with Job(temporary, [sys.executable, *torchrun, str(TRAIN), "run", "saves_and_leaves"]) as job:
+    started = [sys.executable, *torchrun, str(TRAIN), "run", "saves_and_leaves"]
+    with Job(temporary, started) as job:
         for _ in job.ranks:
-            job.line("asked")
+            job.line("trains")
         ended = job.end(job.signal(signal.SIGTERM))
     assert_saved_together(ended)
     assert ended.seconds < within(10)

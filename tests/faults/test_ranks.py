@@ -13,9 +13,13 @@ pytestmark = pytest.mark.timeout(90)
 
 
 class Expected(NamedTuple):
+    """The expected end of a job."""
+
     exit_code: int
-    outcome: str  # of rank 1, in the first line of the report
-    last_words: str = ""  # at the end of the report
+    # What the first line of the report says of rank 1.
+    outcome: str
+    # The end of the report.
+    last_words: str = ""
 
 
 EXPECTED = {
@@ -47,8 +51,10 @@ def test_the_first_rank_to_fail_has_the_last_word(tmp_path, launcher, fault):
     with Job(temporary, command(launcher, fault)) as job:
         time_of_fault = float(job.line("fault").split()[1])
         ended = job.end(time_of_fault)
-    report = ended.errors[ended.errors.rindex("rank 1 of 2 ") :]
-    assert expected.outcome in report.splitlines()[0]
+    start_of_report = ended.errors.rindex("rank 1 of 2 ")
+    report = ended.errors[start_of_report:]
+    first_line, *_ = report.splitlines()
+    assert expected.outcome in first_line
     assert report.rstrip().endswith(expected.last_words)
     assert len(report) < 30_000
     assert report.count("Traceback") <= 1

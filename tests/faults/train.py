@@ -36,7 +36,8 @@ class StubbornError(Exception):
 
 def say(*words: object) -> None:
     # One write, so that the lines of two ranks do not mix.
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+    line = " ".join(map(str, words)) + "\n"
+    os.write(1, line.encode())
 
 
 def raises(fabric: Fabric) -> None:
@@ -129,7 +130,7 @@ def saves_and_leaves(fabric: Fabric) -> None:
     while not fabric.should_stop:
         steps += 1
         if steps == 1:
-            say("asked", fabric.global_rank)
+            say("trains", fabric.global_rank)
         time.sleep(0.01)  # a step
     fabric.barrier()
     time.sleep(4)  # longer than the grace for ``finally`` blocks
