@@ -1,4 +1,7 @@
-"""``hang.py LAUNCHER [DEVICES WATCHDOG]``: a job whose rank 1 comes to a barrier only after a report."""
+"""``hang.py LAUNCHER [DEVICES WATCHDOG]``: run a job that hangs until its report.
+
+Rank 1 comes to a barrier only after the hang report.
+"""
 
 import sys
 import threading
@@ -16,9 +19,10 @@ def main(fabric: Fabric) -> None:
 
 
 def wait_for_the_report(fabric: Fabric) -> None:
-    until = time.monotonic() + 50
-    while fabric.strategy.runtime.store.get_nowait("watchdog/report/1") is None:
-        assert time.monotonic() < until, "no report came"
+    store = fabric.strategy.runtime.store
+    deadline = time.monotonic() + 50
+    while store.get_nowait("watchdog/report/1") is None:
+        assert time.monotonic() < deadline, "no report came"
         threading.Event().wait(0.05)
 
 

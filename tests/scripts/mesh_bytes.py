@@ -39,10 +39,11 @@ class BytesByGroup(TorchDispatchMode):
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch dispatches again, with operations on the shard
+            # torch dispatches again, with operations on the shard.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            nbytes = max(_nbytes(argument) for argument in (*args, result))
+            nbytes = max(map(_nbytes, (*args, result)))
             for argument in args:
                 name = _group_name(argument)
                 if name is not None:
@@ -96,7 +97,8 @@ def main(layers: int, width: int, batch: int, length: int) -> None:
     for _ in range(4):  # fabric checks an optimizer in its first steps
         mode.totals.clear()
         with mode:
-            fabric.backward(model(torch.ones(batch, length, dtype=torch.int64)).square().mean())
+            outputs = model(torch.ones(batch, length, dtype=torch.int64))
+            fabric.backward(outputs.square().mean())
             optimizer.step()
             optimizer.zero_grad()
     totals = dict(mode.totals)

@@ -1,6 +1,6 @@
-"""``preempted.py METHOD FOLDER``: two ranks train until they should stop, save, and exit as preempted.
+"""``preempted.py METHOD FOLDER``: train on two ranks until should_stop, save, exit as preempted.
 
-Each says ``ready RANK PID`` once it has asked for the first time, and ``saved RANK STEP``.
+Each rank writes ``ready RANK PID`` after its first should_stop, and ``saved RANK STEP``.
 """
 
 import os
@@ -14,7 +14,8 @@ from fabric import Fabric
 
 
 def say(*words: object) -> None:
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+    line = " ".join(map(str, words)) + "\n"
+    os.write(1, line.encode())
 
 
 def train(fabric: Fabric, folder: str) -> None:
@@ -23,15 +24,20 @@ def train(fabric: Fabric, folder: str) -> None:
     delays = random.Random(fabric.global_rank)
     while not fabric.should_stop:
         step += 1
-        if step % 5 == 0:  # a rank may be some steps ahead of the other
+        # In between, a rank may be some steps ahead of the other rank.
+        if step % 5 == 0:
             model += fabric.all_reduce(torch.ones(1))
         if step == 1:
             say("ready", fabric.global_rank, os.getpid())
         time.sleep(delays.random() / 100)
-    fabric.checkpoints(folder).save(step, {"model": model, "step": step})  # the end waits for it
+    # The end of the process waits for this save.
+    checkpoints = fabric.checkpoints(folder)
+    checkpoints.save(step, {"model": model, "step": step})
     say("saved", fabric.global_rank, step)
     fabric.exit_preempted(requeue=True)
 
 
 if __name__ == "__main__":
-    Fabric(accelerator="cpu", devices=2, launcher=sys.argv[1]).launch(train, sys.argv[2])
+    method, folder = sys.argv[1:]
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=method)
+    fabric.launch(train, folder)

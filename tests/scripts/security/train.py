@@ -1,4 +1,7 @@
-"""``train.py LAUNCHER``: two ranks train; rank 0 tells all addresses that their processes use, then rank 1 fails."""
+"""``train.py LAUNCHER``: train on two ranks, print the addresses that they use, and fail.
+
+Rank 0 prints the addresses of all processes of the job, then rank 1 raises.
+"""
 
 import json
 import os
@@ -11,21 +14,22 @@ from fabric import Fabric
 
 
 def addresses() -> dict[str, list[tuple[str, int]]]:
-    """By process, from the command that the test started down to the ranks."""
+    """Return the addresses by process, from the command of the test down to the ranks."""
     tester = int(os.environ["TESTER"])
     command = next(process for process in psutil.Process().parents() if process.ppid() == tester)
-    processes = [command, *command.children(recursive=True)]
-    return {
-        str(process.pid): [(c.laddr.ip, c.laddr.port) for c in connections(process)]
-        for process in processes
-    }
+    addresses_by_process = {}
+    for process in [command, *command.children(recursive=True)]:
+        addresses_by_process[str(process.pid)] = addresses_of(process)
+    return addresses_by_process
 
 
-def connections(process: psutil.Process) -> list:
+def addresses_of(process: psutil.Process) -> list[tuple[str, int]]:
     try:
-        return process.net_connections("inet")
+        connections = process.net_connections("inet")
     except psutil.NoSuchProcess:
-        return []  # it has ended since the list was made
+        # The process has ended since the list was made.
+        return []
+    return [(connection.laddr.ip, connection.laddr.port) for connection in connections]
 
 
 def train(fabric: Fabric) -> None:
@@ -33,7 +37,8 @@ def train(fabric: Fabric) -> None:
     fabric.backward(model(torch.ones(1, 2)).sum())
     ranks = fabric.gather(os.getpid())
     if ranks is not None:
-        print("ADDRESSES", json.dumps({"ranks": ranks, "used": addresses()}), flush=True)
+        report = {"ranks": ranks, "used": addresses()}
+        print("ADDRESSES", json.dumps(report), flush=True)
     fabric.barrier()
     if fabric.global_rank == 1:
         raise ValueError("the cause")
@@ -41,7 +46,9 @@ def train(fabric: Fabric) -> None:
 
 
 if __name__ == "__main__":
-    launcher = sys.argv[1] if len(sys.argv) > 1 else None
+    launcher = None
+    if len(sys.argv) > 1:
+        launcher = sys.argv[1]
     fabric = Fabric(
         accelerator="cpu", devices=2, strategy="ddp", launcher=launcher, check_collectives=True
     )
