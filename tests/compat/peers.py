@@ -1,7 +1,7 @@
-"""Public names of Accelerate and Lightning Fabric, each of which has a row in docs/coming-from.md.
+"""The public names of Accelerate and Lightning Fabric, and their rows in docs/coming-from.md.
 
-``python -m tests.compat.peers FOLDER ...`` stores those of the packages in these folders; nothing
-of them is imported.
+``python -m tests.compat.peers FOLDER ...`` reads the names in the packages in these folders and
+stores them beside this file. It does not import the packages.
 """
 
 import ast
@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "coming-from.md"
@@ -16,113 +17,187 @@ SECTIONS = {
     "accelerate": "From Hugging Face Accelerate",
     "lightning_fabric": "From Lightning Fabric",
 }
-Names = set[tuple[str, str]]  # of a kind, such as "keyword", and the name
+LIGHTNING_MODULES = (
+    "accelerators",
+    "loggers",
+    "plugins",
+    "plugins/collectives",
+    "plugins/environments",
+    "strategies",
+)
 
 
-def stored(package: str) -> Names:
-    lines = [
-        line.split()
-        for line in (HERE / f"{package}.txt").read_text().splitlines()
-        if not line.startswith("#")
-    ]
-    return {(kind, name) for kind, *names in lines for name in names}
+class PublicName(NamedTuple):
+    """A public name of a package.
+
+    Attributes:
+        kind: what the name is the name of, such as "keyword" or "method".
+        name: the name.
+    """
+
+    kind: str
+    name: str
 
 
-def read(package: Path) -> Names:
-    """The names in the source of a package."""
-    return set({"accelerate": accelerate, "lightning_fabric": lightning}[package.name](package))
+class Row(NamedTuple):
+    """A row of a table of the page.
+
+    Attributes:
+        names: the names in the first cell.
+        text: the second cell, which says what to write instead.
+        codes: the pieces of code in the second cell.
+    """
+
+    names: list[str]
+    text: str
+    codes: list[str]
 
 
-def accelerate(package: Path) -> Iterator[tuple[str, str]]:
-    yield from members(package / "accelerator.py", "Accelerator")
+def stored_names(package: str) -> set[PublicName]:
+    names: set[PublicName] = set()
+    for line in (HERE / f"{package}.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        kind, *words = line.split()
+        names.update(PublicName(kind, word) for word in words)
+    return names
+
+
+def names_in_source(package: Path) -> set[PublicName]:
+    if package.name == "accelerate":
+        return set(names_of_accelerate(package))
+    assert package.name == "lightning_fabric"
+    return set(names_of_lightning(package))
+
+
+def names_of_accelerate(package: Path) -> Iterator[PublicName]:
+    yield from names_of_class(package / "accelerator.py", "Accelerator")
     for path in sorted(package.glob("commands/**/*.py")):
-        yield from (("command", name) for name in calls(path, "add_parser"))
+        yield from of_kind("command", first_arguments(path, "add_parser"))
 
 
-def lightning(package: Path) -> Iterator[tuple[str, str]]:
-    yield from members(package / "fabric.py", "Fabric")
-    yield from (("function", name) for name in ("seed_everything", "is_wrapped"))
-    for part in (
-        "accelerators",
-        "loggers",
-        "plugins",
-        "plugins/collectives",
-        "plugins/environments",
-        "strategies",
-    ):
-        for node in ast.walk(parsed(package / part / "__init__.py")):
-            if isinstance(node, ast.ImportFrom):
-                names = [alias.name for alias in node.names if not alias.name.startswith("_")]
-                yield from (("class" if name[0].isupper() else "function", name) for name in names)
+def names_of_lightning(package: Path) -> Iterator[PublicName]:
+    yield from names_of_class(package / "fabric.py", "Fabric")
+    yield from of_kind("function", ["seed_everything", "is_wrapped"])
+    for module in LIGHTNING_MODULES:
+        yield from imported_names(package / module / "__init__.py")
     for path in sorted((package / "strategies").glob("*.py")):
-        yield from (("strategy", name) for name in calls(path, "register"))
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "entries":
-                yield from (("strategy", name) for name, _ in ast.literal_eval(node.value))
-    yield from (("command", name) for name in calls(package / "cli.py", "command"))
-    yield from (("option", name) for name in calls(package / "cli.py", "option"))
+        yield from of_kind("strategy", first_arguments(path, "register"))
+        yield from of_kind("strategy", strategy_entries(path))
+    cli = package / "cli.py"
+    yield from of_kind("command", first_arguments(cli, "command"))
+    yield from of_kind("option", first_arguments(cli, "option"))
 
 
-def parsed(path: Path) -> ast.Module:
+def of_kind(kind: str, names: Iterator[str] | list[str]) -> Iterator[PublicName]:
+    for name in names:
+        yield PublicName(kind, name)
+
+
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def members(path: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Arguments of a class's constructor, its public properties and methods."""
-    [found] = [
-        node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == name
+def imported_names(path: Path) -> Iterator[PublicName]:
+    """Yield the public names that a module imports from other modules."""
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
+            if alias.name[0].isupper():
+                yield PublicName("class", alias.name)
+            elif not alias.name.startswith("_"):
+                yield PublicName("function", alias.name)
+
+
+def strategy_entries(path: Path) -> Iterator[str]:
+    """Yield the names in the literal that a module assigns to ``entries``."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "entries":
+            for name, _ in ast.literal_eval(node.value):
+                yield name
+
+
+def names_of_class(path: Path, class_name: str) -> Iterator[PublicName]:
+    """Yield the arguments of a class's constructor, and its public properties and methods."""
+    for node in class_definition(path, class_name).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if node.name == "__init__":
+            arguments = [*node.args.args[1:], *node.args.kwonlyargs]
+            yield from of_kind("keyword", [argument.arg for argument in arguments])
+        elif not node.name.startswith("_"):
+            kind = "property" if is_property(node) else "method"
+            yield PublicName(kind, node.name)
+
+
+def class_definition(path: Path, class_name: str) -> ast.ClassDef:
+    [definition] = [
+        node
+        for node in parse(path).body
+        if isinstance(node, ast.ClassDef) and node.name == class_name
     ]
-    for node in found.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            yield from (
-                ("keyword", each.arg) for each in (*node.args.args[1:], *node.args.kwonlyargs)
-            )
-        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            is_property = any(
-                re.match(r"property|\w+\.setter", ast.unparse(each)) for each in node.decorator_list
-            )
-            yield "property" if is_property else "method", node.name
+    return definition
 
 
-def calls(path: Path, function: str) -> Iterator[str]:
-    """The names that calls of ``something.function("name", ...)`` begin with."""
-    for node in ast.walk(parsed(path)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == function
-        ):
-            yield from (
-                argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
-            )
+def is_property(function: ast.FunctionDef) -> bool:
+    for decorator in function.decorator_list:
+        if re.match(r"property|\w+\.setter", ast.unparse(decorator)):
+            return True
+    return False
 
 
-def rows(package: str) -> Iterator[tuple[list[str], str, list[str]]]:
-    """Of each row of the tables of a section: the names in its first cell, its second one, and the code in that."""
-    section = PAGE.read_text().partition(f"## {SECTIONS[package]}\n")[2].partition("\n## ")[0]
+def first_arguments(path: Path, method: str) -> Iterator[str]:
+    """Yield the literal first argument of each call of ``something.method("name", ...)``."""
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr == method and node.args and isinstance(node.args[0], ast.Constant):
+            yield node.args[0].value
+
+
+def rows(package: str) -> Iterator[Row]:
+    """Yield the rows of the tables in the section of a package."""
+    _, _, section = PAGE.read_text().partition(f"## {SECTIONS[package]}\n")
+    section, _, _ = section.partition("\n## ")
     for line in section.splitlines():
-        if line.startswith("| ") and line.count(" | ") >= 2:
-            first, second, _ = (cell.strip("| ") for cell in line.split(" | ", 2))
-            codes = (
-                re.match(r"(?:with |accelerate |fabric )?([\w-]*)", code)
-                for code in re.findall("`(.+?)`", first)
-            )
-            yield [code[1] for code in codes if code], second, re.findall("`(.+?)`", second)
+        if not line.startswith("| ") or line.count(" | ") < 2:
+            continue
+        first, second, _ = line.split(" | ", 2)
+        text = second.strip("| ")
+        yield Row(names_in_cell(first), text, codes_in_cell(text))
+
+
+def codes_in_cell(cell: str) -> list[str]:
+    return re.findall("`(.+?)`", cell)
+
+
+def names_in_cell(cell: str) -> list[str]:
+    """Return the names that the pieces of code in a cell begin with."""
+    names = []
+    for code in codes_in_cell(cell):
+        match = re.match(r"(?:with |accelerate |fabric )?(?P<name>[\w-]*)", code)
+        if match:
+            names.append(match["name"])
+    return names
+
+
+def version_of(package: Path) -> str:
+    metadata = next(package.parent.glob(f"{package.name}-*.dist-info"))
+    return metadata.name.split("-")[1].removesuffix(".dist")
 
 
 def main() -> None:
-    for package in map(Path, sys.argv[1:]):
-        names = read(package)
-        version = (
-            next(package.parent.glob(f"{package.name}-*.dist-info"))
-            .name.split("-")[1]
-            .removesuffix(".dist")
-        )
-        lines = [
-            f"# Public names of {package.name.replace('_', '-')} {version}, by python -m tests.compat.peers."
-        ]
-        for kind in sorted({kind for kind, _ in names}):
-            lines.append(" ".join([kind, *sorted(name for each, name in names if each == kind)]))
+    """Store the names of the packages in the folders on the command line."""
+    for folder in sys.argv[1:]:
+        package = Path(folder)
+        names_of_kinds: dict[str, list[str]] = {}
+        for kind, name in sorted(names_in_source(package)):
+            names_of_kinds.setdefault(kind, []).append(name)
+        title = f"{package.name.replace('_', '-')} {version_of(package)}"
+        lines = [f"# Public names of {title}, by python -m tests.compat.peers."]
+        for kind, names in names_of_kinds.items():
+            lines.append(" ".join([kind, *names]))
         (HERE / f"{package.name}.txt").write_text("\n".join(lines) + "\n")
 
 

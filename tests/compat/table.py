@@ -1,6 +1,10 @@
-"""Which imports of Lightning Fabric resolve: ``python -m tests.compat.table`` writes the table of the docs."""
+"""The imports of Lightning Fabric that resolve.
+
+``python -m tests.compat.table`` writes the table of docs/coming-from.md.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -8,59 +12,100 @@ from fabric_compat.missing import Missing
 
 LIST = Path(__file__).parent / "imports.txt"
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
-MARKS = ("<!-- imports: begin -->\n", "<!-- imports: end -->\n")
-# Names that belong to hardware and libraries that are not supported: they say what to use instead.
-ELSEWHERE = ("xla", "deepspeed", "bitsandbytes")
+BEGIN = "<!-- imports: begin -->\n"
+END = "<!-- imports: end -->\n"
+# Words in the names of hardware and libraries that are not supported. These names say what to use.
+UNSUPPORTED_WORDS = ("xla", "deepspeed", "bitsandbytes")
 
 
-def imports() -> Iterator[tuple[str, str]]:
-    """The module and the name of each import of the list."""
+@dataclass
+class Counts:
+    """The numbers of imports in a row of the table.
+
+    Attributes:
+        imports: all imports.
+        resolved: those that resolve.
+        unsupported: those of hardware and libraries that are not supported.
+    """
+
+    imports: int = 0
+    resolved: int = 0
+    unsupported: int = 0
+
+    def add(self, module: str, name: str) -> None:
+        """Count an import."""
+        self.imports += 1
+        if is_unsupported(module, name):
+            self.unsupported += 1
+        elif failure(module, name) is None:
+            self.resolved += 1
+
+
+def import_lines() -> Iterator[tuple[str, list[str]]]:
+    """Yield the module and the names of each line of the list."""
     for line in LIST.read_text().splitlines():
         if not line.startswith("#"):
             module, *names = line.split()
-            yield from ((module, name) for name in names)
+            yield module, names
 
 
-def failure(module: str, name: str) -> str | None:
-    """Why an import fails here, or None."""
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of each import of the list."""
+    for module, names in import_lines():
+        for name in names:
+            yield module, name
+
+
+def is_unsupported(module: str, name: str) -> bool:
+    text = f"{module} {name}".lower()
+    return any(word in text for word in UNSUPPORTED_WORDS)
+
+
+def failure(module_name: str, name: str) -> str | None:
+    """Return why an import fails here, or None."""
     try:
-        found = import_module(module)
+        module = import_module(module_name)
     except ImportError as error:
         return str(error)
-    value = getattr(found, name, None)
-    return (
-        f"{name} is missing"
-        if value is None or getattr(value, "__bases__", ()) == (Missing,)
-        else None
-    )
+    value = getattr(module, name, None)
+    if value is None or getattr(value, "__bases__", ()) == (Missing,):
+        return f"{name} is missing"
+    return None
+
+
+def subpackage(module: str) -> str:
+    """Return the subpackage of Lightning Fabric that a module is in."""
+    names = module.replace("lightning_fabric", "lightning.fabric").split(".")
+    if len(names) == 2 or module == "lightning":
+        return "top level"
+    return names[2]
 
 
 def table() -> str:
-    """The numbers by part of Lightning Fabric, as Markdown."""
+    """Return the counts of each subpackage of Lightning Fabric, as Markdown."""
     import fabric_compat.installed  # noqa: F401
 
-    rows: dict[str, list[int]] = {}
+    rows: dict[str, Counts] = {}
+    total = Counts()
     for module, name in imports():
-        parts = module.replace("lightning_fabric", "lightning.fabric").split(".")
-        row = rows.setdefault(parts[2] if len(parts) > 2 else "top level", [0, 0, 0])
-        is_elsewhere = any(word in f"{module} {name}".lower() for word in ELSEWHERE)
-        row[0] += 1
-        row[1] += not is_elsewhere and failure(module, name) is None
-        row[2] += is_elsewhere
-    rows["**all**"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+        row = rows.setdefault(subpackage(module), Counts())
+        row.add(module, name)
+        total.add(module, name)
+    rows["**all**"] = total
     lines = [
         "| part of `lightning.fabric` | imports | resolve | XLA, DeepSpeed, bitsandbytes |",
         "|---|--:|--:|--:|",
     ]
-    lines += [f"| {part} | {row[0]} | {row[1]} | {row[2]} |" for part, row in rows.items()]
+    for title, row in rows.items():
+        lines.append(f"| {title} | {row.imports} | {row.resolved} | {row.unsupported} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Write the table into the page."""
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + after)
+    before, _, text = PAGE.read_text().partition(BEGIN)
+    _, _, after = text.partition(END)
+    PAGE.write_text(before + BEGIN + table() + END + after)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each public name of Accelerate and of Lightning Fabric has a row that says what to write here, which is there."""
+"""Every public name of Accelerate and Lightning Fabric has a row that says what to write here."""
 
 import ast
 import inspect
@@ -15,18 +15,24 @@ from fabric import Fabric, _plan, accelerators, loggers, strategies
 from fabric.cli import main
 from fabric.precision import LossScale
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from tests.compat.peers import SECTIONS, read, rows, stored
+from tests.compat.peers import SECTIONS, Row, names_in_source, rows, stored_names
 
 CLASSES = {
-    each.__name__: each
-    for each in (Fabric, LossScale, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+    "Fabric": Fabric,
+    "LossScale": LossScale,
+    "DDPStrategy": DDPStrategy,
+    "FSDPStrategy": FSDPStrategy,
+    "ModelParallelStrategy": ModelParallelStrategy,
 }
 
 
 @pytest.mark.parametrize("package", SECTIONS)
-def test_each_name_has_a_row(package: str) -> None:
-    named = {name for names, *_ in rows(package) for name in names}
-    assert {name for _, name in stored(package)} - named == set()
+def test_every_name_has_a_row(package: str) -> None:
+    names_with_rows: set[str] = set()
+    for row in rows(package):
+        names_with_rows.update(row.names)
+    public_names = {public_name.name for public_name in stored_names(package)}
+    assert public_names - names_with_rows == set()
 
 
 @pytest.mark.parametrize("package", SECTIONS)
@@ -34,21 +40,23 @@ def test_the_names_are_those_of_the_package(package: str) -> None:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         pytest.skip(f"{package} is not installed: make bench installs it")
-    assert read(Path(spec.origin).parent) == stored(package)
+    assert names_in_source(Path(spec.origin).parent) == stored_names(package)
 
 
 @pytest.mark.parametrize("package", SECTIONS)
-def test_what_a_row_says_to_write_is_there(package: str) -> None:
-    for _, _, codes in rows(package):
-        for code in codes:
+def test_what_a_row_says_to_write_exists(package: str) -> None:
+    for row in rows(package):
+        for code in row.codes:
             for name in re.findall(r"(?<![\w.])fabric\.([\w.]+\w)", code):
-                assert hasattr(Fabric, name.split(".")[0]) or resolve_name(f"fabric.{name}")
-            for node in ast.walk(parsed(code)):
+                attribute, _, _ = name.partition(".")
+                assert hasattr(Fabric, attribute) or resolve_name(f"fabric.{name}")
+            for node in ast.walk(parse(code)):
                 if isinstance(node, ast.Call):
-                    check_arguments(node)
+                    assert_keywords_are_arguments(node)
 
 
-def parsed(code: str) -> ast.AST:
+def parse(code: str) -> ast.AST:
+    """Return the tree of a piece of code, which may be the head of a block; empty if it is text."""
     for text in (code, f"{code} pass"):
         try:
             return ast.parse(text)
@@ -57,45 +65,70 @@ def parsed(code: str) -> ast.AST:
     return ast.Module([], [])
 
 
-def check_arguments(call: ast.Call) -> None:
-    """Whether the keywords of a call of ours are arguments of it."""
+def assert_keywords_are_arguments(call: ast.Call) -> None:
+    """Check the keywords of a call of fabric. Other calls are not checked."""
     name = ast.unparse(call.func)
-    called: Any = CLASSES.get(name) or getattr(Fabric, name.removeprefix("fabric."), None)
-    if called is None or not (name in CLASSES or name.startswith("fabric.")):
+    called: Any
+    if name in CLASSES:
+        called = CLASSES[name]
+    elif name.startswith("fabric."):
+        called = getattr(Fabric, name.removeprefix("fabric."), None)
+    else:
+        called = None
+    if called is None:
         return
     parameters = inspect.signature(called).parameters
     for keyword in call.keywords:
         assert keyword.arg in parameters, f"{name}({keyword.arg}=...)"
 
 
-def test_what_is_the_same_is_there() -> None:
-    found = stored("lightning_fabric")
-    kinds = {name: {kind for kind, each in found if each == name} for _, name in found}
-    options = inspect.signature(Fabric).parameters
-    modules = [strategies, accelerators, loggers]
-    there = {
-        "keyword": options.__contains__,
-        "strategy": _plan.STRATEGIES.__contains__,
-        "class": lambda name: any(hasattr(module, name) for module in modules),
-        "function": lambda name: hasattr(fabric, name),
-        "option": lambda name: name.startswith("--"),  # of `fabric run`, below
-    }
-    for names, text, _ in rows("lightning_fabric"):
-        for name in names if text.startswith("the same") else ():
+def exists_in_fabric(kind: str, name: str) -> bool:
+    if kind == "keyword":
+        return name in inspect.signature(Fabric).parameters
+    if kind == "strategy":
+        return name in _plan.STRATEGIES
+    if kind == "class":
+        modules = (strategies, accelerators, loggers)
+        return any(hasattr(module, name) for module in modules)
+    if kind == "function":
+        return hasattr(fabric, name)
+    if kind == "option":
+        # `fabric run` has the options: see test_the_commands_exist.
+        return name.startswith("--")
+    return hasattr(Fabric, name)
+
+
+def test_what_is_called_the_same_exists() -> None:
+    kinds: dict[str, set[str]] = {}
+    for kind, name in stored_names("lightning_fabric"):
+        kinds.setdefault(name, set()).add(kind)
+    for row in rows("lightning_fabric"):
+        if not row.text.startswith("the same"):
+            continue
+        for name in row.names:
             for kind in kinds.get(name, ()):
-                assert there.get(kind, lambda name: hasattr(Fabric, name))(name), (kind, name)
+                assert exists_in_fabric(kind, name), (kind, name)
+
+
+def commands_of(row: Row) -> list[list[str]]:
+    """Return the words of the commands of fabric in a row, without ``fabric``."""
+    commands = []
+    for code in row.codes:
+        if code.startswith("fabric "):
+            commands.append(code.split()[1:])
+    if row.text == "the same" and "--accelerator" in row.names:
+        options = [name for name in row.names if name.startswith("--")]
+        commands.append(["run", *options])
+    return commands
 
 
 @pytest.mark.parametrize("package", SECTIONS)
-def test_the_commands_are_there(package: str, capsys: Any) -> None:
-    for names, text, codes in rows(package):
-        words = [code.split() for code in codes if code.startswith("fabric ")]
-        if text == "the same" and "--accelerator" in names:
-            words += [["fabric", "run", *(name for name in names if name.startswith("--"))]]
-        for _, command, *options in words:
+def test_the_commands_exist(package: str, capsys: Any) -> None:
+    for row in rows(package):
+        for command, *words in commands_of(row):
             with pytest.raises(SystemExit):
                 main([command, "--help"])
-            shown = capsys.readouterr().out
-            assert [
-                option for option in options if option.startswith("-") and option not in shown
-            ] == []
+            help_text = capsys.readouterr().out
+            for word in words:
+                if word.startswith("-"):
+                    assert word in help_text

@@ -1,4 +1,7 @@
-"""A decoupled actor-critic: the player sends rollouts by a group of TorchCollective, the trainer sends weights back."""
+"""A decoupled actor-critic, whose ranks talk through a group of TorchCollective.
+
+The player sends rollouts, and the trainer sends weights back.
+"""
 
 import json
 
@@ -22,7 +25,9 @@ def player(fabric, group, agent):
         vector_to_parameters(weights, agent.parameters())
         losses = [None]
         group.broadcast_object_list(losses, src=1)
-        print(json.dumps(losses[0] | {"reward": rollout["rewards"].mean().item()}), flush=True)
+        reward = rollout["rewards"].mean()
+        record = {**losses[0], "reward": reward.item()}
+        print(json.dumps(record), flush=True)
 
 
 def trainer(fabric, group, agent):
@@ -35,7 +40,8 @@ def trainer(fabric, group, agent):
         optimizer.zero_grad()
         fabric.backward(loss)
         optimizer.step()
-        group.broadcast(parameters_to_vector(agent.parameters()).detach(), src=1)
+        weights = parameters_to_vector(agent.parameters()).detach()
+        group.broadcast(weights, src=1)
         group.broadcast_object_list([{"update": update, "loss": loss.item()}], src=1)
 
 
@@ -47,10 +53,14 @@ def main():
     world.setup()
     world.create_group()
     player_trainer = TorchCollective().create_group(ranks=[0, 1])
-    assert (world.rank, world.world_size) == (fabric.global_rank, 2)
+    assert world.rank == fabric.global_rank
+    assert world.world_size == 2
 
     agent = fabric.to_device(Agent())
-    (player if fabric.global_rank == 0 else trainer)(fabric, player_trainer, agent)
+    if fabric.global_rank == 0:
+        player(fabric, player_trainer, agent)
+    else:
+        trainer(fabric, player_trainer, agent)
     total = world.all_reduce(torch.ones(1), op="sum")
     assert total.item() == 2
     world.barrier()

@@ -24,26 +24,28 @@ def main():
 
     criterion = nn.BCEWithLogitsLoss()
     for step, (real, _) in enumerate(loader):
-        ones = torch.ones(real.size(0), 1, device=fabric.device)
-        noise = torch.cos(torch.arange(32.0, device=fabric.device) * (step + 1)).view(8, 4)
+        real_labels = torch.ones(real.size(0), 1, device=fabric.device)
+        fake_labels = torch.zeros_like(real_labels)
+        angles = torch.arange(32.0, device=fabric.device) * (step + 1)
+        noise = torch.cos(angles).view(8, 4)
         fake = generator(noise)
 
         optimizer_d.zero_grad()
-        loss_real = criterion(discriminator(real.flatten(1)), ones)
+        loss_real = criterion(discriminator(real.flatten(1)), real_labels)
         fabric.backward(loss_real)
-        loss_fake = criterion(discriminator(fake.detach()), torch.zeros_like(ones))
+        loss_fake = criterion(discriminator(fake.detach()), fake_labels)
         fabric.backward(loss_fake)
         optimizer_d.step()
 
         optimizer_g.zero_grad()
-        loss_g = criterion(discriminator(fake), ones)
+        loss_g = criterion(discriminator(fake), real_labels)
         fabric.backward(loss_g)
         optimizer_g.step()
 
-        losses = fabric.all_reduce(
-            {"d": loss_real.detach() + loss_fake.detach(), "g": loss_g.detach()}
-        )
-        fabric.print(json.dumps({name: loss.item() for name, loss in losses.items()}))
+        loss_d = loss_real.detach() + loss_fake.detach()
+        losses = fabric.all_reduce({"d": loss_d, "g": loss_g.detach()})
+        record = {name: loss.item() for name, loss in losses.items()}
+        fabric.print(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def run(hparams):
             for data, target in test_loader:
                 output = model(data)
                 test_loss += F.nll_loss(output, target, reduction="sum").item()
-                correct += (output.argmax(dim=1) == target).sum().item()
+                is_correct = output.argmax(dim=1) == target
+                correct += is_correct.sum().item()
         test_loss = fabric.all_gather(test_loss).sum().item() / len(test_data)
         correct = fabric.all_reduce(correct, reduce_op="sum").item()
         fabric.print(json.dumps({"test_loss": test_loss, "correct": correct}))

@@ -15,7 +15,8 @@ def train(fabric, model, optimizer, loader):
     model.train()
     for data, target in loader:
         optimizer.zero_grad()
-        fabric.backward(F.nll_loss(model(data), target))
+        loss = F.nll_loss(model(data), target)
+        fabric.backward(loss)
         optimizer.step()
 
 
@@ -42,10 +43,12 @@ def main():
         val_loader = DataLoader(Subset(dataset, sorted(held_out)), batch_size=8)
         train_loader, val_loader = fabric.setup_dataloaders(train_loader, val_loader)
         model = Net()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = fabric.setup(model, optimizer)
         train(fabric, model, optimizer, train_loader)
-        losses.append(validate(fabric, model, val_loader))
-        fabric.print(json.dumps({"fold": fold, "loss": losses[-1]}))
+        loss = validate(fabric, model, val_loader)
+        losses.append(loss)
+        fabric.print(json.dumps({"fold": fold, "loss": loss}))
     fabric.print(json.dumps({"mean": sum(losses) / FOLDS}))
 
 

@@ -35,9 +35,11 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         mean = fabric.all_reduce(loss.detach(), reduce_op="mean")
-        fabric.print(json.dumps({"iteration": iteration, "loss": mean.item(), "norm": norm.item()}))
+        record = {"iteration": iteration, "loss": mean.item(), "norm": norm.item()}
+        fabric.print(json.dumps(record))
 
-    fabric.save("lm.ckpt", {"model": model, "optimizer": optimizer, "iteration": iteration})
+    state = {"model": model, "optimizer": optimizer, "iteration": iteration}
+    fabric.save("lm.ckpt", state)
     fabric.barrier()
 
 

@@ -22,8 +22,9 @@ def main():
         optimizer.zero_grad()
         total = torch.zeros((), device=fabric.device)
         for index in range(meta_batch_size):
-            number = (iteration * meta_batch_size + index) * fabric.world_size + fabric.global_rank
-            loss = adapt_and_evaluate(model, make_task(number, fabric.device))
+            first_task = (iteration * meta_batch_size + index) * fabric.world_size
+            task = make_task(first_task + fabric.global_rank, fabric.device)
+            loss = adapt_and_evaluate(model, task)
             fabric.backward(loss)
             total += loss.detach()
         for parameter in model.parameters():
@@ -31,7 +32,8 @@ def main():
             parameter.grad.mul_(1.0 / (meta_batch_size * fabric.world_size))
         optimizer.step()
         fabric.all_reduce(total, reduce_op="mean")
-        fabric.print(json.dumps({"iteration": iteration, "loss": total.item() / meta_batch_size}))
+        mean = total.item() / meta_batch_size
+        fabric.print(json.dumps({"iteration": iteration, "loss": mean}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models, tasks and data of the scripts beside this file, and of the plain loops that they are compared with."""
+"""Models, tasks and data of the scripts in this folder, and of the plain loops they equal."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 
 def images(count: int, seed: int = 0) -> TensorDataset:
-    """Noise of 8 x 8 with a bright quarter, which is the class."""
+    """Return images of 8 x 8 noise with a bright quarter, whose number is the class."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randint(4, (count,), generator=generator)
     pixels = 0.5 * torch.randn(count, 1, 8, 8, generator=generator)
@@ -27,8 +27,10 @@ class Net(nn.Module):
         self.head = nn.Linear(4 * 9, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.conv(x)), 2)
-        return F.log_softmax(self.head(x.flatten(1)), dim=1)
+        x = F.relu(self.conv(x))
+        x = F.max_pool2d(x, 2)
+        x = self.head(x.flatten(1))
+        return F.log_softmax(x, dim=1)
 
 
 class Block(nn.Module):
@@ -38,8 +40,10 @@ class Block(nn.Module):
         self.mix = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
-        return x + F.gelu(self.mix(self.norm(past)))
+        counts = torch.arange(1, x.shape[1] + 1)
+        past_mean = x.cumsum(1) / counts[:, None]
+        mixed = self.mix(self.norm(past_mean))
+        return x + F.gelu(mixed)
 
 
 class GPT(nn.Module):
@@ -57,7 +61,7 @@ class GPT(nn.Module):
 
 
 def sentences(count: int, length: int = 13) -> Tensor:
-    """Arithmetic sequences modulo 32."""
+    """Return arithmetic sequences modulo 32."""
     generator = torch.Generator().manual_seed(0)
     start, stride = torch.randint(32, (2, count, 1), generator=generator)
     return (start + stride * torch.arange(length)) % 32
@@ -86,12 +90,16 @@ class Walk:
         self.position = torch.tensor([1.0, 0.0])
 
     def step(self, action):
-        speed = 0.5 * self.position[1] + (0.2 if action else -0.2)
-        self.position = torch.stack([self.position[0] + speed, speed]).clamp(-2, 2)
-        return self.position, -self.position[0].abs().item()
+        coordinate, speed = self.position
+        acceleration = 0.2 if action else -0.2
+        speed = 0.5 * speed + acceleration
+        self.position = torch.stack([coordinate + speed, speed]).clamp(-2, 2)
+        reward = -self.position[0].abs()
+        return self.position, reward.item()
 
 
 def collect(agent, env, obs):
+    """Return a rollout of 16 steps, and the observation after the last step."""
     rollout = {"obs": [], "actions": [], "rewards": []}
     for _ in range(16):
         with torch.no_grad():
@@ -101,46 +109,56 @@ def collect(agent, env, obs):
         rollout["actions"].append(action)
         obs, reward = env.step(action.item())
         rollout["rewards"].append(torch.tensor(reward))
-    return {name: torch.stack(values) for name, values in rollout.items()}, obs
+    stacked = {name: torch.stack(values) for name, values in rollout.items()}
+    return stacked, obs
 
 
 def loss_of(agent, rollout):
-    returns = []
-    future = 0.0
-    for reward in reversed(rollout["rewards"].tolist()):
-        future = reward + 0.9 * future
-        returns.append(future)
-    returns = torch.tensor(returns[::-1])
+    returns = discounted_returns(rollout["rewards"])
     logits, values = agent(rollout["obs"])
     advantages = returns - values.detach()
-    policy_loss = -(Categorical(logits=logits).log_prob(rollout["actions"]) * advantages).mean()
-    return policy_loss + 0.5 * F.mse_loss(values, returns)
+    log_probs = Categorical(logits=logits).log_prob(rollout["actions"])
+    policy_loss = -(log_probs * advantages).mean()
+    value_loss = F.mse_loss(values, returns)
+    return policy_loss + 0.5 * value_loss
+
+
+def discounted_returns(rewards):
+    returns = []
+    future = 0.0
+    for reward in reversed(rewards.tolist()):
+        future = reward + 0.9 * future
+        returns.append(future)
+    returns.reverse()
+    return torch.tensor(returns)
 
 
 class PPOAgent(Agent):
-    """An agent whose loss is a method, as that of a LightningModule."""
+    """An agent whose loss is a method, as in a LightningModule."""
 
     def training_step(self, batch):
         logits, values = self(batch["obs"])
         policy = Categorical(logits=logits)
+        advantages = batch["advantages"]
         ratio = (policy.log_prob(batch["actions"]) - batch["logprobs"]).exp()
-        gain = torch.min(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
-        return (
-            0.5 * F.mse_loss(values, batch["returns"])
-            - gain.mean()
-            - 0.01 * policy.entropy().mean()
-        )
+        clipped_ratio = ratio.clamp(0.8, 1.2)
+        gain = torch.min(ratio * advantages, clipped_ratio * advantages).mean()
+        value_loss = F.mse_loss(values, batch["returns"])
+        entropy = policy.entropy().mean()
+        return 0.5 * value_loss - gain - 0.01 * entropy
 
     @torch.no_grad()
     def evaluate(self, rollout, next_obs):
-        """A rollout with log-probabilities, returns and generalized advantages."""
-        logits, values = self(torch.cat([rollout["obs"], next_obs[None]]))
+        """Return a rollout with log-probabilities, returns and generalized advantages."""
+        obs = torch.cat([rollout["obs"], next_obs[None]])
+        logits, values = self(obs)
         logprobs = Categorical(logits=logits[:-1]).log_prob(rollout["actions"])
         errors = rollout["rewards"] + 0.9 * values[1:] - values[:-1]
         advantages = torch.zeros_like(errors)
         latest = 0.0
         for step in reversed(range(len(errors))):
-            advantages[step] = latest = errors[step] + 0.9 * 0.95 * latest
+            latest = errors[step] + 0.9 * 0.95 * latest
+            advantages[step] = latest
         return {
             **rollout,
             "logprobs": logprobs,
@@ -156,12 +174,16 @@ def make_task(number, device):
 
 
 def adapt_and_evaluate(model, task):
+    """Return the loss after two steps on a task, through which gradients flow."""
     (x, y), (x_query, y_query) = task
     weights = dict(model.named_parameters())
     for _ in range(2):
-        loss = F.mse_loss(functional_call(model, weights, (x,)), y)
+        output = functional_call(model, weights, (x,))
+        loss = F.mse_loss(output, y)
         gradients = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
-        weights = {
-            name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)
-        }
-    return F.mse_loss(functional_call(model, weights, (x_query,)), y_query)
+        updated = {}
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            updated[name] = weight - 0.1 * gradient
+        weights = updated
+    output = functional_call(model, weights, (x_query,))
+    return F.mse_loss(output, y_query)

@@ -1,4 +1,7 @@
-"""PPO with Hydra: the configuration makes the Fabric and the optimizer, the processes share their rollouts."""
+"""PPO with Hydra, whose processes share their rollouts.
+
+The configuration makes the Fabric and the optimizer.
+"""
 
 import json
 
@@ -22,9 +25,8 @@ def train(fabric: Fabric, agent, optimizer, data, cfg: DictConfig):
     for epoch in range(cfg.update_epochs):
         batches.sampler.set_epoch(epoch)
         for batch_indices in batches:
-            loss = agent.training_step(
-                {name: values[batch_indices] for name, values in data.items()}
-            )
+            batch = {name: values[batch_indices] for name, values in data.items()}
+            loss = agent.training_step(batch)
             optimizer.zero_grad(set_to_none=True)
             fabric.backward(loss)
             fabric.clip_gradients(agent, optimizer, max_norm=cfg.max_grad_norm)
@@ -45,23 +47,24 @@ def main(fabric: Fabric, cfg: DictConfig):
     obs = env.position
     for update in range(cfg.num_updates):
         if cfg.anneal_lr:
-            optimizer.param_groups[0]["lr"] = cfg.optimizer.lr * (1 - update / cfg.num_updates)
+            remaining = 1 - update / cfg.num_updates
+            optimizer.param_groups[0]["lr"] = cfg.optimizer.lr * remaining
         rollout, obs = collect(agent, env, obs)
-        gathered = fabric.all_gather(agent.evaluate(rollout, obs.to(fabric.device)))
-        data = {name: values.reshape(-1, *values.shape[2:]) for name, values in gathered.items()}
+        rollout = agent.evaluate(rollout, obs.to(fabric.device))
+        gathered = fabric.all_gather(rollout)
+        data = {name: values.flatten(0, 1) for name, values in gathered.items()}
         loss = train(fabric, agent, optimizer, data, cfg)
 
         metrics = {"loss": fabric.all_reduce(loss), "reward": data["rewards"].mean()}
         fabric.log_dict(metrics, step=update)
-        fabric.print(
-            json.dumps(
-                {"update": update, **{name: value.item() for name, value in metrics.items()}}
-            )
-        )
-    fabric.save(
-        cfg.checkpoint,
-        {"agent": agent, "optimizer": optimizer.optimizer.state_dict(), "update": update},
-    )
+        record = {name: value.item() for name, value in metrics.items()}
+        fabric.print(json.dumps({"update": update, **record}))
+    state = {
+        "agent": agent,
+        "optimizer": optimizer.optimizer.state_dict(),
+        "update": update,
+    }
+    fabric.save(cfg.checkpoint, state)
     return loss
 
 

@@ -1,4 +1,7 @@
-"""Pretraining in the manner of litgpt: FSDP, precision as a plugin, accumulation, throughput, a CSV log, resuming."""
+"""Pretraining in the manner of litgpt.
+
+The script uses FSDP, a precision plugin, accumulation, throughput, a CSV log, and resumes.
+"""
 
 import json
 import math
