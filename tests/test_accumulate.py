@@ -99,7 +99,8 @@ def test_a_loop_in_windows_draws_what_the_plain_loop_draws(fabric: Fabric, shuff
         torch.manual_seed(0)
         random.seed(0)
         data = Noisy(10)
-        loader = fabric.setup_dataloaders(DataLoader(data, 3, shuffle=shuffle))
+        loader = DataLoader(data, 3, shuffle=shuffle)
+        loader = fabric.setup_dataloaders(loader)
         steps = []
         for batch in iterate(loader):
             draw = torch.rand(()).item()
@@ -166,7 +167,8 @@ def test_a_sampler_that_miscounts_is_an_error_and_no_open_window(fabric: Fabric)
 
 
 def test_a_wrong_number_of_steps_or_loader_is_an_error_of_the_call(fabric: Fabric) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(5)))
+    loader = DataLoader(range(5))
+    loader = fabric.setup_dataloaders(loader)
     for steps in (0, -1, True, 2.5):
         with pytest.raises(ConfigurationError, match="steps="):
             fabric.accumulate(loader, steps=steps)  # pyright: ignore[reportArgumentType]
@@ -182,7 +184,8 @@ def try_to_save(fabric: Fabric, folder: Path, loader: Any, model: Any = None) ->
 def test_a_save_inside_a_window_is_an_error_and_a_save_at_its_end_is_fine(
     fabric: Fabric, tmp_path: Path
 ) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(6)))
+    loader = DataLoader(range(6))
+    loader = fabric.setup_dataloaders(loader)
     saves = [try_to_save(fabric, tmp_path, loader) for _ in fabric.accumulate(loader, 4)]
     for number, word in ((1, "1 of 4"), (2, "2 of 4"), (3, "3 of 4"), (5, "1 of 4")):
         error = saves[number - 1]
@@ -194,7 +197,8 @@ def test_a_save_inside_a_window_is_an_error_and_a_save_at_its_end_is_fine(
 
 
 def test_a_loop_that_is_left_has_no_open_window(fabric: Fabric, tmp_path: Path) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(6)))
+    loader = DataLoader(range(6))
+    loader = fabric.setup_dataloaders(loader)
     for _ in fabric.accumulate(loader, 4):
         break
     assert try_to_save(fabric, tmp_path, loader) == "fine"
@@ -212,8 +216,10 @@ def test_a_loop_that_is_left_has_no_open_window(fabric: Fabric, tmp_path: Path) 
 def test_a_save_at_the_end_of_an_inner_window_is_an_error_in_an_outer_window(
     fabric: Fabric, tmp_path: Path
 ) -> None:
-    inner = fabric.setup_dataloaders(DataLoader(range(6)))
-    outer = fabric.setup_dataloaders(DataLoader(range(2)))
+    inner = DataLoader(range(6))
+    inner = fabric.setup_dataloaders(inner)
+    outer = DataLoader(range(2))
+    outer = fabric.setup_dataloaders(outer)
     saves = []
     for _ in fabric.accumulate(outer, 2):
         for _, last in fabric.accumulate(inner, 6):
@@ -265,13 +271,16 @@ def test_loaders_whose_ranks_may_have_different_numbers_of_batches_are_refused()
 def train_in_windows(fabric: Fabric, folder: Path) -> tuple[list[Any], list[str]]:
     """Train in windows; return the gradients of all ranks at each step, and the saves."""
     model = nn.Linear(1, 1)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loader = fabric.setup_dataloaders(DataLoader(torch.arange(9.0).reshape(9, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = DataLoader(torch.arange(9.0).reshape(9, 1))
+    loader = fabric.setup_dataloaders(loader)
     gradients = []
     saves = []
     for batch, last in fabric.accumulate(loader, 2):
         with fabric.no_backward_sync(model, enabled=not last):
-            fabric.backward(model(batch).sum())
+            loss = model(batch).sum()
+            fabric.backward(loss)
         saves.append(try_to_save(fabric, folder, loader, model))
         if last:
             gradients.append(fabric.all_gather([model.weight.grad, model.bias.grad]))

@@ -79,8 +79,10 @@ def test_scale_and_parameters_follow_torchs_scaler_step_by_step(kind, overflow_a
     for batch in batches(12, overflow_at):
         optimizer.zero_grad()
         reference.zero_grad()
-        scaler.scale_loss(loss_of(ours, batch)).backward()
-        torch_scaler.scale(loss_of(theirs, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
+        torch_loss = loss_of(theirs, batch)
+        torch_scaler.scale(torch_loss).backward()
         assert scaler.scale == torch_scaler.get_scale()
         optimizer.step()
         torch_scaler.step(reference)
@@ -95,7 +97,8 @@ def test_every_dtype_that_can_be_unscaled_equals_the_plain_loop(dtype):
     for batch in batches(6, dtype=dtype):
         optimizer.zero_grad()
         reference.zero_grad()
-        scaler.scale_loss(loss_of(ours, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
         loss_of(plain, batch).backward()
         optimizer.step()
         reference.step()
@@ -107,8 +110,10 @@ def test_accumulation_uses_one_scale_and_equals_torchs():
     scaler = make_scaler(optimizer, growth_interval=1)
     torch_scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     for step, batch in enumerate(batches(9, overflow_at=(4,))):
-        scaler.scale_loss(loss_of(ours, batch)).backward()
-        torch_scaler.scale(loss_of(theirs, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
+        torch_loss = loss_of(theirs, batch)
+        torch_scaler.scale(torch_loss).backward()
         assert scaler.scale == torch_scaler.get_scale()
         if step % 3 == 2:
             optimizer.step()
@@ -126,8 +131,10 @@ def test_unscaling_and_clipping_before_the_step_equals_torchs():
     for batch in batches(6, overflow_at=(2,)):
         optimizer.zero_grad()
         reference.zero_grad()
-        scaler.scale_loss(loss_of(ours, batch)).backward()
-        torch_scaler.scale(loss_of(theirs, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
+        torch_loss = loss_of(theirs, batch)
+        torch_scaler.scale(torch_loss).backward()
         overflows = not batch.isfinite().all()
         assert scaler.unscale(optimizer) == overflows
         assert scaler.unscale(optimizer) == overflows
@@ -149,12 +156,14 @@ def test_second_optimizer_sees_the_same_loss_scale():
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     scaler = make_scaler(*optimizers, growth_interval=1)
     for expected in (0.0, -1.0):
-        scaler.scale_loss(weights[0].sum() + weights[1].sum()).backward()
+        loss = weights[0].sum() + weights[1].sum()
+        scaler.scale_loss(loss).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         assert [weight.item() for weight in weights] == [expected, expected]
-    scaler.scale_loss(weights[0].sum()).backward()
+    loss = weights[0].sum()
+    scaler.scale_loss(loss).backward()
     assert scaler.scale == 2.0**12
 
 
@@ -166,8 +175,10 @@ def test_one_growth_for_two_optimizers_that_share_a_backward():
     scaler = make_scaler(*optimizers, growth_interval=2)
     torch_scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for batch in batches(7, overflow_at=(3,)):
-        scaler.scale_loss(sum_of_losses(models, batch)).backward()
-        torch_scaler.scale(sum_of_losses(references, batch)).backward()
+        loss = sum_of_losses(models, batch)
+        scaler.scale_loss(loss).backward()
+        torch_loss = sum_of_losses(references, batch)
+        torch_scaler.scale(torch_loss).backward()
         assert scaler.scale == torch_scaler.get_scale()
         for optimizer in optimizers:
             optimizer.step()
@@ -185,7 +196,8 @@ def test_scale_waits_while_another_optimizer_still_accumulates():
     scaler = make_scaler(stepping, accumulating, growth_interval=1)
     for step, batch in enumerate(batches(4)):
         stepping.zero_grad()
-        scaler.scale_loss(sum_of_losses([first, second], batch)).backward()
+        loss = sum_of_losses([first, second], batch)
+        scaler.scale_loss(loss).backward()
         assert scaler.scale == 2.0**10
         stepping.step()
         if step == 3:
@@ -196,7 +208,8 @@ def test_scale_waits_while_another_optimizer_still_accumulates():
         loss_of(plain, batch).backward()
     reference.step()
     assert have_equal_parameters(second, plain)
-    scaler.scale_loss(loss_of(first, batch)).backward()
+    loss = loss_of(first, batch)
+    scaler.scale_loss(loss).backward()
     assert scaler.scale == 2.0**11
 
 
@@ -210,7 +223,8 @@ def test_alternating_optimizers_that_clear_their_gradients_do_not_hold_the_scale
         weight = weights[step % 2]
         optimizer = optimizers[step % 2]
         optimizer.zero_grad(set_to_none=set_to_none)
-        scaler.scale_loss(weight.sum()).backward()
+        loss = weight.sum()
+        scaler.scale_loss(loss).backward()
         scales.append(scaler.scale)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -221,7 +235,8 @@ def test_gradients_kept_after_a_step_are_scaled_again():
     (ours, optimizer), (plain, reference) = twins(torch.optim.SGD)
     scaler = make_scaler(optimizer, growth_interval=1)
     for batch in batches(5):
-        scaler.scale_loss(loss_of(ours, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
         loss_of(plain, batch).backward()
         optimizer.step()
         reference.step()
@@ -234,7 +249,8 @@ def test_gradients_unscaled_and_then_accumulated_further_are_right():
     (ours, optimizer), (plain, reference) = twins(torch.optim.SGD)
     scaler = make_scaler(optimizer)
     for batch in batches(3):
-        scaler.scale_loss(loss_of(ours, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
         scaler.unscale(optimizer)
         loss_of(plain, batch).backward()
     optimizer.step()
@@ -247,7 +263,8 @@ def test_gradients_from_before_the_registration_count():
     early, late = batches(2)
     loss_of(ours, early).backward()
     scaler = make_scaler(optimizer)
-    scaler.scale_loss(loss_of(ours, late)).backward()
+    loss = loss_of(ours, late)
+    scaler.scale_loss(loss).backward()
     for batch in (early, late):
         loss_of(plain, batch).backward()
     optimizer.step()
@@ -259,7 +276,8 @@ def test_a_second_step_on_the_same_gradients_does_not_unscale_twice():
     (ours, optimizer), (plain, reference) = twins(torch.optim.SGD)
     scaler = make_scaler(optimizer)
     (batch,) = batches(1)
-    scaler.scale_loss(loss_of(ours, batch)).backward()
+    loss = loss_of(ours, batch)
+    scaler.scale_loss(loss).backward()
     loss_of(plain, batch).backward()
     for _ in range(2):
         optimizer.step()
@@ -274,12 +292,14 @@ def test_an_overflow_skips_the_step_and_leaves_gradients_and_state():
     model, optimizer = twins()[0]
     scaler = make_scaler(optimizer)
     good, bad = batches(2, overflow_at=(1,))
-    scaler.scale_loss(loss_of(model, good)).backward()
+    loss = loss_of(model, good)
+    scaler.scale_loss(loss).backward()
     optimizer.step()
     before = copy.deepcopy(model)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.zero_grad()
-    scaler.scale_loss(loss_of(model, bad)).backward()
+    loss = loss_of(model, bad)
+    scaler.scale_loss(loss).backward()
     grads = [parameter.grad for parameter in model.parameters()]
     optimizer.step()
     assert have_equal_parameters(before, model)
@@ -293,7 +313,8 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other():
     scaler = make_scaler(first_optimizer, second_optimizer)
     before = copy.deepcopy(first)
     good, bad = batches(2, overflow_at=(1,))
-    scaler.scale_loss(loss_of(first, bad) + loss_of(second, good)).backward()
+    loss = loss_of(first, bad) + loss_of(second, good)
+    scaler.scale_loss(loss).backward()
     first_optimizer.step()
     second_optimizer.step()
     assert have_equal_parameters(first, before)
@@ -324,7 +345,8 @@ def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], float, float]:
     # Each rank's factor of each step.
     factors = [(1.0, 1.0, 0.0), (1.0, math.inf, 1.0)][fabric.global_rank]
     for factor in factors:
-        scaler.scale_loss((weight * factor).sum()).backward()
+        loss = (weight * factor).sum()
+        scaler.scale_loss(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
     return weight.tolist(), scaler.scale, scaler.state_dict()["pending"]
@@ -346,9 +368,11 @@ def hold_scaled_gradients_on_one_rank(fabric: Fabric) -> float:
     scaler.register(stepping_optimizer)
     scaler.register(waiting_optimizer)
     # The gradients of the waiting parameter are zero on rank 0.
-    scaler.scale_loss(stepping.sum() + waiting.sum() * fabric.global_rank).backward()
+    loss = stepping.sum() + waiting.sum() * fabric.global_rank
+    scaler.scale_loss(loss).backward()
     stepping_optimizer.step()
-    scaler.scale_loss(stepping.sum()).backward()
+    loss = stepping.sum()
+    scaler.scale_loss(loss).backward()
     return scaler.scale
 
 
@@ -363,7 +387,8 @@ def test_repeated_indices_of_a_sparse_gradient_overflow_only_in_sum():
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
     scaler = make_scaler(optimizer, init_scale=2.0**127)
     before = embedding.weight.detach().clone()
-    scaler.scale_loss(embedding(torch.tensor([1, 1, 1, 1])).sum()).backward()
+    loss = embedding(torch.tensor([1, 1, 1, 1])).sum()
+    scaler.scale_loss(loss).backward()
     optimizer.step()
     assert torch.equal(embedding.weight, before)
 
@@ -376,7 +401,8 @@ def test_sparse_gradients_equal_the_plain_loop():
     reference = torch.optim.SparseAdam(list(plain.parameters()), lr=0.1)
     scaler = make_scaler(optimizer, growth_interval=1)
     for indices in ([0, 1, 1], [4, 4], [2]):
-        scaler.scale_loss(ours(torch.tensor(indices)).square().sum()).backward()
+        loss = ours(torch.tensor(indices)).square().sum()
+        scaler.scale_loss(loss).backward()
         plain(torch.tensor(indices)).square().sum().backward()
         optimizer.step()
         reference.step()
@@ -412,7 +438,8 @@ def test_an_earlier_scheduler_does_not_bypass_the_scaler():
     for batch in batches(5):
         optimizer.zero_grad()
         reference.zero_grad()
-        scaler.scale_loss(loss_of(ours, batch)).backward()
+        loss = loss_of(ours, batch)
+        scaler.scale_loss(loss).backward()
         loss_of(plain, batch).backward()
         optimizer.step()
         reference.step()
@@ -441,7 +468,8 @@ def test_float16_parameters_are_refused_before_anything_is_unscaled():
     full = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([full, half], lr=1.0)
     scaler = make_scaler(optimizer, init_scale=4.0)
-    scaler.scale_loss(half.float().sum() + full.sum()).backward()
+    loss = half.float().sum() + full.sum()
+    scaler.scale_loss(loss).backward()
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=r"model\.float"):
             optimizer.step()
@@ -475,7 +503,8 @@ def test_a_run_goes_on_exactly_from_a_state_dict(stop_after):
             resumed_scaler = make_scaler(resumed_optimizer, init_scale=1.0)
             resumed_scaler.load_state_dict(scaler_state)
         optimizer.zero_grad()
-        scaler.scale_loss(loss_of(model, batch)).backward()
+        loss = loss_of(model, batch)
+        scaler.scale_loss(loss).backward()
         optimizer.step()
         resumed_optimizer.zero_grad()
         resumed_scaler.scale_loss(loss_of(resumed_model, batch)).backward()
@@ -496,7 +525,8 @@ def test_after_close_an_optimizer_steps_as_if_it_had_never_been_watched() -> Non
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = LossScaler(CPU, LossScale())
     scaler.register(optimizer)
-    scaler.scale_loss((weight * math.inf).sum()).backward()
+    loss = (weight * math.inf).sum()
+    scaler.scale_loss(loss).backward()
     optimizer.step()
     assert weight.item() == 1
     scaler.close()
@@ -550,7 +580,8 @@ def train_with_an_overflow(fabric: Fabric, bad_rank: int = 0) -> list[StepState]
         inputs = torch.ones(1, 2)
         if step == 1 and fabric.global_rank == bad_rank:
             inputs *= math.inf
-        fabric.backward(model(inputs).sum())
+        loss = model(inputs).sum()
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         if not fabric.step_was_skipped(optimizer):
@@ -584,7 +615,8 @@ def test_all_ranks_know_of_an_overflow_on_one_of_them(strategy: str) -> None:
 def test_other_precisions_skip_no_step() -> None:
     with fabric_in_one_process() as fabric:
         model, optimizer = set_up_linear(fabric)
-        fabric.backward(model(torch.ones(1, 2)).sum())
+        loss = model(torch.ones(1, 2)).sum()
+        fabric.backward(loss)
         optimizer.step()
         assert not fabric.step_was_skipped(optimizer)
 
@@ -606,7 +638,8 @@ def test_two_optimizers_of_one_loss_unscale_their_gradients() -> None:
         nets = [OneWeight(), OneWeight()]
         first, first_optimizer = set_up_with_sgd(fabric, nets[0])
         second, second_optimizer = set_up_with_sgd(fabric, nets[1])
-        fabric.backward(first(torch.ones(4)) + second(torch.ones(4)))
+        loss = first(torch.ones(4)) + second(torch.ones(4))
+        fabric.backward(loss)
         first_optimizer.step()
         second_optimizer.step()
         for net in nets:
@@ -619,7 +652,8 @@ def test_a_step_is_unscaled_where_a_scheduler_was_made_before_the_setup() -> Non
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         model, optimizer, _ = fabric.setup(net, optimizer, scheduler=scheduler)
-        fabric.backward(model(torch.ones(4)))
+        loss = model(torch.ones(4))
+        fabric.backward(loss)
         optimizer.step()
         assert net.weight.tolist() == [0.0] * 4
 
@@ -632,9 +666,11 @@ def scales_while_one_optimizer_accumulates(fabric: Fabric) -> list[float]:
         # The accumulated gradients are zero on rank 0.
         inputs = torch.full((4,), float(fabric.global_rank))
         with fabric.no_backward_sync(accumulating):
-            fabric.backward(accumulating(inputs))
+            loss = accumulating(inputs)
+            fabric.backward(loss)
         scales.append(described_scale(fabric))
-        fabric.backward(stepping(torch.full((4,), math.inf)))
+        loss = stepping(torch.full((4,), math.inf))
+        fabric.backward(loss)
         stepping_optimizer.step()
         stepping_optimizer.zero_grad()
     accumulating_optimizer.zero_grad()

@@ -27,7 +27,11 @@ pytestmark = pytest.mark.timeout(90)
 # The numbers of tokens of the samples, for each micro-batch of each step. Ranks take every other
 # sample: one rank has no token in the first micro-batch, all ranks have none in one micro-batch,
 # and the last step is shorter.
-TOKENS = [[[0, 3, 0, 7], [5, 1, 2]], [[4, 4, 1, 9], [0, 0, 0], [2]], [[6, 1, 1, 1]]]
+TOKENS = [
+    [[0, 3, 0, 7], [5, 1, 2]],
+    [[4, 4, 1, 9], [0, 0, 0], [2]],
+    [[6, 1, 1, 1]],
+]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
@@ -52,8 +56,14 @@ CASES = [
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False), nn.Tanh(), nn.Linear(2, 1)]
-    return nn.Sequential(*layers).to(dtype)
+    model = nn.Sequential(
+        nn.Linear(3, 5),
+        nn.Tanh(),
+        nn.Linear(5, 2, bias=False),
+        nn.Tanh(),
+        nn.Linear(2, 1),
+    )
+    return model.to(dtype)
 
 
 def samples(seed: int, tokens: list[int]) -> list[Tensor]:
@@ -62,7 +72,8 @@ def samples(seed: int, tokens: list[int]) -> list[Tensor]:
 
 
 def sum_of_losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    return (model(tokens) - tokens.sum(-1, keepdim=True)).square().sum()
+    errors = model(tokens) - tokens.sum(-1, keepdim=True)
+    return errors.square().sum()
 
 
 def train_plainly(case: Case) -> list[Tensor]:
@@ -87,7 +98,8 @@ def train_plainly(case: Case) -> list[Tensor]:
 def train(fabric: Fabric, case: Case) -> list[Tensor]:
     """Return the parameters after the same loop on this rank's samples."""
     model = make_model()
-    model, optimizer = fabric.setup(model, OPTIMIZERS[case.optimizer](model.parameters()))
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    model, optimizer = fabric.setup(model, optimizer)
     for step, micro_batches in enumerate(TOKENS):
         optimizer.zero_grad()
         for number, token_counts in enumerate(micro_batches):
@@ -96,7 +108,8 @@ def train(fabric: Fabric, case: Case) -> list[Tensor]:
             is_last = number == len(micro_batches) - 1
             syncs = is_last or case.syncs_every_micro_batch
             with fabric.no_backward_sync(model, enabled=not syncs):
-                fabric.backward(sum_of_losses(model, tokens), weight=len(tokens))
+                loss = sum_of_losses(model, tokens)
+                fabric.backward(loss, weight=len(tokens))
         if case.clips:
             fabric.clip_gradients(model, optimizer, max_norm=0.2)
             fabric.clip_gradients(model, optimizer, max_norm=0.2)
@@ -159,11 +172,14 @@ def set_up_linear(fabric: Fabric) -> Any:
     """Set up a weight of 1, whose gradient is the sum of the inputs, and an optimizer."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
-    return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    return fabric.setup(module, optimizer)
 
 
 def backward(fabric: Fabric, model: nn.Module, value: float, weight: Any, **options: Any) -> None:
-    fabric.backward(model(torch.full((1, 1), value)).sum(), weight=weight, **options)
+    inputs = torch.full((1, 1), value)
+    loss = model(inputs).sum()
+    fabric.backward(loss, weight=weight, **options)
 
 
 def take_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
@@ -235,7 +251,8 @@ def test_gradients_of_parameters_that_no_module_has_and_sparse_ones_are_divided(
     loss = model(torch.tensor([0, 2, 2])).sum() + 4 * latent.sum()
     fabric.backward(loss, weight=4)
     optimizer.step()
-    torch.testing.assert_close(before - model.weight, torch.tensor([[0.25], [0.0], [0.5]]))
+    expected = torch.tensor([[0.25], [0.0], [0.5]])
+    torch.testing.assert_close(before - model.weight, expected)
     assert latent.tolist() == [-1.0, -1.0]
 
 
@@ -250,7 +267,19 @@ def test_hooks_of_users_see_the_gradients_that_the_step_sees(fabric: Fabric) -> 
 
 
 @pytest.mark.parametrize(
-    "weight", [-1, -0.5, math.nan, math.inf, True, 1j, "3", torch.ones(1), torch.tensor(True), []]
+    "weight",
+    [
+        -1,
+        -0.5,
+        math.nan,
+        math.inf,
+        True,
+        1j,
+        "3",
+        torch.ones(1),
+        torch.tensor(True),
+        [],
+    ],
 )
 def test_a_weight_that_is_no_number_of_terms_is_refused_before_anything_changes(
     fabric: Fabric, weight: Any
@@ -266,7 +295,8 @@ def test_losses_with_and_without_a_weight_never_meet_in_one_gradient(fabric: Fab
     model, optimizer = set_up_linear(fabric)
 
     def backward_without_weight() -> None:
-        fabric.backward(model(torch.ones(1, 1)).sum())
+        loss = model(torch.ones(1, 1)).sum()
+        fabric.backward(loss)
 
     def backward_with_weight() -> None:
         backward(fabric, model, 1.0, 1)
@@ -313,8 +343,9 @@ def test_a_closure_with_weights_is_refused(fabric: Fabric) -> None:
     assert model.weight.item() == 0.5, "the second call raises before the step"
     with pytest.raises(UsageError, match="closure"):
         optimizer.step(closure=lambda: None)
+    foreign_optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(UsageError, match="not been set up"):
-        backward(fabric, model, 1.0, 1, optimizer=torch.optim.SGD(model.parameters()))
+        backward(fabric, model, 1.0, 1, optimizer=foreign_optimizer)
 
 
 def test_a_step_within_a_backward_pass_is_refused(fabric: Fabric) -> None:
@@ -346,7 +377,8 @@ def test_optimizers_of_one_loss_share_its_weight(fabric: Fabric) -> None:
     del third_optimizer
     for value, weight in ((6.0, 2), (4.0, 3)):
         inputs = torch.full((1, 1), value)
-        fabric.backward((first(inputs) + second(inputs)).sum(), weight=weight)
+        loss = (first(inputs) + second(inputs)).sum()
+        fabric.backward(loss, weight=weight)
     assert take_step(first, first_optimizer) == 2.0
     with pytest.raises(UsageError, match=r"different weighted losses(.|\n)*optimizer=") as raised:
         backward(fabric, first, 1.0, 1)
@@ -373,23 +405,27 @@ def test_losses_of_two_optimizers_in_turn_are_right_or_refused(fabric: Fabric) -
         assert take_step(discriminator, discriminator_optimizer) == 2.0
         generator_optimizer.zero_grad()
         # The gradients reach the discriminator, too.
-        fabric.backward(adversarial_loss(), weight=2, optimizer=generator_optimizer)
+        loss = adversarial_loss()
+        fabric.backward(loss, weight=2, optimizer=generator_optimizer)
         generator_optimizer.step()
         assert generator.weight.item() == 2.0
     discriminator_optimizer.zero_grad()
     backward(fabric, discriminator, 6.0, 3, optimizer=discriminator_optimizer)
     # The generator has a loss without a weight meanwhile.
-    fabric.backward(generator(torch.ones(1, 1)).sum() * 0, optimizer=generator_optimizer)
+    loss = generator(torch.ones(1, 1)).sum() * 0
+    fabric.backward(loss, optimizer=generator_optimizer)
     generator_optimizer.zero_grad()
+    loss = adversarial_loss()
     with pytest.raises(UsageError, match="reached parameters of SGD"):
-        fabric.backward(adversarial_loss(), weight=2, optimizer=generator_optimizer)
+        fabric.backward(loss, weight=2, optimizer=generator_optimizer)
     discriminator_optimizer.zero_grad()
     generator_optimizer.zero_grad()
     backward(fabric, discriminator, 6.0, 3)
     discriminator_optimizer.step()
     discriminator_optimizer.zero_grad()
+    loss = adversarial_loss()
     with pytest.raises(UsageError, match="optimizer="):
-        fabric.backward(adversarial_loss(), weight=2)
+        fabric.backward(loss, weight=2)
 
 
 def test_gradients_of_a_loss_for_another_optimizer_are_not_stepped_with(fabric: Fabric) -> None:
@@ -470,12 +506,14 @@ def count_messages(fabric: Fabric) -> tuple[list[int], list[float]]:
     """Return the number of collectives of each step, and what the steps have changed."""
     model, optimizer = set_up_linear(fabric)
     latents = fabric.setup(nn.ParameterList([nn.Parameter(torch.zeros(1))]))
-    latents_optimizer = fabric.setup_optimizers(torch.optim.SGD(latents.parameters(), lr=1.0))
+    latents_optimizer = torch.optim.SGD(latents.parameters(), lr=1.0)
+    latents_optimizer = fabric.setup_optimizers(latents_optimizer)
     latents_factor = 6 if fabric.global_rank == 1 else 0
     counts = []
     steps = []
     for _ in range(3):
-        loss = model(torch.full((1, 1), 4.0)).sum() + latents_factor * latents[0].sum()
+        latents_loss = latents_factor * latents[0].sum()
+        loss = model(torch.full((1, 1), 4.0)).sum() + latents_loss
         fabric.backward(loss, weight=1 + 2 * fabric.global_rank)
         with CommDebugMode() as mode:
             steps.append(take_step(model, optimizer))
@@ -516,10 +554,12 @@ def train_in_low_precision(
 ) -> LowPrecisionRun:
     """Step on equally many tokens on each rank: on their sums with weights, or on their mean."""
     model = make_model(torch.float32)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = fabric.setup(model, optimizer)
     skipped = []
     for step in range(6):
-        tokens = samples(step, [2 * COUNT])[0].float()[fabric.global_rank :: fabric.world_size]
+        [tokens_of_all_ranks] = samples(step, [2 * COUNT])
+        tokens = tokens_of_all_ranks.float()[fabric.global_rank :: fabric.world_size]
         if overflows and step == 2:
             tokens = tokens.clone()
             tokens[0] = math.inf
@@ -626,12 +666,14 @@ class UnreducedOutcome(NamedTuple):
 
 def leave_gradients_unreduced(fabric: Fabric) -> UnreducedOutcome:
     model = make_model()
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = fabric.setup(model, optimizer)
     tokens = torch.ones(4, 3, dtype=torch.float64)
 
     def pass_backward(*, syncs: bool) -> None:
         with fabric.no_backward_sync(model, enabled=not syncs):
-            fabric.backward(sum_of_losses(model, tokens), weight=4)
+            loss = sum_of_losses(model, tokens)
+            fabric.backward(loss, weight=4)
 
     def averaged_gradient() -> Tensor:
         fabric.clip_gradients(model, optimizer, clip_val=1e9)

@@ -94,7 +94,10 @@ class Job:
     size: int
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        options: dict[str, Any] = {"strategy": self.strategy.make(), "precision": self.precision}
+        options: dict[str, Any] = {
+            "strategy": self.strategy.make(),
+            "precision": self.precision,
+        }
         if not self.strategy.in_one_process:
             return run_in_ranks(fn, *args, ranks=self.size, **options)
         with Fabric(accelerator="cpu", devices=self.size, **options) as fabric:
@@ -160,7 +163,8 @@ def batches(counts: Counts, dtype: torch.dtype) -> Iterator[Window]:
     def batch(tokens: list[int]) -> Batch:
         shape = (len(tokens), LENGTH, FEATURES)
         inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
-        mask = torch.arange(LENGTH) < torch.tensor(tokens, dtype=torch.int64).unsqueeze(-1)
+        lengths = torch.tensor(tokens, dtype=torch.int64)
+        mask = torch.arange(LENGTH) < lengths.unsqueeze(-1)
         return inputs.to(dtype), mask.view(len(tokens), LENGTH)
 
     for window_counts in counts:
@@ -260,12 +264,13 @@ def by_recipe(
     for window in batches(counts, torch.float64):
         rank_batches += [ranks[fabric.global_rank] for ranks in window]
     rank_batches = rank_batches[: lengths[fabric.global_rank]]
-    loader = fabric.setup_dataloaders(
-        DataLoader(rank_batches, None), use_distributed_sampler=False, uneven="longest"
-    )
+    loader = DataLoader(rank_batches, None)
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False, uneven="longest")
     for batch, is_last in fabric.accumulate(loader, steps=len(counts[0])):
         with fabric.no_backward_sync(model, enabled=not is_last):
-            fabric.backward(sum_of_losses(model, batch), weight=WEIGHTS[weight](batch[1].sum()))
+            loss = sum_of_losses(model, batch)
+            count = batch[1].sum()
+            fabric.backward(loss, weight=WEIGHTS[weight](count))
         if is_last:
             if variant.clips:
                 fabric.clip_gradients(model, optimizer, max_norm=CLIP)
