@@ -39,7 +39,9 @@ def full_values(*models: nn.Module) -> list[Tensor]:
 
 
 def are_equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    if len(actual) != len(expected):
+        return False
+    return all(map(torch.equal, actual, expected))
 
 
 # -- several modules and optimizers ---------------------------------------------------------------
@@ -69,7 +71,8 @@ def train(fabric: Fabric, state: dict[str, Any], steps: int) -> list[Tensor]:
     for _ in range(steps):
         x = torch.full((3, 4), 1.0 + state["step"])
         for model_name, optimizer_name in (("generator", "fast"), ("critic", "slow")):
-            fabric.backward(state[model_name](x).square().mean())
+            loss = state[model_name](x).square().mean()
+            fabric.backward(loss)
             state[optimizer_name].step()
             state[optimizer_name].zero_grad()
         state["step"] += 1
@@ -94,11 +97,12 @@ def test_several_modules_and_optimizers_go_on_from_one_folder_under_any_strategy
 ) -> None:
     path = tmp_path / "state"
     expected = in_shards(save_in_the_middle, path)[0]
-    jobs = [in_shards(go_on, path), in_shards(go_on, path, ranks=3), run_in_ranks(go_on, path)]
-    for job in jobs:
-        for actual in job:
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    assert are_equal(jobs[0][0], expected)
+    on_two_ranks = in_shards(go_on, path)
+    on_three_ranks = in_shards(go_on, path, ranks=3)
+    under_ddp = run_in_ranks(go_on, path)
+    for actual in (*on_two_ranks, *on_three_ranks, *under_ddp):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert are_equal(on_two_ranks[0], expected)
     with single() as fabric:
         torch.testing.assert_close(go_on(fabric, path), expected, rtol=1e-5, atol=1e-6)
 
@@ -152,7 +156,8 @@ def save_trainable(fabric: Fabric, folder: Path) -> None:
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
     model, optimizer = fabric.setup(net, optimizer)
-    fabric.backward(model(torch.ones(1, 4)).sum())
+    loss = model(torch.ones(1, 4)).sum()
+    fabric.backward(loss)
     optimizer.step()
     trained_values = full_values(model)
     state = {"model": model, "optimizer": optimizer}
@@ -201,10 +206,8 @@ def save_count(fabric: Fabric, path: Path) -> bool:
 def test_the_strategy_decides_what_is_written_and_a_chosen_format_wins(tmp_path: Path) -> None:
     assert in_shards(save_count, tmp_path / "sharded") == [True, True]
     assert in_shards(save_count, tmp_path / "full", state_dict_type="full") == [False, False]
-    assert in_shards(save_count, tmp_path / "file", checkpoint_io=FullCheckpoint()) == [
-        False,
-        False,
-    ]
+    file_io = FullCheckpoint()
+    assert in_shards(save_count, tmp_path / "file", checkpoint_io=file_io) == [False, False]
     ddp = DDPStrategy(start_method="forkserver", checkpoint_io=ShardedCheckpoint())
     assert run_in_ranks(save_count, tmp_path / "ddp", strategy=ddp) == [True, True]
     with single(checkpoint_io=ShardedCheckpoint()) as fabric:

@@ -101,24 +101,27 @@ def test_collectives_over_nccl_keep_devices_and_dtypes() -> None:
         reduced = fabric.all_reduce(tree)
         torch.testing.assert_close(reduced, tree)
         large = 2**60 + 1
-        counts = fabric.all_reduce(
-            {"number": large, "tensor": torch.tensor([large], device="cuda")}, reduce_op="sum"
-        )
+        large_tensor = torch.tensor([large], device="cuda")
+        counts = fabric.all_reduce({"number": large, "tensor": large_tensor}, reduce_op="sum")
         assert counts["number"] == large
         assert counts["tensor"].item() == large
-        flags = fabric.all_reduce(torch.tensor([True, False], device="cuda"), reduce_op="max")
+        flags = torch.tensor([True, False], device="cuda")
+        flags = fabric.all_reduce(flags, reduce_op="max")
         assert flags.tolist() == [True, False]
-        assert fabric.all_gather(torch.ones(2, device="cuda")).shape == (1, 2)
-        assert fabric.broadcast({"x": torch.ones(2, device="cuda")})["x"].is_cuda
+        x = torch.ones(2, device="cuda")
+        assert fabric.all_gather(x).shape == (1, 2)
+        assert fabric.broadcast({"x": x})["x"].is_cuda
         fabric.barrier("end")
 
 
 def test_sync_batchnorm_is_converted_and_reverted() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    with Fabric(accelerator="cuda", devices=1, strategy=DDPStrategy(sync_batchnorm=True)) as fabric:
+    strategy = DDPStrategy(sync_batchnorm=True)
+    with Fabric(accelerator="cuda", devices=1, strategy=strategy) as fabric:
         model = fabric.setup(net)
         assert isinstance(net[1], nn.SyncBatchNorm)
-        fabric.backward(model(torch.randn(6, 4, device="cuda")).sum())
+        loss = model(torch.randn(6, 4, device="cuda")).sum()
+        fabric.backward(loss)
         mean = net[1].running_mean
     assert type(net[1]) is nn.BatchNorm1d
     assert net[1].running_mean is mean
@@ -128,7 +131,8 @@ def test_sync_batchnorm_is_converted_and_reverted() -> None:
 
 def set_up_net(fabric: Fabric) -> dict[str, Any]:
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
     return {"model": model, "optimizer": optimizer}
 
 
@@ -244,10 +248,12 @@ def test_the_memory_of_a_dropped_batch_is_not_reused_before_its_step_is_computed
 def test_weights_on_the_cpu_are_swapped_once_they_have_been_copied() -> None:
     with Fabric(accelerator="cuda", devices=1, strategy="fsdp_cpu_offload") as fabric:
         net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
-        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = fabric.setup(net, optimizer)
         ema = fabric.ema(model)
         x = torch.ones(1, 1024, device=fabric.device)
-        fabric.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
         outputs = []
         averages = []
@@ -291,7 +297,8 @@ def test_a_step_with_weights_is_that_of_the_mean_and_does_not_wait_for_the_devic
         model, optimizer = fabric.setup(*make_linear())
 
         def train(weight: Any) -> None:
-            fabric.backward(model(x).square().sum(), weight=weight)
+            loss = model(x).square().sum()
+            fabric.backward(loss, weight=weight)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -308,15 +315,18 @@ def test_a_step_whose_weights_sum_to_zero_changes_nothing_and_the_next_is_refuse
     x = torch.randn(4, 3, device="cuda")
     with Fabric(accelerator="cuda", devices=1, check_training=False) as fabric:
         model, optimizer = fabric.setup(*make_linear())
-        fabric.backward(model(x).square().sum(), weight=4)
+        loss = model(x).square().sum()
+        fabric.backward(loss, weight=4)
         optimizer.step()
         optimizer.zero_grad()
         before = model.weight.detach().clone()
-        fabric.backward(model(x).square().sum(), weight=0)
+        loss = model(x).square().sum()
+        fabric.backward(loss, weight=0)
         optimizer.step()
         assert torch.equal(model.weight, before)
         optimizer.zero_grad()
-        fabric.backward(model(x).square().sum(), weight=4)
+        loss = model(x).square().sum()
+        fabric.backward(loss, weight=4)
         with pytest.raises(UsageError, match="sum of zero"):
             optimizer.step()
         assert torch.equal(model.weight, before)
@@ -331,7 +341,8 @@ def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
 
         def train() -> Any:
             with throughput.count_flops():
-                fabric.backward(model(x).sum())
+                loss = model(x).sum()
+                fabric.backward(loss)
             return throughput.update(len(x), tokens=(x > 0).sum())
 
         for step in range(1, 9):

@@ -15,7 +15,8 @@ from tests.hostile.training import parallel_case, set_up_net
 
 @parallel_case(refused=True)
 def an_object_store_without_its_package(fabric: Fabric, rank: int) -> None:
-    fabric.save("s3://bucket/x.pt", {"model": fabric.setup(net())})
+    model = fabric.setup(net())
+    fabric.save("s3://bucket/x.pt", {"model": model})
 
 
 @parallel_case()
@@ -29,7 +30,8 @@ def a_file_by_its_url(fabric: Fabric, rank: int) -> None:
 
 @case(strategy="fsdp", refused=True)
 def shards_in_the_memory_of_one_process(fabric: Fabric, rank: int) -> None:
-    fabric.save("memory://a/b", {"model": fabric.setup(net())})
+    model = fabric.setup(net())
+    fabric.save("memory://a/b", {"model": model})
 
 
 @parallel_case(refused=True)
@@ -61,7 +63,8 @@ def a_bare_state_dict(fabric: Fabric, rank: int) -> None:
 
 @case(strategy="fsdp")
 def a_whole_state_dict(fabric: Fabric, rank: int) -> None:
-    actual = fabric.get_state_dict(fabric.setup(net()))
+    model = fabric.setup(net())
+    actual = fabric.get_state_dict(model)
     if rank > 0:
         return
     for name, expected in net().state_dict().items():
@@ -109,8 +112,9 @@ def other_names_in_the_state(fabric: Fabric, rank: int) -> None:
 
 @case(strategy="fsdp", refused=True)
 def other_names_of_shards(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
     name_on_rank = value_on(rank, "net", "model")
-    fabric.save("x", {name_on_rank: fabric.setup(net())})
+    fabric.save("x", {name_on_rank: model})
 
 
 @parallel_case()
@@ -143,7 +147,12 @@ def other_names_that_are_loaded(fabric: Fabric, rank: int) -> None:
 def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "table": torch.ones(3)})
-    wider = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    wider_net = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
+    wider = fabric.setup(wider_net)
     before = [parameter.detach().clone() for parameter in wider.parameters()]
     try:
         fabric.load("x", {"model": wider})
@@ -169,8 +178,9 @@ def a_folder_where_no_rank_may_write(fabric: Fabric, rank: int) -> None:
     if rank == 0:
         Path("closed").write_text("a file")
     fabric.barrier()
+    model = fabric.setup(net())
     try:
-        fabric.save("closed/deep/x", {"model": fabric.setup(net())})
+        fabric.save("closed/deep/x", {"model": model})
     except CheckpointError:
         return
     raise AssertionError("it was written")
@@ -193,14 +203,15 @@ def a_state_that_changes_while_it_is_saved(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     table = torch.zeros(100_000)
     log = [1]
-    pending = fabric.save("x", {"model": model, "table": table, "log": log}, async_=True)
+    state = {"model": model, "table": table, "log": log}
+    pending = fabric.save("x", state, async_=True)
     table.fill_(7)
     log.append(2)
     pending.wait()
-    state = {"table": torch.ones(100_000), "log": []}
-    fabric.load("x", state)
-    assert not state["table"].any()
-    assert state["log"] == [1]
+    loaded_state = {"table": torch.ones(100_000), "log": []}
+    fabric.load("x", loaded_state)
+    assert not loaded_state["table"].any()
+    assert loaded_state["log"] == [1]
 
 
 @parallel_case(refused=True)
@@ -240,8 +251,12 @@ def the_working_directory_is_gone(fabric: Fabric, rank: int) -> None:
 def an_optimizer_that_is_loaded_into_another(fabric: Fabric, rank: int) -> None:
     module, model, optimizer = set_up_net(fabric, 2)
     fabric.save("x", {"model": model, "optimizer": optimizer})
-    groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters())}]
-    two_groups = fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.3, momentum=0.9))
+    groups = [
+        {"params": list(module[0].parameters())},
+        {"params": list(module[2].parameters())},
+    ]
+    two_groups = torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+    two_groups = fabric.setup_optimizers(two_groups)
     fabric.load("x", {"model": model, "optimizer": two_groups})
 
 

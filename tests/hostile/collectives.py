@@ -24,7 +24,8 @@ def other_keys(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def other_reductions(fabric: Fabric, rank: int) -> None:
-    fabric.all_reduce(torch.ones(2), reduce_op=value_on(rank, "max", "sum"))
+    reduce_op = value_on(rank, "max", "sum")
+    fabric.all_reduce(torch.ones(2), reduce_op=reduce_op)
 
 
 @case(refused=True)
@@ -102,18 +103,18 @@ def a_set_on_one_rank(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def nested_on_one_rank(fabric: Fabric, rank: int) -> None:
-    fabric.all_reduce(
-        value_on(
-            rank,
-            torch.ones(5),
-            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        )
+    value = value_on(
+        rank,
+        torch.ones(5),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     )
+    fabric.all_reduce(value)
 
 
 @case(refused=True)
 def sparse_on_one_rank(fabric: Fabric, rank: int) -> None:
-    fabric.all_reduce(value_on(rank, torch.eye(3), torch.eye(3).to_sparse()))
+    value = value_on(rank, torch.eye(3), torch.eye(3).to_sparse())
+    fabric.all_reduce(value)
 
 
 class Broken(dict[str, Any]):
@@ -128,12 +129,14 @@ class Broken(dict[str, Any]):
 
 @case(refused=True)
 def a_dictionary_that_raises_on_one_rank(fabric: Fabric, rank: int) -> None:
-    fabric.all_reduce(value_on(rank, {"a": torch.ones(1)}, Broken(a=torch.ones(1))))
+    value = value_on(rank, {"a": torch.ones(1)}, Broken(a=torch.ones(1)))
+    fabric.all_reduce(value)
 
 
 @case(refused=True)
 def an_object_that_does_not_pickle(fabric: Fabric, rank: int) -> None:
-    fabric.broadcast(value_on(rank, {"a": (lambda: 1)}, None))
+    message = value_on(rank, {"a": (lambda: 1)}, None)
+    fabric.broadcast(message)
 
 
 class Unreadable:
@@ -154,12 +157,14 @@ def _raise_on_arrival(sender: int) -> Any:
 
 @case(refused=True)
 def a_broadcast_that_the_receiver_cannot_read(fabric: Fabric, rank: int) -> None:
-    fabric.broadcast(value_on(rank, {"a": Unreadable()}, None))
+    message = value_on(rank, {"a": Unreadable()}, None)
+    fabric.broadcast(message)
 
 
 @case(refused=True)
 def a_scattered_object_that_the_receiver_cannot_read(fabric: Fabric, rank: int) -> None:
-    fabric.scatter(value_on(rank, [1, Unreadable()], None))
+    message = value_on(rank, [1, Unreadable()], None)
+    fabric.scatter(message)
 
 
 @case(refused=True)
@@ -217,7 +222,8 @@ def infinities_and_zeros_with_a_sign(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def a_number_of_dimensions_of_its_own(fabric: Fabric, rank: int) -> None:
-    fabric.all_gather(value_on(rank, torch.ones(2), torch.ones(2, 3)), ragged=True)
+    value = value_on(rank, torch.ones(2), torch.ones(2, 3))
+    fabric.all_gather(value, ragged=True)
 
 
 @case(refused=True)
@@ -270,7 +276,8 @@ def a_row_too_many_on_one_rank(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def parts_that_do_not_suffice(fabric: Fabric, rank: int) -> None:
-    fabric.scatter(value_on(rank, [1], None))
+    message = value_on(rank, [1], None)
+    fabric.scatter(message)
 
 
 @case(strategy="fsdp")
@@ -296,7 +303,8 @@ def shards_that_are_gathered(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def a_tensor_without_values(fabric: Fabric, rank: int) -> None:
-    fabric.all_reduce(value_on(rank, torch.ones(2), torch.empty(2, device="meta")))
+    value = value_on(rank, torch.ones(2), torch.empty(2, device="meta"))
+    fabric.all_reduce(value)
 
 
 @case()

@@ -7,11 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fabric import Fabric
-from tests.hostile.base import WAITS, assert_equal_on_all_ranks, batch, case, net, sgd, step
+from tests.hostile.base import (
+    WAITS,
+    assert_equal_on_all_ranks,
+    batch,
+    case,
+    full_tensor,
+    net,
+    sgd,
+    step,
+    value_on,
+)
 
 
 def parallel_case(
@@ -38,15 +47,11 @@ def parallel_case(
     return register
 
 
-def full(tensor: Any) -> torch.Tensor:
-    """Return the full tensor of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def set_up_net(fabric: Fabric, steps: int = 0) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
     """Return the user's module, the set-up module and its optimizer after some steps."""
     module = net()
-    model, optimizer = fabric.setup(module, sgd(module))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
     for number in range(steps):
         step(fabric, model, optimizer, batch(number + 10 * fabric.global_rank))
     return module, model, optimizer
@@ -60,8 +65,12 @@ def a_group_of_an_adapter(fabric: Fabric, rank: int) -> None:
     _, model, optimizer = set_up_net(fabric)
     adapter = nn.Linear(2, 2)
     optimizer.add_param_group({"params": list(adapter.parameters())})
+
+    def adapted_model(x: torch.Tensor) -> torch.Tensor:
+        return adapter(model(x))
+
     for _ in range(2):
-        step(fabric, lambda x: adapter(model(x)), optimizer, batch(rank))
+        step(fabric, adapted_model, optimizer, batch(rank))
     assert_equal_on_all_ranks(fabric, adapter.weight)
 
 
@@ -79,7 +88,8 @@ def a_layer_is_replaced(fabric: Fabric, rank: int) -> None:
 def a_group_of_what_was_sharded(fabric: Fabric, rank: int) -> None:
     module = net()
     old_parameters = list(module[2].parameters())
-    model, optimizer = fabric.setup(module, sgd(module[0]))
+    optimizer = sgd(module[0])
+    model, optimizer = fabric.setup(module, optimizer)
     optimizer.add_param_group({"params": old_parameters})
     step(fabric, model, optimizer, batch())
 
@@ -115,10 +125,11 @@ def a_head_that_came_after_the_optimizer(fabric: Fabric, rank: int) -> None:
 def nothing_is_set_up(fabric: Fabric, rank: int) -> None:
     module = nn.Linear(4, 1)
     optimizer = sgd(module)
+    inputs = torch.full((4, 4), rank + 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
-            step(fabric, module, optimizer, torch.full((4, 4), rank + 1.0))
+            step(fabric, module, optimizer, inputs)
     # The warning is on the first rank.
     if rank == 0:
         assert caught
@@ -128,14 +139,16 @@ def nothing_is_set_up(fabric: Fabric, rank: int) -> None:
 def a_model_without_values(fabric: Fabric, rank: int) -> None:
     with fabric.init_module(empty_init=True):
         module = net()
-    model, optimizer = fabric.setup(module, sgd(module))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
     step(fabric, model, optimizer, batch())
 
 
 @case()
 def a_loader_that_is_not_set_up(fabric: Fabric, rank: int) -> None:
     _, model, optimizer = set_up_net(fabric)
-    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(16, 4, generator=generator)
     loader = DataLoader(data, batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -154,7 +167,8 @@ def a_loader_that_is_not_set_up(fabric: Fabric, rank: int) -> None:
 def a_hook_of_a_parameter(fabric: Fabric, rank: int) -> None:
     module = net()
     module[2].weight.register_hook(lambda grad: grad * 0)
-    model, optimizer = fabric.setup(module, sgd(module))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
     before = model.get_parameter("2.weight").full_tensor().clone()
     step(fabric, model, optimizer, batch())
     assert torch.equal(model.get_parameter("2.weight").full_tensor(), before)
@@ -175,25 +189,27 @@ def a_parameter_without_a_dimension(fabric: Fabric, rank: int) -> None:
     plain_model = Scaled()
     plain_optimizer = torch.optim.AdamW(plain_model.parameters(), 0.1)
     module = Scaled()
-    model, optimizer = fabric.setup(
-        module, torch.optim.AdamW(module.parameters(), 0.1, foreach=True)
-    )
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1, foreach=True)
+    model, optimizer = fabric.setup(module, optimizer)
     for _ in range(3):
-        plain_model(torch.cat([batch(0), batch(1)])).square().mean().backward()
+        batch_of_all_ranks = torch.cat([batch(0), batch(1)])
+        plain_model(batch_of_all_ranks).square().mean().backward()
         expected_norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5)
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-        fabric.backward(model(batch(rank)).square().mean())
+        loss = model(batch(rank)).square().mean()
+        fabric.backward(loss)
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(norm, expected_norm)
-    torch.testing.assert_close(full(model.scale), plain_model.scale)
+    torch.testing.assert_close(full_tensor(model.scale), plain_model.scale)
 
 
 @case(strategy="fsdp", refused=True)
 def channels_last(fabric: Fabric, rank: int) -> None:
-    fabric.setup(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
+    module = nn.Conv2d(4, 4, 3)
+    fabric.setup(module.to(memory_format=torch.channels_last))
 
 
 @case(strategy="fsdp", refused=True)
@@ -205,13 +221,15 @@ def a_module_inside_of_two(fabric: Fabric, rank: int) -> None:
 
 @case(strategy="fsdp", refused=True)
 def sparse_gradients(fabric: Fabric, rank: int) -> None:
-    fabric.setup(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)))
+    embedding = nn.Embedding(10, 4, sparse=True)
+    fabric.setup(nn.Sequential(embedding, nn.Linear(4, 1)))
 
 
 @case(strategy="fsdp", refused=True)
 def an_optimizer_without_a_step_for_shards(fabric: Fabric, rank: int) -> None:
     module = nn.Linear(3, 5)
-    model, optimizer = fabric.setup(module, torch.optim.Adafactor(module.parameters()))
+    optimizer = torch.optim.Adafactor(module.parameters())
+    model, optimizer = fabric.setup(module, optimizer)
     step(fabric, model, optimizer, torch.ones(2, 3))
 
 
@@ -231,14 +249,16 @@ def other_widths(fabric: Fabric, rank: int) -> None:
 
 @parallel_case(refused=True)
 def a_layer_more(fabric: Fabric, rank: int) -> None:
-    fabric.setup(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + rank)]))
+    layers = [nn.Linear(4, 4) for _ in range(2 + rank)]
+    fabric.setup(nn.Sequential(*layers))
 
 
 @parallel_case(refused=True)
 def frozen_on_one_rank(fabric: Fabric, rank: int) -> None:
     module = net()
     module[0].requires_grad_(rank == 0)
-    model, optimizer = fabric.setup(module, sgd(module))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
     for number in range(2):
         step(fabric, model, optimizer, batch(number + rank))
     assert_equal_on_all_ranks(fabric, module[0].weight)
@@ -246,15 +266,18 @@ def frozen_on_one_rank(fabric: Fabric, rank: int) -> None:
 
 @parallel_case(refused=True)
 def other_dtypes(fabric: Fabric, rank: int) -> None:
-    module = nn.Linear(4, 4, dtype=[torch.float32, torch.float64][rank])
-    model, optimizer = fabric.setup(module, sgd(module))
-    step(fabric, model, optimizer, batch().to(module.weight.dtype))
+    dtype = value_on(rank, torch.float32, torch.float64)
+    module = nn.Linear(4, 4, dtype=dtype)
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
+    step(fabric, model, optimizer, batch().to(dtype))
 
 
 @parallel_case(refused=True)
 def other_learning_rates(fabric: Fabric, rank: int) -> None:
     module = net()
-    model, optimizer = fabric.setup(module, sgd(module, 0.1 + rank))
+    optimizer = sgd(module, 0.1 + rank)
+    model, optimizer = fabric.setup(module, optimizer)
     for _ in range(3):
         step(fabric, model, optimizer, batch(rank))
 
@@ -262,9 +285,11 @@ def other_learning_rates(fabric: Fabric, rank: int) -> None:
 @parallel_case(refused=True)
 def a_step_on_one_rank(fabric: Fabric, rank: int) -> None:
     module = net()
-    model, optimizer = fabric.setup(module, sgd(module))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
     for _ in range(3):
-        fabric.backward(model(batch(rank)).square().mean())
+        loss = model(batch(rank)).square().mean()
+        fabric.backward(loss)
         if rank:
             optimizer.step()
         optimizer.zero_grad()
@@ -277,7 +302,8 @@ def without_synchronization_on_one_rank(fabric: Fabric, rank: int) -> None:
     for number in range(4):
         is_local = rank == 0 and number == 0
         with fabric.no_backward_sync(model, enabled=is_local):
-            fabric.backward(model(batch(number + rank)).square().mean())
+            loss = model(batch(number + rank)).square().mean()
+            fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     assert_equal_on_all_ranks(fabric, module[0].weight)
@@ -288,7 +314,9 @@ def a_block_is_skipped_on_one_rank(fabric: Fabric, rank: int) -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+            self.blocks = nn.ModuleList()
+            for _ in range(3):
+                self.blocks.append(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
         def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
             x = self.blocks[0](x)
@@ -298,10 +326,12 @@ def a_block_is_skipped_on_one_rank(fabric: Fabric, rank: int) -> None:
 
     torch.manual_seed(0)
     module = Skips()
-    model, optimizer = fabric.setup(module, sgd(module))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
     for number in range(3):
         skips = rank == 1 and number > 0
-        fabric.backward(model(batch(number), skip=skips).square().mean())
+        loss = model(batch(number), skip=skips).square().mean()
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     assert_equal_on_all_ranks(fabric, module.blocks[1][0].weight)
@@ -318,7 +348,8 @@ def a_step_more_on_one_rank(fabric: Fabric, rank: int) -> None:
 def clipping_on_one_rank(fabric: Fabric, rank: int) -> None:
     module, model, optimizer = set_up_net(fabric)
     for number in range(3):
-        fabric.backward(model(batch(number + rank)).square().mean())
+        loss = model(batch(number + rank)).square().mean()
+        fabric.backward(loss)
         if rank:
             fabric.clip_gradients(model, optimizer, max_norm=0.01)
         optimizer.step()
@@ -329,8 +360,9 @@ def clipping_on_one_rank(fabric: Fabric, rank: int) -> None:
 @parallel_case()
 def values_of_one_rank_are_not_a_number(fabric: Fabric, rank: int) -> None:
     _, model, optimizer = set_up_net(fabric, 1)
-    factor = [1.0, math.nan][rank]
-    fabric.backward(model(batch() * factor).square().mean())
+    factor = value_on(rank, 1.0, math.nan)
+    loss = model(batch() * factor).square().mean()
+    fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()
 
@@ -339,7 +371,7 @@ def values_of_one_rank_are_not_a_number(fabric: Fabric, rank: int) -> None:
 def an_overflow_on_one_rank(fabric: Fabric, rank: int) -> None:
     module, model, optimizer = set_up_net(fabric)
     before = module[0].weight.detach().clone()
-    factor = [1.0, 1e30][rank]
+    factor = value_on(rank, 1.0, 1e30)
     step(fabric, model, optimizer, batch() * factor)
     assert torch.equal(module[0].weight, before)
     step(fabric, model, optimizer, batch(rank))
@@ -349,8 +381,9 @@ def an_overflow_on_one_rank(fabric: Fabric, rank: int) -> None:
 @parallel_case(refused=True)
 def other_optimizers(fabric: Fabric, rank: int) -> None:
     module = net()
-    optimizer_class = [torch.optim.SGD, torch.optim.AdamW][rank]
-    model, optimizer = fabric.setup(module, optimizer_class(module.parameters(), lr=0.1))
+    optimizer_class = value_on(rank, torch.optim.SGD, torch.optim.AdamW)
+    optimizer = optimizer_class(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
     for number in range(3):
         step(fabric, model, optimizer, batch(number + rank))
     assert_equal_on_all_ranks(fabric, module[0].weight)
@@ -368,10 +401,10 @@ def a_module_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
 def an_optimizer_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
     module, model, optimizer = set_up_net(fabric)
     optimizer = fabric.setup_optimizers(optimizer)
-    before = full(module[0].weight).detach().clone()
+    before = full_tensor(module[0].weight).detach().clone()
     step(fabric, model, optimizer, batch(rank))
     assert_equal_on_all_ranks(fabric, module[0].weight)
-    assert not torch.equal(full(module[0].weight), before)
+    assert not torch.equal(full_tensor(module[0].weight), before)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -387,7 +420,8 @@ def rank_samples(loader: Any) -> list[int]:
 
 def all_samples(fabric: Fabric, loader: Any) -> list[int]:
     """Return the samples that a loader yields on all ranks."""
-    return fabric.all_gather(torch.tensor(rank_samples(loader))).flatten().tolist()
+    samples = torch.tensor(rank_samples(loader))
+    return fabric.all_gather(samples).flatten().tolist()
 
 
 def gathered_samples(fabric: Fabric, loader: Any) -> list[int]:
@@ -400,7 +434,8 @@ def gathered_samples(fabric: Fabric, loader: Any) -> list[int]:
 
 @case(refused=True, strategy=WAITS["ddp"])
 def more_iterations_on_one_rank(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=4, shuffle=True))
+    loader = DataLoader(range(16), batch_size=4, shuffle=True)
+    loader = fabric.setup_dataloaders(loader)
     for _ in range(1 + rank):
         rank_samples(loader)
     samples = all_samples(fabric, loader)
@@ -409,7 +444,8 @@ def more_iterations_on_one_rank(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def an_iteration_that_one_rank_peeks_into(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=True))
+    loader = DataLoader(range(16), batch_size=2, shuffle=True)
+    loader = fabric.setup_dataloaders(loader)
     if rank == 0:
         next(iter(loader))
     for _ in range(2):
@@ -421,28 +457,32 @@ def an_iteration_that_one_rank_peeks_into(fabric: Fabric, rank: int) -> None:
 def a_sampler_of_the_users(fabric: Fabric, rank: int) -> None:
     data = torch.arange(16)
     sampler = DistributedSampler(data, 2, rank)
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4, sampler=sampler))
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    loader = fabric.setup_dataloaders(loader)
     samples = gathered_samples(fabric, loader)
     assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True, strategy=WAITS["ddp"])
 def data_of_other_lengths(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(16 + 8 * rank), batch_size=2))
+    loader = DataLoader(range(16 + 8 * rank), batch_size=2)
+    loader = fabric.setup_dataloaders(loader)
     samples = gathered_samples(fabric, loader)
     assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True)
 def other_batch_sizes(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2 + 2 * rank))
+    loader = DataLoader(range(16), batch_size=2 + 2 * rank)
+    loader = fabric.setup_dataloaders(loader)
     samples = gathered_samples(fabric, loader)
     assert sorted(samples) == list(range(16)), samples
 
 
 @case(refused=True)
 def shuffled_on_one_rank(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=rank == 0))
+    loader = DataLoader(range(16), batch_size=2, shuffle=rank == 0)
+    loader = fabric.setup_dataloaders(loader)
     samples = gathered_samples(fabric, loader)
     assert sorted(samples) == list(range(16)), samples
 
@@ -451,8 +491,10 @@ def shuffled_on_one_rank(fabric: Fabric, rank: int) -> None:
 def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
     torch.manual_seed(rank)
     module = nn.Linear(4, 2)
-    model, optimizer = fabric.setup(module, sgd(module))
-    loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=True))
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
+    loader = DataLoader(range(16), batch_size=2, shuffle=True)
+    loader = fabric.setup_dataloaders(loader)
     assert sorted(all_samples(fabric, loader)) == list(range(16))
     step(fabric, model, optimizer, batch(rank))
     assert_equal_on_all_ranks(fabric, module.weight)
@@ -460,22 +502,26 @@ def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
 
 @case()
 def a_loader_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(fabric.setup_dataloaders(DataLoader(range(16), batch_size=2)))
+    loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2))
+    loader = fabric.setup_dataloaders(loader)
     assert sorted(all_samples(fabric, loader)) == list(range(16))
 
 
 @case(refused=True)
 def metrics_outside_of_a_loop(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(range(6), batch_size=2))
+    loader = DataLoader(range(6), batch_size=2)
+    loader = fabric.setup_dataloaders(loader)
     rank_samples(loader)
-    assert fabric.gather_for_metrics(torch.arange(2) + 2 * rank).tolist() == [0, 1, 2, 3]
+    gathered = fabric.gather_for_metrics(torch.arange(2) + 2 * rank)
+    assert gathered.tolist() == [0, 1, 2, 3]
     for _ in loader:
         fabric.gather_for_metrics(torch.arange(7))
 
 
 @case()
 def a_dataset_that_is_smaller_than_the_job(fabric: Fabric, rank: int) -> None:
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(1, 4)), batch_size=4))
+    loader = DataLoader(TensorDataset(torch.ones(1, 4)), batch_size=4)
+    loader = fabric.setup_dataloaders(loader)
     gathered = [fabric.gather_for_metrics(x) for (x,) in loader]
     assert len(gathered) == 1
     assert len(gathered[0]) == 1

@@ -19,7 +19,8 @@ def all_gather_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
     if concat:
         values = PerRank([oracles.all_gather([value])[0] for value in values.values])
     results = subject.run(size, lambda fabric, x: fabric.all_gather(x, concat=concat), values)
-    assert_same(results, oracles.all_gather(values.values, concat=concat))
+    expected = oracles.all_gather(values.values, concat=concat)
+    assert_same(results, expected)
 
 
 def ragged_gathers_agree_with_their_oracle(subject: Subject, draw: Draw) -> None:
@@ -27,7 +28,8 @@ def ragged_gathers_agree_with_their_oracle(subject: Subject, draw: Draw) -> None
     values = draw(gen.per_rank_tensors(size, gen.dtypes(), ragged=True), "values")
     option = {draw(st.sampled_from(["ragged", "concat"]), "option"): True}
     results = subject.run(size, lambda fabric, x: fabric.all_gather(x, **option), values)
-    assert_same(results, oracles.all_gather(values.values, **option))
+    expected = oracles.all_gather(values.values, **option)
+    assert_same(results, expected)
 
 
 def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> None:
@@ -40,7 +42,8 @@ def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> 
         return first_results, fabric.broadcast(first_results, src)
 
     first_results, second_results = zip(*subject.run(size, run_twice, values), strict=True)
-    assert_same(list(first_results), oracles.broadcast(values.values, src))
+    expected = oracles.broadcast(values.values, src)
+    assert_same(list(first_results), expected)
     assert_same(second_results, first_results)
 
 
@@ -59,7 +62,8 @@ def gather_undoes_scatter(subject: Subject, draw: Draw) -> None:
 
     scattered, gathered = zip(*subject.run(size, scatter_and_gather), strict=True)
     assert_same(list(scattered), messages)
-    assert_same(list(gathered), oracles.gather(messages, dst))
+    expected = oracles.gather(messages, dst)
+    assert_same(list(gathered), expected)
 
 
 def all_to_all_twice_changes_nothing(subject: Subject, draw: Draw) -> None:
@@ -71,7 +75,8 @@ def all_to_all_twice_changes_nothing(subject: Subject, draw: Draw) -> None:
         return first_results, fabric.all_to_all(first_results)
 
     first_results, second_results = zip(*subject.run(size, run_twice, values), strict=True)
-    assert_same(list(first_results), oracles.all_to_all(values.values))
+    expected = oracles.all_to_all(values.values)
+    assert_same(list(first_results), expected)
     assert_same(list(second_results), list(values.values))
 
 
@@ -80,7 +85,8 @@ def all_to_all_takes_rows_of_any_strides(subject: Subject, draw: Draw) -> None:
     shape = (size, *draw(gen.shapes(max_dims=2)))
     values = draw(gen.per_rank_tensors(size, gen.dtypes(), shape), "values")
     results = subject.run(size, lambda fabric, x: fabric.all_to_all(x), values)
-    assert_same(results, oracles.all_to_all(values.values))
+    expected = oracles.all_to_all(values.values)
+    assert_same(results, expected)
 
 
 def messages_arrive_in_their_order(subject: Subject, draw: Draw) -> None:
@@ -99,7 +105,8 @@ def messages_arrive_in_their_order(subject: Subject, draw: Draw) -> None:
 
     expected: list[list[Any] | None] = [None] * size
     expected[dst] = messages
-    assert_same(subject.run(size, send_or_receive), expected)
+    results = subject.run(size, send_or_receive)
+    assert_same(results, expected)
 
 
 def a_message_that_goes_around_the_ring_returns(subject: Subject, draw: Draw) -> None:
@@ -111,7 +118,8 @@ def a_message_that_goes_around_the_ring_returns(subject: Subject, draw: Draw) ->
             x = pass_around_ring(fabric, x, None, size)
         return x
 
-    assert_same(subject.run(size, travel, values), list(values.values))
+    results = subject.run(size, travel, values)
+    assert_same(results, list(values.values))
 
 
 LAWS = (

@@ -25,7 +25,8 @@ def all_reduce_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
     op = draw(st.sampled_from(EXACT_OPS), "reduce_op")
     values = draw(gen.per_rank_trees(size, op), "values")
     results = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op=op), values)
-    assert_same(results, oracles.all_reduce(values.values, op))
+    expected = oracles.all_reduce(values.values, op)
+    assert_same(results, expected)
 
 
 def reduce_scatter_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
@@ -35,7 +36,8 @@ def reduce_scatter_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
     shape = (size, *draw(gen.shapes(max_dims=2)))
     values = draw(gen.per_rank_tensors(size, dtype, shape), "values")
     results = subject.run(size, lambda fabric, x: fabric.reduce_scatter(x, reduce_op=op), values)
-    assert_same(results, oracles.reduce_scatter(values.values, op))
+    expected = oracles.reduce_scatter(values.values, op)
+    assert_same(results, expected)
 
 
 def products_are_exact_for_integers_and_rounded_once_a_rank_for_floats(
@@ -95,7 +97,8 @@ def the_extremes_of_arbitrary_floats_are_exact(subject: Subject, draw: Draw) -> 
         gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values"
     )
     results = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op=op), values)
-    assert_same(results, oracles.all_reduce(values.values, op))
+    expected = oracles.all_reduce(values.values, op)
+    assert_same(results, expected)
 
 
 def ranks_can_be_permuted(subject: Subject, draw: Draw) -> None:

@@ -94,7 +94,8 @@ def groups_share_the_world(subject: Subject, draw: Draw) -> None:
         return result
 
     results = subject.run(size, run_in_group, values)
-    assert_same(results, oracles.in_groups(operation.oracle, values.values, groups))
+    expected = oracles.in_groups(operation.oracle, values.values, groups)
+    assert_same(results, expected)
 
 
 def a_group_may_be_closed_at_once(subject: Subject, draw: Draw) -> None:
