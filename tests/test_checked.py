@@ -546,7 +546,8 @@ def train_and_save(fabric, folder):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module, optimizer = fabric.setup(module, optimizer)
     for _ in range(2):
-        fabric.backward(module(torch.ones(1, 2)).sum())
+        loss = module(torch.ones(1, 2)).sum()
+        fabric.backward(loss)
         optimizer.step()
     fabric.save(folder / "a.ckpt", {"model": module, "rank": 0})
     fabric.load(folder / "a.ckpt", {"model": module})
@@ -573,7 +574,8 @@ def run_program(fabric, folder):
 
 @pytest.mark.timeout(120)
 def test_programs_that_agree_raise_nothing(tmp_path):
-    assert run_in_ranks(run_program, tmp_path, ranks=3, check_collectives=True) == [0, 1, 2]
+    results = run_in_ranks(run_program, tmp_path, ranks=3, check_collectives=True)
+    assert results == [0, 1, 2]
 
 
 # -- phases of training ---------------------------------------------------------------------------
@@ -584,7 +586,8 @@ def set_up(fabric, model):
 
 
 def forward_and_backward(fabric, model):
-    fabric.backward(model(torch.ones(4, 2)).mean())
+    loss = model(torch.ones(4, 2)).mean()
+    fabric.backward(loss)
 
 
 def save(fabric, model):
@@ -594,7 +597,8 @@ def save(fabric, model):
 def reduce_beside_a_phase(fabric, run_phase, folder):
     """Reduce on rank 0 while rank 1 is in a phase; return the error and the seconds it took."""
     os.chdir(folder)
-    model = fabric.setup_module(nn.Linear(2, 1))
+    module = nn.Linear(2, 1)
+    model = fabric.setup_module(module)
     loss = model(torch.ones(4, 2)).mean()
     started = time.monotonic()
     if fabric.global_rank == 0:
@@ -634,21 +638,25 @@ def train_with_different_local_steps(fabric):
         with torch.no_grad():
             model(x)
         with fabric.no_backward_sync(model):
-            fabric.backward(model(x).mean())
+            loss = model(x).mean()
+            fabric.backward(loss)
     for _ in range(2):
-        fabric.backward(model(x).mean())
+        loss = model(x).mean()
+        fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
     with fabric.join(model):
         for _ in range(1 + fabric.global_rank):
-            fabric.backward(model(x).mean())
+            loss = model(x).mean()
+            fabric.backward(loss)
             optimizer.step()
     return fabric.all_reduce(1, reduce_op="sum")
 
 
 def test_phases_without_synchronization_may_differ_in_checked_mode():
     options = {"check_collectives": True, "check_training": False}
-    assert run_in_ranks(train_with_different_local_steps, **options) == [2, 2]
+    results = run_in_ranks(train_with_different_local_steps, **options)
+    assert results == [2, 2]
 
 
 # -- on and off -----------------------------------------------------------------------------------
@@ -660,7 +668,8 @@ def kinds_of_checks(fabric):
 
 @pytest.mark.parametrize(("checks", "kinds"), [(False, []), (True, [CollectiveChecker])])
 def test_off_nothing_is_compared(checks, kinds):
-    assert run_in_ranks(kinds_of_checks, check_collectives=checks) == [kinds] * 2
+    results = run_in_ranks(kinds_of_checks, check_collectives=checks)
+    assert results == [kinds] * 2
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "false", "no", "off", "OFF "])

@@ -71,13 +71,15 @@ def single(io: Any = None) -> Fabric:
 def trained(fabric: Fabric) -> tuple[Any, Any]:
     torch.manual_seed(1)
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
     step(fabric, model, optimizer)
     return model, optimizer
 
 
 def step(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    fabric.backward(model(torch.ones(2, 4)).pow(2).mean())
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    fabric.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -59,7 +59,8 @@ def make_unusual_files(folder: Path) -> None:
 
 
 def use_unusual_paths(fabric: Fabric, folder: Path) -> dict[str, str]:
-    model = fabric.setup(nn.Linear(4, 4))
+    module = nn.Linear(4, 4)
+    model = fabric.setup(module)
     if fabric.is_global_zero:
         make_unusual_files(folder)
     fabric.barrier()
@@ -130,7 +131,8 @@ def test_a_checkpoint_in_memory_is_replaced_completely(
     file_system = fsspec.filesystem("memory")
     with single(FORMATS[form]) as fabric:
         fabric.launch()
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         for step in range(3):
             fabric.save(url, {"model": model, "step": step})
         pending = fabric.save(url, {"model": model, "step": 3}, async_=True)
@@ -172,7 +174,8 @@ class Objects(LocalFileSystem):
 
 def use_schemes(fabric: Fabric, folder: Path) -> None:
     fsspec.register_implementation("objects", Objects, clobber=True)
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     for scheme in ("file", "local", "objects"):
         url = f"{scheme}://{folder}/{scheme}"
         fabric.save(url, {"model": model, "step": 0})
@@ -184,7 +187,8 @@ def use_schemes(fabric: Fabric, folder: Path) -> None:
 
 
 def fail_to_use_schemes(fabric: Fabric, folder: Path) -> dict[str, str]:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     url = f"objects://{folder}/objects"
 
     def fail_on_rank_0(name: str, value: Any) -> bool:

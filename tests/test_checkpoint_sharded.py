@@ -882,7 +882,8 @@ def save_pieces(fabric: Fabric, path: Path) -> bool:
 
 
 def test_a_rank_may_hold_several_pieces_of_a_tensor(path):
-    assert run_in_ranks(save_pieces, path) == [True, True]
+    results = run_in_ranks(save_pieces, path)
+    assert results == [True, True]
     expected = torch.arange(24.0).reshape(8, 3)
     assert_same(io.load(path)["table"], expected)
     assert len(shards(path)) == 4

@@ -112,7 +112,8 @@ def test_several_modules_and_optimizers_go_on_from_one_folder_under_any_strategy
 
 def load_without_shards_of_the_other_rank(fabric: Fabric, path: Path) -> None:
     torch.manual_seed(1)
-    model = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)))
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    model = fabric.setup(module)
     fabric.save(path, {"model": model, "large": torch.ones(6), "step": 3})
     copy_of_rank = path.with_name(f"of-rank-{fabric.global_rank}")
     shutil.copytree(path, copy_of_rank)
@@ -209,7 +210,8 @@ def test_the_strategy_decides_what_is_written_and_a_chosen_format_wins(tmp_path:
     file_io = FullCheckpoint()
     assert in_shards(save_count, tmp_path / "file", checkpoint_io=file_io) == [False, False]
     ddp = DDPStrategy(start_method="forkserver", checkpoint_io=ShardedCheckpoint())
-    assert run_in_ranks(save_count, tmp_path / "ddp", strategy=ddp) == [True, True]
+    results = run_in_ranks(save_count, tmp_path / "ddp", strategy=ddp)
+    assert results == [True, True]
     with single(checkpoint_io=ShardedCheckpoint()) as fabric:
         assert save_count(fabric, tmp_path / "single")
         assert fabric.load(tmp_path / "full")["step"] == 1
@@ -247,7 +249,8 @@ class Stubborn:
 
 def load_with_mistakes(fabric: Fabric, folder: Path) -> dict[str, str]:
     torch.manual_seed(1)
-    wide = fabric.setup(deep(6))
+    module = deep(6)
+    wide = fabric.setup(module)
     net = fabric.setup(Net())
     model = fabric.setup(deep(4))
     fabric.save(folder / "wide", {"model": wide})

@@ -202,7 +202,8 @@ def norm_under_fsdp(fabric: Fabric) -> Tensor:
     adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
     model, optimizer = fabric.setup(net, adamw)
     output = model(torch.ones(2, 4))
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     return fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 

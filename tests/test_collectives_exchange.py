@@ -362,7 +362,8 @@ def refused_objects(fabric: Fabric) -> Any:
 
 @pytest.mark.timeout(60)
 def test_an_object_that_cannot_be_sent_raises_on_every_rank() -> None:
-    assert run_in_ranks(refused_objects) == [2, 2]
+    results = run_in_ranks(refused_objects)
+    assert results == [2, 2]
 
 
 # -- values that look like data -------------------------------------------------------------------

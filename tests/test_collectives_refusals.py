@@ -346,7 +346,8 @@ def refused_broadcasts(fabric: Fabric) -> int:
 
 @pytest.mark.timeout(60)
 def test_a_value_that_cannot_be_broadcast_raises_on_every_rank() -> None:
-    assert run_in_ranks(refused_broadcasts) == [2, 2]
+    results = run_in_ranks(refused_broadcasts)
+    assert results == [2, 2]
 
 
 def unreadable_messages(fabric: Fabric) -> list[str]:

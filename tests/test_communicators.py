@@ -364,7 +364,8 @@ def close_group_of_user(fabric):
 
 @pytest.mark.timeout(60)
 def test_a_group_of_the_user_is_not_closed():
-    assert run_in_ranks(close_group_of_user) == [2.0, 2.0]
+    results = run_in_ranks(close_group_of_user)
+    assert results == [2.0, 2.0]
 
 
 def failing_objects(fabric):

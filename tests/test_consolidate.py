@@ -88,7 +88,8 @@ def test_fabric_loads_the_file(path):
     fabric = Fabric(accelerator="cpu", devices=1)
     with fabric:
         fabric.launch()
-        target = fabric.setup(nn.Linear(3, 2))
+        module = nn.Linear(3, 2)
+        target = fabric.setup(module)
         state = {"model": target, "step": 0}
         fabric.load(consolidate(path), state)
     assert state["step"] == 5

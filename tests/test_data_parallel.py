@@ -88,7 +88,8 @@ def test_an_uneven_or_small_batch_gives_the_gradients_of_one_device(
     plain = Net().double()
     x = torch.randn(batch, 4, dtype=torch.float64)
     with make_fabric(devices, precision="64-true") as fabric:
-        model = fabric.setup(copy.deepcopy(plain))
+        module = copy.deepcopy(plain)
+        model = fabric.setup(module)
         assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
         actual = gradients(model, x)
         expected = gradients(plain, x)
@@ -96,7 +97,8 @@ def test_an_uneven_or_small_batch_gives_the_gradients_of_one_device(
 
 
 def test_an_empty_batch_runs_on_one_replica(fabric: Fabric) -> None:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     output = model(torch.empty(0, 4))
     assert output.shape == (0, 1)
 
@@ -122,7 +124,8 @@ def test_one_device_is_bit_identical_to_the_plain_loop() -> None:
 def test_gradients_reach_the_input_and_its_source(fabric: Fabric) -> None:
     plain = Net().double()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     expected_sum = plain(2 * x).sum()
     actual_sum = model(2 * x).sum()
     (expected,) = torch.autograd.grad(expected_sum, x)
@@ -138,7 +141,8 @@ def test_tied_and_frozen_parameters_stay_tied_and_frozen(fabric: Fabric) -> None
     frozen.requires_grad_(False)
     plain = nn.Sequential(first, tied, frozen).double()
     x = torch.randn(5, 4, dtype=torch.float64)
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     assert_close(gradients(model, x), gradients(plain, x))
     assert model.module[2].weight.grad is None
 
@@ -157,7 +161,8 @@ class Recurrent(nn.Module):
 def test_recurrent_and_parametrized_layers_work(fabric: Fabric) -> None:
     plain = Recurrent().double()
     x = torch.randn(5, 3, 4, dtype=torch.float64)
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     assert_close(gradients(model, x), gradients(plain, x))
 
 
@@ -251,7 +256,8 @@ def test_a_mixed_precision_computes_in_16_bits_and_returns_32(
     precision: str, dtype: torch.dtype
 ) -> None:
     with make_fabric(precision=precision) as fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         dtypes = record_dtypes(model.head)
         output = model(torch.randn(5, 4))
     assert output.dtype == torch.float32
@@ -272,7 +278,8 @@ def test_evaluation_keeps_no_graph(fabric: Fabric) -> None:
 
 def test_no_thread_is_left_behind(fabric: Fabric) -> None:
     before = threading.active_count()
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     model(torch.randn(5, 4))
     assert threading.active_count() == before
 
@@ -428,7 +435,8 @@ def test_the_first_replica_is_named_where_all_replicas_raise() -> None:
 def test_buffers_are_those_of_replica_0(fabric: Fabric) -> None:
     plain = nn.BatchNorm1d(4)
     x = torch.randn(5, 4)
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     model(x)
     plain(x[:3])
     assert_equal(model.state_dict(), plain.state_dict())
@@ -451,7 +459,8 @@ class Counting(nn.Module):
 
 
 def test_an_assigned_buffer_is_kept_and_an_attribute_is_not(fabric: Fabric) -> None:
-    model = fabric.setup(Counting())
+    module = Counting()
+    model = fabric.setup(module)
     model(torch.ones(5))
     assert model.assigned.item() == 3
     assert model.alias.item() == 0
@@ -459,7 +468,8 @@ def test_an_assigned_buffer_is_kept_and_an_attribute_is_not(fabric: Fabric) -> N
 
 
 def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     calls = Counter()
 
     def hook(name: str) -> Callable[..., None]:
@@ -469,12 +479,14 @@ def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
     model.encoder.register_forward_hook(hook("forward"))
     model.head.register_full_backward_hook(hook("backward"))
     output = model(torch.randn(5, 4))
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     assert calls == {"forward pre": 2, "forward": 2, "backward": 2}
 
 
 def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     sums = []
 
     def record_sum(parameter: Tensor) -> None:
@@ -482,13 +494,15 @@ def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
 
     model.head.bias.register_post_accumulate_grad_hook(record_sum)
     output = model(torch.randn(5, 4))
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     assert sums == [5.0]
 
 
 def test_state_dicts_have_the_users_names(fabric: Fabric) -> None:
     plain = Net()
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     prepared = model._fabric_prepared
     state = fabric.strategy.get_module_state_dict(prepared)
     names = list(plain.state_dict())
@@ -514,7 +528,8 @@ def test_a_checkpoint_of_two_replicas_loads_on_one_device(fabric: Fabric, tmp_pa
 
 
 def test_a_copy_of_the_model_works(fabric: Fabric) -> None:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     x = torch.randn(5, 4)
     copied = copy.deepcopy(model)
     output = copied(x)
@@ -531,7 +546,8 @@ def test_dropout_trains(fabric: Fabric) -> None:
     )
     model = fabric.setup(plain)
     output = model(torch.randn(7, 4))
-    fabric.backward(output.mean())
+    loss = output.mean()
+    fabric.backward(loss)
     for parameter in model.parameters():
         assert parameter.grad.isfinite().all()
 
@@ -565,8 +581,10 @@ def test_a_marked_method_runs_in_each_replica_on_its_batch(fabric: Fabric) -> No
 def test_other_methods_run_on_the_root_device_and_are_exact(fabric: Fabric) -> None:
     plain = Net()
     x = torch.randn(5, 4)
-    model = fabric.setup(copy.deepcopy(plain))
-    fabric.backward(model.loss(x))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
+    loss = model.loss(x)
+    fabric.backward(loss)
     plain_loss = plain.loss(x)
     plain_loss.backward()
     for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -591,7 +609,8 @@ def test_there_is_one_process(fabric: Fabric) -> None:
     x = torch.ones(3)
     assert torch.equal(fabric.all_reduce(x), x)
     assert fabric.all_gather(x).shape == (1, 3)
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     with fabric.no_backward_sync(model):
         pass
 
@@ -605,7 +624,8 @@ def test_loaders_yield_unsplit_batches(fabric: Fabric) -> None:
 
 
 def test_describe_shows_the_replicas(fabric: Fabric) -> None:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     text = fabric.describe()
     assert "replicas     2 of each module" in text
     assert "processes    1 on 1 node" in text
@@ -752,10 +772,12 @@ def test_autocast_holds_in_replicas_on_gpus(precision: str, dtype: torch.dtype) 
         environment="none",
     )
     with fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         dtypes = record_dtypes(model.head)
         assert type(model._fabric_prepared).__mro__[1] is nn.DataParallel
         x = torch.randn(5, 4, device=fabric.device)
         output = model(x)
-        fabric.backward(output.mean())
+        loss = output.mean()
+        fabric.backward(loss)
     assert dtypes == [dtype, dtype]

@@ -30,7 +30,8 @@ def one_step(fabric: Fabric) -> torch.Tensor:
     torch.manual_seed(0)
     model, optimizer = make(fabric, Net())
     torch.manual_seed(fabric.global_rank)
-    fabric.backward(model(torch.randn(4, 4)).pow(2).mean())
+    loss = model(torch.randn(4, 4)).pow(2).mean()
+    fabric.backward(loss)
     optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -49,8 +50,10 @@ def passes(fabric: Fabric) -> dict[str, str]:
 
     def accumulate() -> None:
         with fabric.no_backward_sync(model):
-            fabric.backward(model.encoder(x).sum())
-        fabric.backward(model(x).sum())
+            loss = model.encoder(x).sum()
+            fabric.backward(loss)
+        loss = model(x).sum()
+        fabric.backward(loss)
 
     def call_model_and_submodule() -> None:
         fabric.backward(model(x).sum() + model.encoder(x).sum())
@@ -143,7 +146,8 @@ def test_no_sync_around_the_backward_pass_only_raises() -> None:
 
 def sync_states(fabric: Fabric) -> list[bool]:
     """Return whether gradients are synchronized after inner blocks and after an error."""
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     strategy = fabric.strategy
     prepared = model._fabric_prepared
     synchronizes = strategy.gradient_contract(prepared).synchronizes
@@ -161,7 +165,8 @@ def sync_states(fabric: Fabric) -> list[bool]:
 
 
 def test_no_backward_sync_restores_the_state_before() -> None:
-    assert run_in_ranks(sync_states) == [[False, False, True]] * 2
+    results = run_in_ranks(sync_states)
+    assert results == [[False, False, True]] * 2
 
 
 def set_up_frozen(fabric: Fabric) -> tuple[list[float], bool]:
@@ -175,15 +180,18 @@ def set_up_frozen(fabric: Fabric) -> tuple[list[float], bool]:
 
 
 def test_a_module_without_trainable_parameters_is_broadcast_and_not_wrapped() -> None:
-    assert run_in_ranks(set_up_frozen) == [([1.0] * 4, True)] * 2
+    results = run_in_ranks(set_up_frozen)
+    assert results == [([1.0] * 4, True)] * 2
 
 
 def two_steps_unused(fabric: Fabric) -> str:
-    model = fabric.setup(PartlyUnused())
+    module = PartlyUnused()
+    model = fabric.setup(module)
 
     def steps() -> None:
         for _ in range(2):
-            fabric.backward(model(torch.ones(2, 4)).sum())
+            loss = model(torch.ones(2, 4)).sum()
+            fabric.backward(loss)
 
     return outcome(steps)
 
@@ -193,7 +201,8 @@ def test_an_unused_parameter_is_named() -> None:
         assert "left_out.weight, left_out.bias" in text
         assert "ddp_find_unused_parameters_true" in text
     strategy = "ddp_forkserver_find_unused_parameters_true"
-    assert run_in_ranks(two_steps_unused, strategy=strategy) == ["fine", "fine"]
+    results = run_in_ranks(two_steps_unused, strategy=strategy)
+    assert results == ["fine", "fine"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,8 @@ def test_comm_hooks_carry_the_gradients(options: dict[str, Any], tolerance: floa
 
 
 def step_on(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, value: float) -> None:
-    fabric.backward(model(torch.full((4,), value)))
+    loss = model(torch.full((4,), value))
+    fabric.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -324,7 +334,8 @@ def learning_rates(fabric: Fabric) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
-    fabric.backward(model(torch.ones(4)))
+    loss = model(torch.ones(4))
+    fabric.backward(loss)
     rates = []
     for _ in range(3):
         optimizer.step()
@@ -334,7 +345,8 @@ def learning_rates(fabric: Fabric) -> list[float]:
 
 
 def test_a_scheduler_is_stepped_once_not_once_per_process() -> None:
-    assert run_in_ranks(learning_rates) == [[0.5, 0.25, 0.125]] * 2
+    results = run_in_ranks(learning_rates)
+    assert results == [[0.5, 0.25, 0.125]] * 2
 
 
 def use_contract(fabric: Fabric) -> dict[str, Any]:

@@ -242,9 +242,11 @@ def step(name: str, fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer
     mesh = fabric.device_mesh
     if mesh is not None and "sequence" in (mesh.mesh_dim_names or ()):
         with fabric.sequence_parallel(batch) as chunk:
-            fabric.backward(model(chunk).float().pow(2).mean())
+            loss = model(chunk).float().pow(2).mean()
+            fabric.backward(loss)
     else:
-        fabric.backward(model(batch).float().pow(2).mean())
+        loss = model(batch).float().pow(2).mean()
+        fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -559,7 +561,8 @@ def test_steps_read_values_skip_synchronization_and_build_as_in_a_job(
 
     def step_of_two_batches(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer) -> None:
         with fabric.no_backward_sync(model):
-            fabric.backward(model(torch.randn(2, 32)).mean())
+            loss = model(torch.randn(2, 32)).mean()
+            fabric.backward(loss)
         loss = model(torch.randn(2, 32)).mean()
         fabric.backward(loss)
         losses.append(fabric.all_reduce(loss.detach()).item())
@@ -587,7 +590,8 @@ def test_a_dry_run_changes_nothing_in_the_process():
     before = torch.get_rng_state()
     planned()
     assert torch.equal(before, torch.get_rng_state())
-    assert run_in_ranks(sum_over_ranks, ranks=1, strategy="ddp") == [1.0]
+    results = run_in_ranks(sum_over_ranks, ranks=1, strategy="ddp")
+    assert results == [1.0]
 
 
 def sum_over_ranks(fabric: Fabric) -> float:

@@ -363,7 +363,8 @@ def fill(model: nn.Module, value: float) -> None:
 def test_averages_of_bfloat16_weights_are_float32_and_begin_with_the_first_update(
     fabric: Fabric,
 ) -> None:
-    model = fabric.setup(nn.Linear(2, 2))
+    module = nn.Linear(2, 2)
+    model = fabric.setup(module)
     ema = fabric.ema(model)
     weight = ema.state_dict()["weight"]
     assert torch.equal(weight, model.weight.float())
@@ -382,7 +383,8 @@ def test_averages_of_bfloat16_weights_are_float32_and_begin_with_the_first_updat
 
 
 def test_a_decay_may_depend_on_the_number_of_updates(fabric: Fabric) -> None:
-    model = fabric.setup(nn.Linear(2, 2))
+    module = nn.Linear(2, 2)
+    model = fabric.setup(module)
     counts = []
 
     def decay_of_mean(updates: int) -> float:
@@ -404,7 +406,8 @@ def test_a_decay_may_depend_on_the_number_of_updates(fabric: Fabric) -> None:
 
 
 def test_buffers_are_averaged_where_that_is_chosen(fabric: Fabric) -> None:
-    model = fabric.setup(nn.BatchNorm1d(2))
+    module = nn.BatchNorm1d(2)
+    model = fabric.setup(module)
     ema_of_parameters = fabric.ema(model)
     ema = fabric.ema(model, 0.5, buffers=True)
     for value in (1.0, 3.0):
@@ -438,7 +441,8 @@ class Caching(nn.Linear):
 def test_weights_are_put_back_beside_buffers_that_a_forward_pass_has_replaced(
     fabric: Fabric,
 ) -> None:
-    model = fabric.setup(Caching())
+    module = Caching()
+    model = fabric.setup(module)
     ema = fabric.ema(model, 0.5, buffers=True)
     fill(model, 1.0)
     with ema.applied():
@@ -452,7 +456,8 @@ def test_weights_are_put_back_beside_buffers_that_a_forward_pass_has_replaced(
 
 def test_weights_that_autocast_has_cast_before_are_not_used_again() -> None:
     with Fabric(accelerator="cpu", devices=1, precision="bf16-mixed") as fabric:
-        model = fabric.setup(nn.Linear(2, 1))
+        module = nn.Linear(2, 1)
+        model = fabric.setup(module)
         fill(model, 0.0)
         ema = fabric.ema(model)
         fill(model, 1.0)
@@ -473,7 +478,8 @@ def test_modules_that_were_not_set_up_are_refused(fabric: Fabric) -> None:
 
 
 def test_decays_outside_of_0_to_1_are_refused(fabric: Fabric) -> None:
-    model = fabric.setup(nn.Linear(2, 2))
+    module = nn.Linear(2, 2)
+    model = fabric.setup(module)
     for decay in (-0.1, 1.5, float("nan")):
         with pytest.raises(ConfigurationError, match="decay"):
             fabric.ema(model, decay)
@@ -484,7 +490,8 @@ def test_decays_outside_of_0_to_1_are_refused(fabric: Fabric) -> None:
 
 
 def test_an_update_while_the_averages_are_applied_is_refused(fabric: Fabric) -> None:
-    model = fabric.setup(nn.Linear(2, 2))
+    module = nn.Linear(2, 2)
+    model = fabric.setup(module)
     ema = fabric.ema(model)
     ema.update()
     with ema.applied(), pytest.raises(UsageError, match="within"):
@@ -493,7 +500,8 @@ def test_an_update_while_the_averages_are_applied_is_refused(fabric: Fabric) -> 
 
 def test_averages_of_a_model_of_other_shapes_are_refused(fabric: Fabric, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    model = fabric.setup(nn.Sequential(nn.Linear(2, 2)))
+    module = nn.Sequential(nn.Linear(2, 2))
+    model = fabric.setup(module)
     ema = fabric.ema(model)
     fabric.save(path, {"ema": ema})
     wider_model = fabric.setup(nn.Sequential(nn.Linear(3, 2)))
@@ -503,7 +511,8 @@ def test_averages_of_a_model_of_other_shapes_are_refused(fabric: Fabric, tmp_pat
 
 
 def test_averages_of_a_model_that_has_grown_are_not_applied(fabric: Fabric) -> None:
-    model = fabric.setup(nn.Sequential(nn.Linear(2, 2)))
+    module = nn.Sequential(nn.Linear(2, 2))
+    model = fabric.setup(module)
     ema = fabric.ema(model)
     ema.update()
     model.module.append(nn.Linear(2, 2))

@@ -305,7 +305,8 @@ def test_one_device_needs_no_launch() -> None:
     net = Net()
     model, optimizer = fabric.setup(net, sgd(net))
     before = net.head.weight.detach().clone()
-    fabric.backward(model(torch.ones(2, 4)).pow(2).mean())
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    fabric.backward(loss)
     assert fabric.clip_gradients(model, optimizer, max_norm=1.0) > 0
     optimizer.step()
     assert not torch.equal(before, net.head.weight)
@@ -436,7 +437,8 @@ def test_what_the_user_drops_is_freed(strategy: str) -> None:
         data = Net()
         model, optimizer = fabric.setup(net, sgd(net))
         loader = fabric.setup_dataloaders(DataLoader([1, 2], collate_fn=data))
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
         references = list(map(weakref.ref, (net, model, optimizer, loader, data)))
         del net, model, optimizer, loader, data
         gc.collect()
@@ -475,7 +477,8 @@ def test_a_compiled_model_is_clipped_accumulated_and_saved_like_any(
             prepared, optimizer = fabric.setup(net, sgd(net))
             model = torch.compile(prepared, backend="eager")
         with fabric.no_backward_sync(model):
-            fabric.backward(model(torch.ones(1, 4)).sum())
+            loss = model(torch.ones(1, 4)).sum()
+            fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         fabric.save(tmp_path / "state.pt", {"model": model})
         content = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -504,7 +507,8 @@ def test_callbacks_are_called_in_order_and_callbacks_without_the_hook_are_skippe
     first = Recorder()
     second = Recorder()
     single(callbacks=[first, object(), second]).call("on_step", 3, loss=0.5)
-    assert first.calls == second.calls == [(3, 0.5)]
+    assert first.calls == [(3, 0.5)]
+    assert second.calls == [(3, 0.5)]
 
 
 def test_metrics_reach_every_logger_as_numbers(tmp_path: Path) -> None:
@@ -628,7 +632,8 @@ def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) ->
         assert "by torchrun" in fabric.describe()
         net = Net()
         model, optimizer = fabric.setup(net, sgd(net))
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
         optimizer.step()
         assert fabric.all_reduce(torch.ones(1)).item() == 1
 
@@ -636,23 +641,27 @@ def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
 def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronize(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         first = model(torch.ones(1, 4)).sum()
         second = model(torch.ones(2, 4)).sum()
         fabric.backward(first)
         with pytest.raises(UsageError) as caught:
             fabric.backward(second)
         assert_four_parts(caught.value, "second backward pass", "Net", "loss_a + loss_b")
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
 def test_ddp_refuses_a_second_backward_pass_of_any_earlier_forward_pass(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         first = model(torch.ones(1, 4)).sum()
         fabric.backward(first, retain_graph=True)
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
         with pytest.raises(UsageError, match="second backward pass"):
             fabric.backward(first)
 
@@ -662,32 +671,39 @@ def test_ddp_refuses_a_forward_pass_without_synchronization_whose_backward_pass_
     strategy: str,
 ) -> None:
     with single(strategy=strategy) as fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         with fabric.no_backward_sync(model):
             losses = [model(torch.ones(1, 4)).sum() for _ in range(3)]
         for loss in losses[:2]:
             with pytest.raises(UsageError, match="inside no_backward_sync, with backward outside"):
                 fabric.backward(loss)
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
         with pytest.raises(UsageError, match="inside no_backward_sync, with backward outside"):
             fabric.backward(losses[2])
 
 
 def test_a_backward_pass_of_another_model_counts_for_that_model_alone() -> None:
     with single(strategy="ddp") as fabric:
-        generator = fabric.setup(Net())
+        module = Net()
+        generator = fabric.setup(module)
         critic = fabric.setup(nn.Linear(1, 1))
         fake = generator(torch.ones(2, 4)) + generator.encoder(torch.ones(2, 4)).sum()
-        fabric.backward(critic(fake.detach()).sum())
-        fabric.backward(critic(fake).sum())
+        loss = critic(fake.detach()).sum()
+        fabric.backward(loss)
+        loss = critic(fake).sum()
+        fabric.backward(loss)
         assert generator.module.encoder.weight.grad is not None
 
 
 def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
     with single(strategy="ddp") as fabric:
-        model = fabric.setup(nn.Linear(2, 1))
+        module = nn.Linear(2, 1)
+        model = fabric.setup(module)
         for _ in range(2):
-            fabric.backward(model(torch.ones(1, 2)).sum())
+            loss = model(torch.ones(1, 2)).sum()
+            fabric.backward(loss)
             penalty = torch.zeros(())
             for parameter in model.parameters():
                 penalty = penalty + parameter.pow(2).sum()
@@ -696,7 +712,8 @@ def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
 
 def test_a_penalty_may_be_computed_between_forward_passes() -> None:
     with single(strategy="ddp") as fabric:
-        model = fabric.setup(nn.Linear(2, 1))
+        module = nn.Linear(2, 1)
+        model = fabric.setup(module)
         first = model(torch.ones(1, 2))
         penalty = model.module.weight.pow(2).sum()
         second = model(torch.ones(1, 2))
@@ -706,7 +723,8 @@ def test_a_penalty_may_be_computed_between_forward_passes() -> None:
 
 def test_a_backward_pass_outside_of_fabric_leaves_later_passes_alone() -> None:
     with single(strategy="ddp") as fabric:
-        model = fabric.setup(nn.Linear(2, 1))
+        module = nn.Linear(2, 1)
+        model = fabric.setup(module)
         inputs = torch.ones(1, 2, requires_grad=True)
         model.module.weight.pow(2).sum().backward()
         loss = model(inputs).sum()
@@ -752,7 +770,8 @@ def test_a_method_of_the_model_is_marked_and_a_norm_is_named(strategy: str) -> N
         model, optimizer = fabric.setup(net, sgd(net))
         for _ in range(2):
             model.mark_forward_method(model.loss)
-        fabric.backward(model.loss(torch.ones(1, 4)))
+        loss = model.loss(torch.ones(1, 4))
+        fabric.backward(loss)
         largest = 0.0
         for parameter in net.parameters():
             if parameter.grad is not None:

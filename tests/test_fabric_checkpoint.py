@@ -198,7 +198,8 @@ def test_another_number_of_ranks_loads_the_model_and_the_random_streams_of_the_s
 
 
 def save_with_filter_that_fails_on_rank_1(fabric: Fabric, path: Path) -> str:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
 
     def keep(name: str, value: Any) -> bool:
         if fabric.global_rank == 1:
@@ -250,7 +251,8 @@ def fail_between_modules(fabric: Fabric, path: Path) -> list[str]:
             raise LookupError("no such prefix")
         return True
 
-    first = fabric.setup(Net())
+    module = Net()
+    first = fabric.setup(module)
     last = fabric.setup(Net())
     state = {"first": first, "between": Fickle(fabric), "last": last}
     fabric.save(path, state)
@@ -340,7 +342,8 @@ def test_entries_outside_of_the_state_are_returned_and_without_a_state_all_entri
 ) -> None:
     path = tmp_path / "state.pt"
     with single() as fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         fabric.save(path, {"model": model, "epoch": 3, "best": [0.5, 1]})
         state = {"epoch": 0}
         unused_entries = fabric.load(path, state)
@@ -373,7 +376,8 @@ def test_a_bare_state_dict_of_plain_torch_is_loaded_raw(tmp_path: Path) -> None:
     net = Net()
     torch.save(net.state_dict(), path)
     expected = values(net)
-    assert run_in_ranks(load_bare, path) == [expected, expected]
+    results = run_in_ranks(load_bare, path)
+    assert results == [expected, expected]
     with single() as fabric:
         assert load_bare(fabric, path) == expected
 
@@ -543,14 +547,16 @@ def load_raw_into_blocks(fabric: Fabric, folder: Path) -> None:
     fabric.barrier()
     expected = torch.load(path, weights_only=True)
     for is_compiled in (True, False):
-        model = fabric.setup(Blocks(is_compiled=is_compiled))
+        module = Blocks(is_compiled=is_compiled)
+        model = fabric.setup(module)
         fabric.load_raw(path, model)
         actual = full_state(fabric, model)
         assert_same_values(actual, expected)
 
 
 def load_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
-    model = fabric.setup(Blocks(is_compiled=saves_compiled))
+    module = Blocks(is_compiled=saves_compiled)
+    model = fabric.setup(module)
     expected = full_state(fabric, model)
     fabric.save(path, {"model": model})
     for is_compiled in (True, False):
@@ -565,7 +571,8 @@ def load_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
 
 
 def load_trainable_into_blocks(fabric: Fabric, path: Path, saves_compiled: bool) -> None:
-    model = fabric.setup(Blocks(is_compiled=saves_compiled))
+    module = Blocks(is_compiled=saves_compiled)
+    model = fabric.setup(module)
     expected = full_state(fabric, model)
     fabric.save(path, {"model": model}, trainable_only=True)
     for is_compiled in (True, False):
@@ -647,7 +654,8 @@ def trained_state(fabric: Fabric, *, refuses: bool = False) -> dict[str, Any]:
     adam = torch.optim.Adam(module.parameters(), lr=0.5)
     model, optimizer = fabric.setup(module, adam)
     output = model(torch.ones(1, 2))
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     optimizer.step()
     return {
         "plain": fabric.setup(nn.Linear(2, 2)),
@@ -733,7 +741,8 @@ def save_rings(fabric: Fabric, path: Path) -> None:
     if fabric.global_rank == 1:
         items_of_rank = ring
     for async_ in (False, True):
-        model = fabric.setup(nn.Linear(4, 4))
+        module = nn.Linear(4, 4)
+        model = fabric.setup(module)
         state = {"model": model, "x": ring}
         text = outcome(partial(fabric.save, path, state, async_=async_))
         assert text.startswith("ArgumentTypeError")
@@ -770,7 +779,8 @@ class Tied(nn.Module):
 
 
 def get_state_dict(fabric: Fabric) -> None:
-    model = fabric.setup(Tied())
+    module = Tied()
+    model = fabric.setup(module)
     expected = copy.deepcopy(full_state(fabric, model))
     state = fabric.get_state_dict(model)
     with torch.no_grad():
@@ -810,7 +820,8 @@ class NormNet(nn.Module):
 
 def save_bare_state_dict(fabric: Fabric, folder: Path) -> list[str]:
     path = folder / "bare.pt"
-    model = fabric.setup(NormNet())
+    module = NormNet()
+    model = fabric.setup(module)
     fabric.save(path, model.state_dict())
     handle = fabric.save(folder / "async.pt", model.state_dict(), async_=True)
     handle.wait()

@@ -74,7 +74,8 @@ def print_and_log(fabric: Fabric) -> str:
 
 
 def test_output_comes_from_the_first_rank_alone(tmp_path: Path) -> None:
-    assert run_in_ranks(print_and_log, loggers=CSVLogger(tmp_path)) == ["rank=0\n", ""]
+    results = run_in_ranks(print_and_log, loggers=CSVLogger(tmp_path))
+    assert results == ["rank=0\n", ""]
     assert [path.name for path in tmp_path.glob("*/*/*")] == ["metrics.csv"]
 
 
@@ -87,7 +88,8 @@ def go_ahead(fabric: Fabric, folder: Path) -> bool:
 
 
 def test_the_first_rank_goes_ahead(tmp_path: Path) -> None:
-    assert run_in_ranks(go_ahead, tmp_path, ranks=3) == [False, True, True]
+    results = run_in_ranks(go_ahead, tmp_path, ranks=3)
+    assert results == [False, True, True]
 
 
 def fail_in_block(fabric: Fabric) -> tuple[str, int]:
@@ -144,7 +146,8 @@ def go_ahead_on_its_node(fabric: Fabric, folder: Path) -> list[bool]:
 
 
 def test_the_first_rank_of_each_node_goes_ahead(tmp_path: Path) -> None:
-    assert run_in_ranks(go_ahead_on_its_node, tmp_path, ranks=2) == [[False, False]] * 2
+    results = run_in_ranks(go_ahead_on_its_node, tmp_path, ranks=2)
+    assert results == [[False, False]] * 2
 
 
 class Loop(Fabric):
@@ -233,11 +236,13 @@ def collect_garbage_in_workers(fabric: Fabric) -> list[float]:
 
 
 def test_workers_do_not_collect_the_garbage_of_their_rank() -> None:
-    assert run_in_ranks(collect_garbage_in_workers) == [[0.0, 0.0], [0.0, 0.0]]
+    results = run_in_ranks(collect_garbage_in_workers)
+    assert results == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def two_backward_passes(fabric: Fabric) -> list[str]:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     first = model(torch.ones(1, 4)).sum()
     second = model(torch.ones(1, 4)).sum()
     return [outcome(lambda: fabric.backward(first)), outcome(lambda: fabric.backward(second))]
@@ -319,7 +324,8 @@ def test_collectives_of_the_facade_on_two_ranks() -> None:
 
 def test_a_rank_that_returns_at_once_does_not_disturb_the_others() -> None:
     for _ in range(10):
-        assert run_in_ranks(lambda fabric: fabric.global_rank, ranks=3) == [0, 1, 2]
+        results = run_in_ranks(lambda fabric: fabric.global_rank, ranks=3)
+        assert results == [0, 1, 2]
 
 
 def close_one_of_two(fabric: Fabric, closed: str) -> list[Tensor]:

@@ -74,20 +74,23 @@ def set_up_in_every_order(fabric: Fabric) -> dict[str, str]:
         fabric.setup(net, sgd_after_a_step(net))
 
     def made_between_forward_and_backward() -> None:
-        model = fabric.setup_module(Transformer())
+        module = Transformer()
+        model = fabric.setup_module(module)
         loss = model(torch.ones(1, 5, 4)).sum()
         optimizer = sgd_with_momentum(model)
         fabric.backward(loss)
         fabric.setup_optimizers(optimizer)
 
     def made_after_an_evaluation() -> None:
-        model = fabric.setup_module(Net())
+        module = Net()
+        model = fabric.setup_module(module)
         with torch.no_grad():
             model(torch.ones(1, 4))
         fabric.setup_optimizers(sgd_with_momentum(model))
 
     def of_the_set_up_module() -> None:
-        model = fabric.setup_module(Net())
+        module = Net()
+        model = fabric.setup_module(module)
         optimizer = sgd_after_a_step(model)
         fabric.setup_optimizers(optimizer)
 
@@ -144,7 +147,8 @@ def has_gradients(model: nn.Module) -> list[bool]:
 
 
 def check_no_backward_sync(fabric: Fabric) -> bool:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     strategy = fabric.strategy
     prepared = model._fabric_prepared
     synchronizes = strategy.gradient_contract(prepared).synchronizes
@@ -153,12 +157,14 @@ def check_no_backward_sync(fabric: Fabric) -> bool:
             assert not synchronizes()
         with strategy.block_backward_sync(prepared):
             pass
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
         assert not synchronizes()
         assert not any(has_gradients(model))
     with pytest.raises(KeyError), fabric.no_backward_sync(model):
         raise KeyError
-    fabric.backward(model(torch.ones(1, 4)).sum())
+    loss = model(torch.ones(1, 4)).sum()
+    fabric.backward(loss)
     assert synchronizes()
     assert all(has_gradients(model))
     return True
@@ -170,13 +176,15 @@ def test_no_backward_sync_restores_the_state_before() -> None:
 
 def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], str]:
     net = OneWeight()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
     weights = []
     for step in range(2):
         x = torch.ones(4)
         if step == 0 and fabric.global_rank == 1:
             x[3] = float("inf")  # overflows in the shard of the last rank only
-        fabric.backward(model(x))
+        loss = model(x)
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         weights.append(full_parameters(model)[0].mean().item())
@@ -192,7 +200,8 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks() -> None:
 def clip(fabric: Fabric, norm_type: float) -> tuple[float, list[Tensor]]:
     plain, optimizer = make_model()
     model, optimizer = fabric.setup(plain, optimizer)
-    fabric.backward(model(torch.ones(2, 5, 4)).sum())
+    loss = model(torch.ones(2, 5, 4)).sum()
+    fabric.backward(loss)
     norm = fabric.clip_gradients(model, optimizer, max_norm=0.1, norm_type=norm_type)
     assert type(norm) is Tensor
     assert norm.shape == ()
@@ -252,12 +261,14 @@ def raise_interrupt(*args: Any) -> None:
 
 
 def fail_in_forward(fabric: Fabric) -> bool:
-    model = fabric.setup(Transformer())
+    module = Transformer()
+    model = fabric.setup(module)
     x = torch.ones(2, 5, 4)
 
     def gradient(fails: bool) -> Tensor:
         with fabric.no_backward_sync(model):
-            fabric.backward(model(x).sum())
+            loss = model(x).sum()
+            fabric.backward(loss)
         if fails:
             handle = model.blocks[1].mlp.register_forward_pre_hook(raise_zero_division)
             with pytest.raises(ZeroDivisionError):
@@ -265,7 +276,8 @@ def fail_in_forward(fabric: Fabric) -> bool:
             with pytest.raises(ZeroDivisionError), torch.no_grad():
                 model(2 * x)
             handle.remove()
-        fabric.backward(model(3 * x).sum())
+        loss = model(3 * x).sum()
+        fabric.backward(loss)
         gradient = flat_gradient(model)
         model.zero_grad()
         return gradient
@@ -283,10 +295,12 @@ def test_a_forward_pass_left_by_an_error_changes_no_later_gradient() -> None:
 def drop_losses(fabric: Fabric, drops: bool) -> Tensor:
     torch.manual_seed(0)
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
     x = torch.arange(8.0).reshape(2, 4)
     for _ in range(3):
-        fabric.backward(model(x).square().mean())
+        loss = model(x).square().mean()
+        fabric.backward(loss)
         if drops:
             model(x)
         optimizer.step()
@@ -304,11 +318,13 @@ def test_a_pass_whose_loss_is_dropped_before_a_step_leaves_no_old_weights(
 
 
 def fail_in_backward_and_interrupt_forward(fabric: Fabric) -> bool:
-    model = fabric.setup(Transformer())
+    module = Transformer()
+    model = fabric.setup(module)
     x = torch.ones(2, 5, 4)
 
     def gradient() -> Tensor:
-        fabric.backward(model(3 * x).sum())
+        loss = model(3 * x).sum()
+        fabric.backward(loss)
         gradient = flat_gradient(model)
         model.zero_grad()
         return gradient
@@ -343,7 +359,8 @@ class Methods(Net):
 
 def call_methods(fabric: Fabric) -> bool:
     torch.manual_seed(0)
-    model = fabric.setup(Methods())
+    module = Methods()
+    model = fabric.setup(module)
     x = torch.full((2, 4), float(fabric.global_rank + 1))
 
     def gradient(loss: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.timeout(90)
 
 def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
     torch.manual_seed(3)
-    model = fabric.setup(Buffers())
+    module = Buffers()
+    model = fabric.setup(module)
     state = copy.deepcopy(fabric.strategy.get_module_state_dict(model._fabric_prepared))
     changed = copy.deepcopy(state)
     for value in changed.values():
@@ -46,7 +47,8 @@ def test_a_state_dict_is_full_on_every_rank_and_loads_again(options: dict[str, A
 
 def save(fabric: Fabric, path: Path) -> list[Tensor]:
     torch.manual_seed(5)
-    model = fabric.setup(Transformer())
+    module = Transformer()
+    model = fabric.setup(module)
     with torch.no_grad():
         model(torch.ones(1, 5, 4))
     fabric.save(path, {"model": model, "step": 3})
@@ -54,7 +56,8 @@ def save(fabric: Fabric, path: Path) -> list[Tensor]:
 
 
 def load(fabric: Fabric, path: Path) -> tuple[list[Tensor], int]:
-    model = fabric.setup(Transformer())
+    module = Transformer()
+    model = fabric.setup(module)
     state = {"model": model, "step": 0}
     fabric.load(path, state)
     return full_parameters(model), state["step"]
@@ -84,7 +87,8 @@ def test_a_module_goes_from_any_strategy_to_any(
 
 
 def load_another(fabric: Fabric, path: Path) -> tuple[str, bool]:
-    model = fabric.setup(Buffers())
+    module = Buffers()
+    model = fabric.setup(module)
     before = full_parameters(model)
     text = outcome(lambda: fabric.load(path, {"model": model}))
     return text, all(map(torch.equal, before, full_parameters(model)))
@@ -113,7 +117,8 @@ def train_two_steps_or_the_third(fabric: Fabric, path: Path, load: bool) -> list
     rows_of_rank = slice(fabric.global_rank, None, fabric.world_size)
     for x, y in batches_to_train:
         output = model(x[rows_of_rank])
-        fabric.backward(nn.functional.mse_loss(output, y[rows_of_rank]))
+        loss = nn.functional.mse_loss(output, y[rows_of_rank])
+        fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()

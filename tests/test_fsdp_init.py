@@ -201,7 +201,8 @@ def build_with_ties(fabric: Fabric, source: str) -> bool:
 
     check_ties()
     output = model(torch.ones(2, 5, 8))
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     check_ties()
     return True
 
@@ -525,7 +526,8 @@ def test_the_older_names_of_the_context_build_the_model_alike() -> None:
 def build_from_rank_0(fabric: Fabric) -> dict[str, Tensor]:
     torch.manual_seed(7)
     with fabric.init_module(source="rank0"):
-        model = fabric.setup(FromNumpy())
+        module = FromNumpy()
+        model = fabric.setup(module)
         return values_of(model)
 
 
@@ -545,4 +547,5 @@ def count_different_rows(fabric: Fabric) -> int:
 
 
 def test_shards_of_different_ranks_have_different_rows() -> None:
-    assert run_in_ranks(count_different_rows, strategy="fsdp") == [8, 8]
+    results = run_in_ranks(count_different_rows, strategy="fsdp")
+    assert results == [8, 8]

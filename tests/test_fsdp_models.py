@@ -167,7 +167,8 @@ def test_a_model_trains_as_in_one_process(make: Callable[[], nn.Module], ranks: 
 
 def run_two_passes(fabric: Fabric, order: str) -> list[Tensor]:
     torch.manual_seed(3)
-    model = fabric.setup(Stack())
+    module = Stack()
+    model = fabric.setup(module)
     first_input = 0.1 + 0.01 * torch.randn(2, 5, WIDTH)
     second_input = 0.1 + 0.01 * torch.randn(2, 5, WIDTH)
 
@@ -203,7 +204,8 @@ def test_several_forward_passes_may_come_before_a_backward(strategy: str) -> Non
 
 def build_from_the_seed_of_the_rank(fabric: Fabric) -> tuple[list[Tensor], Tensor]:
     torch.manual_seed(fabric.global_rank)
-    model = fabric.setup(Buffers())
+    module = Buffers()
+    model = fabric.setup(module)
     return full_parameters(model), model.shift
 
 
@@ -305,7 +307,8 @@ def train_clip(fabric: Fabric, kind: str) -> dict[str, Any]:
         accumulates = kind == "accumulated" and number % 3 < 2
         with fabric.no_backward_sync(model, enabled=accumulates):
             output = model(batch)
-            fabric.backward(output.sum())
+            loss = output.sum()
+            fabric.backward(loss)
         if accumulates:
             continue
         norm_type = norm_types[number % 2]
@@ -361,7 +364,8 @@ def train_with_hooks(fabric: Fabric) -> dict[str, Any]:
         output = model(batch)
         for name, parameter in model.named_parameters():
             assert hasattr(parameter, "no_decay") == (name == "towers.0.norm.weight")
-        fabric.backward(output.mean())
+        loss = output.mean()
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     assert len(shapes) == 6
@@ -480,7 +484,8 @@ def load_and_step(fabric: Fabric, load: Path | None, save: Path | None) -> dict[
         generator = torch.Generator().manual_seed(5)
         x = torch.randn(3, 5, WIDTH, generator=generator)
         output = model(x)
-        fabric.backward(output.mean())
+        loss = output.mean()
+        fabric.backward(loss)
         optimizer.step()
         fabric.save(save, state)
     return loaded

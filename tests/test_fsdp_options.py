@@ -95,9 +95,11 @@ def test_a_group_that_the_user_has_made_keeps_its_timeout() -> None:
 def test_ignored_parameters_are_replicated_and_trained() -> None:
     net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with one_process(ignored_params={net[0].weight}) as fabric:
-        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = fabric.setup(net, optimizer)
         before = full_parameters(model)
-        fabric.backward(model(torch.ones(1, 4)).sum())
+        loss = model(torch.ones(1, 4)).sum()
+        fabric.backward(loss)
         optimizer.step()
         assert local_tensor(net[0].weight).shape == (4, 4)
         assert net[0].weight.placements != net[1].weight.placements
@@ -132,9 +134,11 @@ class Dtypes(nn.Module):
 
 
 def collect_dtypes(fabric: Fabric) -> list[torch.dtype]:
-    model = fabric.setup(Dtypes())
+    module = Dtypes()
+    model = fabric.setup(module)
     output, index = model(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
-    fabric.backward(output.float().sum())
+    loss = output.float().sum()
+    fabric.backward(loss)
     gradient = model.blocks[0].weight.grad
     return [*model.dtypes, output.dtype, index.dtype, gradient.dtype, model.scale.dtype]
 

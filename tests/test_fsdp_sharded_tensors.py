@@ -85,7 +85,8 @@ class EmbeddingTable(nn.Linear):
 
 
 def torch_errors(fabric: Fabric) -> dict[str, str]:
-    model = fabric.setup(Tower())
+    module = Tower()
+    model = fabric.setup(module)
 
     def add_weight_to_output() -> None:
         output = model(X)
@@ -96,16 +97,20 @@ def torch_errors(fabric: Fabric) -> dict[str, str]:
         x = X.clone().requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        fabric.backward(slope.pow(2).sum())
+        loss = slope.pow(2).sum()
+        fabric.backward(loss)
 
     def in_place() -> None:
         output = model(X, in_place=True)
-        fabric.backward(output.sum())
+        loss = output.sum()
+        fabric.backward(loss)
 
     def sparse() -> None:
-        table = fabric.setup(EmbeddingTable(4, 6, bias=False))
+        module = EmbeddingTable(4, 6, bias=False)
+        table = fabric.setup(module)
         rows = table(torch.tensor([1, 2]))
-        fabric.backward(rows.sum())
+        loss = rows.sum()
+        fabric.backward(loss)
 
     return {
         "add_weight_to_output": outcome(add_weight_to_output),
@@ -136,7 +141,8 @@ def penalty(model: nn.Module) -> Tensor:
 
 def gradients_with_penalty(fabric: Fabric) -> Tensors:
     plain = Tower()
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     plain_penalty = penalty(plain)
     plain_loss = plain(X).sum() + plain_penalty
     plain_loss.backward()
@@ -211,7 +217,8 @@ def load_full_optimizer_state(fabric: Fabric) -> None:
     net = Tower()
     model, optimizer = fabric.setup(net, optim.Adam(net.parameters()))
     output = model(X)
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     optimizer.step()
     weight = net.head.weight
     expected = full_optimizer_state(optimizer, weight)
@@ -229,7 +236,8 @@ def load_full_state(fabric: Fabric) -> None:
     torch.manual_seed(0)
     source = Tower()
     state = source.state_dict()
-    model = fabric.setup(Tower())
+    module = Tower()
+    model = fabric.setup(module)
     # This forward pass leaves gathered weights, which must not be the target of the load.
     with torch.no_grad():
         model(X)
@@ -290,7 +298,8 @@ class RaiseInBackward(torch.autograd.Function):
 
 def gradients_after_a_failure(fabric: Fabric) -> Tensors:
     plain = Tower()
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
 
     def fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return RaiseInBackward.apply(output)
@@ -316,7 +325,8 @@ def test_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() 
 
 def gradients_of_changed_output(fabric: Fabric) -> Tensors:
     plain = Tower()
-    model = fabric.setup(copy.deepcopy(plain))
+    module = copy.deepcopy(plain)
+    model = fabric.setup(module)
     with warnings.catch_warnings(record=True) as caught:
         plain_output = plain(X)
         plain_output *= 2

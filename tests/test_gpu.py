@@ -334,7 +334,8 @@ def test_a_step_whose_weights_sum_to_zero_changes_nothing_and_the_next_is_refuse
 
 def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
     with Fabric(accelerator="cuda", devices=1) as fabric:
-        model = fabric.setup(nn.Linear(8, 8))
+        module = nn.Linear(8, 8)
+        model = fabric.setup(module)
         x = torch.ones(4, 8, device="cuda")
         throughput = Throughput(fabric, warmup=2, every=3, peak_flops=1e15)
         actual = []

@@ -115,7 +115,8 @@ def train_on_grid(job: Fabric, is_mixed: bool) -> dict[str, Tensor]:
         for inputs, targets in global_batches():
             rank_inputs = inputs.chunk(2)[fabric.global_rank]
             rank_targets = targets.chunk(2)[fabric.global_rank]
-            fabric.backward(mse_loss(model(rank_inputs), rank_targets))
+            loss = mse_loss(model(rank_inputs), rank_targets)
+            fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
         weight = layer.parametrizations["weight"].original

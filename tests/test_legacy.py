@@ -133,7 +133,8 @@ def rank_and_size(fabric: Fabric) -> tuple[int, int]:
 def test_fabric_takes_the_older_classes_as_strategies() -> None:
     strategy = DDPSpawnPlugin()
     assert isinstance(strategy, DDPStrategy)
-    assert run_in_ranks(rank_and_size, strategy=strategy) == [(0, 2), (1, 2)]
+    results = run_in_ranks(rank_and_size, strategy=strategy)
+    assert results == [(0, 2), (1, 2)]
     assert isinstance(sharded(), FSDPStrategy)
 
 
@@ -361,9 +362,8 @@ def set_up_without_trainer(fabric: Fabric) -> tuple[torch.dtype, bool] | str:
 
 def test_without_a_trainer_the_model_of_the_strategy_is_set_up_in_its_precision() -> None:
     strategy = DDPSpawnPlugin(precision_plugin="64-true")
-    assert run_in_ranks(set_up_without_trainer, strategy=strategy, ranks=1) == [
-        (torch.float64, True)
-    ]
+    results = run_in_ranks(set_up_without_trainer, strategy=strategy, ranks=1)
+    assert results == [(torch.float64, True)]
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])

@@ -179,8 +179,10 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     logger.log_metrics({"loss": torch.tensor(0.5)}, 2)
     events = read_events(tmp_path / "run" / "version_0")
     first, second = events.Scalars("loss")
-    assert (first.step, first.value) == (1, 1.0)
-    assert (second.step, second.value) == (2, 0.5)
+    assert first.step == 1
+    assert first.value == 1.0
+    assert second.step == 2
+    assert second.value == 0.5
     summary = events.Tensors("hyperparameters/text_summary")[0]
     assert b'"lr": 0.1' in summary.tensor_proto.string_val[0]
     logger.close()

@@ -227,8 +227,9 @@ def test_each_backward_pass_of_a_loss_counts(fabric: Fabric) -> None:
     fabric.backward(loss, weight=2, retain_graph=True)
     fabric.backward(loss, weight=1)
     assert take_step(model, optimizer) == 4.0
+    loss = model(torch.tensor([[1.0], [2.0]]))
     fabric.backward(
-        model(torch.tensor([[1.0], [2.0]])),
+        loss,
         torch.tensor([[1.0], [4.0]]),
         weight=3,
         create_graph=True,
@@ -505,7 +506,8 @@ def test_what_only_the_ranks_together_know_is_refused_on_all_of_them() -> None:
 def count_messages(fabric: Fabric) -> tuple[list[int], list[float]]:
     """Return the number of collectives of each step, and what the steps have changed."""
     model, optimizer = set_up_linear(fabric)
-    latents = fabric.setup(nn.ParameterList([nn.Parameter(torch.zeros(1))]))
+    module = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+    latents = fabric.setup(module)
     latents_optimizer = torch.optim.SGD(latents.parameters(), lr=1.0)
     latents_optimizer = fabric.setup_optimizers(latents_optimizer)
     latents_factor = 6 if fabric.global_rank == 1 else 0
@@ -523,7 +525,8 @@ def count_messages(fabric: Fabric) -> tuple[list[int], list[float]]:
         steps.append(latents[0].item())
         latents_optimizer.zero_grad()
     # A loss without a weight costs no message.
-    fabric.backward(model(torch.ones(1, 1)).sum())
+    loss = model(torch.ones(1, 1)).sum()
+    fabric.backward(loss)
     with CommDebugMode() as mode:
         optimizer.step()
     counts.append(mode.get_total_counts())

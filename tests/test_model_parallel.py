@@ -289,7 +289,8 @@ class Dropping(nn.Module):
 
 def data_and_masks(fabric: Fabric) -> dict[str, Any]:
     torch.manual_seed(fabric.global_rank)
-    model = fabric.setup(Dropping())
+    module = Dropping()
+    model = fabric.setup(module)
     samples: Any = list(range(10))
     loader = fabric.setup_dataloaders(
         torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
@@ -361,7 +362,8 @@ def test_a_partial_gradient_of_a_replicated_parameter_is_an_error() -> None:
 
 
 def validate_unevenly(fabric: Fabric) -> None:
-    model = fabric.setup(Dropping())
+    module = Dropping()
+    model = fabric.setup(module)
     samples: Any = torch.ones(3 - fabric.global_rank // 2, WIDTH)
     loader = torch.utils.data.DataLoader(samples, batch_size=1)
     model.eval()
@@ -538,7 +540,8 @@ def test_a_module_that_is_on_a_mesh_already_is_refused() -> None:
 
 
 def leave_an_output_split(fabric: Fabric) -> str:
-    model = fabric.setup(nn.Sequential(nn.Linear(4, 4)))
+    module = nn.Sequential(nn.Linear(4, 4))
+    model = fabric.setup(module)
     return outcome(lambda: model(torch.ones(1, 4)))
 
 
@@ -637,7 +640,8 @@ def recompute_activations(fabric: Fabric) -> bool:
     for classes in (None, (Dropping,)):
         strategy.activation_checkpointing = classes
         torch.manual_seed(7)
-        model = fabric.setup(Wide())
+        module = Wide()
+        model = fabric.setup(module)
         torch.set_rng_state(state)
         loss = model(torch.ones(3, WIDTH)).square().sum()
         fabric.backward(loss)
@@ -655,7 +659,8 @@ def test_recomputed_activations_have_the_masks_of_the_forward_pass() -> None:
 def average_parameters(fabric: Fabric) -> Tensor:
     """Return the difference of an averaged bias from the bias before a change by 1."""
     torch.manual_seed(7)
-    model = fabric.setup(Wide())
+    module = Wide()
+    model = fabric.setup(module)
     before = full_tensor(model.big.bias.detach()).clone()
     ema = fabric.ema(model, 0.5)
     ema.update()

@@ -134,7 +134,8 @@ def test_a_module_may_be_compiled_before_setup(fabric: Fabric, net: Net) -> None
     assert list(model.state_dict()) == list(net.state_dict())
     output = model(x)
     torch.testing.assert_close(output.detach(), expected)
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     assert net.encoder.weight.grad is not None
 
 
@@ -145,7 +146,8 @@ def test_a_module_may_be_compiled_after_setup(fabric: Fabric, net: Net) -> None:
     compiled = torch.compile(model, backend="aot_eager")
     output = compiled(x)
     torch.testing.assert_close(output.detach(), expected)
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     assert net.encoder.weight.grad is not None
 
 
@@ -247,7 +249,8 @@ def test_inputs_stay_as_they_are_where_parameters_have_no_dtype_in_common(net: n
 
 
 def convert_after_setup(fabric: Fabric) -> dict[str, str]:
-    model = fabric.setup(Net())
+    module = Net()
+    model = fabric.setup(module)
     texts = {
         "double": outcome(model.double),
         "float": outcome(model.float),
@@ -259,7 +262,8 @@ def convert_after_setup(fabric: Fabric) -> dict[str, str]:
         "to the same dtype": outcome(lambda: model.to("cpu", torch.float32)),
     }
     output = model(torch.ones(2, 4))
-    fabric.backward(output.sum())
+    loss = output.sum()
+    fabric.backward(loss)
     return texts
 
 
@@ -281,7 +285,8 @@ def test_a_change_of_the_dtype_is_refused_where_gradients_are_synchronized(
 def test_a_change_of_the_dtype_applies_to_the_next_forward_pass_on_one_device() -> None:
     x = torch.ones(2, 4)
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        model = fabric.setup(Net())
+        module = Net()
+        model = fabric.setup(module)
         model.double()
         assert model(x).dtype is torch.float64
         model.to(torch.bfloat16)
@@ -336,7 +341,8 @@ def train_on_output_of_method(fabric: Fabric) -> str:
 
     def train() -> None:
         output = model.encode(torch.ones(2, 5))
-        fabric.backward(output.sum())
+        loss = output.sum()
+        fabric.backward(loss)
 
     return outcome(train)
 

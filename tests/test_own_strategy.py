@@ -66,7 +66,8 @@ def train_local_sgd(job: Fabric, precision: str, has_overflow: bool) -> list[Ten
         module = make_model()
         model, optimizer = fabric.setup(module, make_optimizer(module))
         for inputs, targets in batches_of_rank(fabric.global_rank, has_overflow):
-            fabric.backward(mse_loss(model(inputs), targets))
+            loss = mse_loss(model(inputs), targets)
+            fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
         return parameters_of(model)
@@ -206,7 +207,8 @@ def test_a_wrapper_that_unwrap_does_not_know_is_refused() -> None:
 
 def test_a_strategy_with_a_wrapper_keeps_the_names_of_the_user() -> None:
     with Fabric(accelerator="cpu", devices=1, strategy=WrappingStrategy()) as fabric:
-        model = fabric.setup(torch.compile(nn.Linear(2, 1), backend="eager"))
+        module = torch.compile(nn.Linear(2, 1), backend="eager")
+        model = fabric.setup(module)
         assert set(fabric.get_state_dict(model)) == {"weight", "bias"}
         assert set(dict(model.named_parameters())) == {"weight", "bias"}
 

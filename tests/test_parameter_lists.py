@@ -40,7 +40,8 @@ class Trained(NamedTuple):
 def train_parameter_beside_modules(fabric: Fabric, path: str) -> Trained:
     log_alpha = nn.Parameter(torch.tensor(1.0 + fabric.global_rank))
     alpha, optimizer = fabric.setup(nn.ParameterList([log_alpha]), sgd([log_alpha], lr=1.0))
-    actor = fabric.setup(Net())
+    module = Net()
+    actor = fabric.setup(module)
     critic = fabric.setup(Net())
     agent_optimizer = fabric.setup_optimizers(
         sgd([*actor.parameters(), *critic.parameters()], lr=1e-4)

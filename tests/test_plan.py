@@ -92,7 +92,8 @@ def test_a_strategy_name_sets_the_start_method(name: str, method: str, suffix: s
 def test_dp_drives_all_devices_from_one_process(env: dict[str, str]) -> None:
     fabric = plan(env, devices=3, strategy="dp")
     assert isinstance(fabric.strategy, DataParallelStrategy)
-    assert (fabric.world_size, fabric.global_rank) == (1, 0)
+    assert fabric.world_size == 1
+    assert fabric.global_rank == 0
     assert "replicas     3 of each module" in fabric.describe()
     assert "replicas     1 of each module" in plan(env, strategy="dp").describe()
 
@@ -121,7 +122,8 @@ def test_an_alias_of_a_precision_resolves_to_its_name(precision: object, name: s
 
 def test_auto_yields_to_the_launcher_that_started_the_processes() -> None:
     fabric = plan(TWO_RANKS)
-    assert (fabric.global_rank, processes(fabric)) == (1, "2 on 1 node(s), by torchrun")
+    assert fabric.global_rank == 1
+    assert processes(fabric) == "2 on 1 node(s), by torchrun"
     assert isinstance(fabric.strategy, DDPStrategy)
     assert processes(plan(TWO_NODES)) == "2 on 2 node(s), by torchrun"
 
@@ -182,7 +184,8 @@ def test_a_strategy_object_has_the_precision_of_the_fabric_that_uses_it() -> Non
 
 def test_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
     fabric = plan(OWN_RANKS, strategy=SingleDeviceStrategy(device="cpu"), environment="none")
-    assert (fabric.world_size, fabric.global_rank) == (1, 0)
+    assert fabric.world_size == 1
+    assert fabric.global_rank == 0
 
 
 def test_a_job_of_this_process_alone_takes_no_option_of_fabric_run() -> None:
@@ -194,7 +197,8 @@ def test_a_job_of_this_process_alone_takes_no_option_of_fabric_run() -> None:
     }
     for devices in (1, "auto"):
         fabric = plan(env, devices=devices, environment="none")
-        assert (fabric.world_size, fabric.strategy.name) == (1, "single_device")
+        assert fabric.world_size == 1
+        assert fabric.strategy.name == "single_device"
         assert fabric.precision.name == "32-true"
     with pytest.raises(
         ConfigurationError, match=r"--devices 2` \(FABRIC_DEVICES; environment='none' ignores it"
@@ -207,7 +211,8 @@ def test_options_of_the_strategy_are_merged() -> None:
     strategy = DDPStrategy(parallel_devices=[cpu, cpu], precision="64-true", accelerator="cpu")
     for devices in ("auto", 2, "2"):
         fabric = plan(accelerator="auto", devices=devices, strategy=strategy)
-        assert (fabric.world_size, fabric.precision.name) == (2, "64-true")
+        assert fabric.world_size == 2
+        assert fabric.precision.name == "64-true"
 
 
 # The arguments, the environment variables, the error, and what its text has to name.

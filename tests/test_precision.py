@@ -262,7 +262,8 @@ def train_with(fabric: Fabric) -> tuple[float, int]:
     nn.init.ones_(module.weight)
     model = fabric.setup(module)
     weight = fabric.strategy.get_module_state_dict(model.module)["weight"].item()
-    fabric.backward(model(torch.ones(2, 1)).sum())
+    loss = model(torch.ones(2, 1)).sum()
+    fabric.backward(loss)
     return weight, len(RoundedPrecision.threads)
 
 

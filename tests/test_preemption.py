@@ -348,7 +348,8 @@ def test_all_ranks_stop_at_the_same_call_though_only_one_has_the_signal(
 
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    assert run_in_ranks(stop_without_rank_1) == [True, True]
+    results = run_in_ranks(stop_without_rank_1)
+    assert results == [True, True]
 
 
 def read_should_stop_on_rank_0(fabric: Fabric) -> str:

@@ -157,7 +157,8 @@ def print_on_all_ranks(fabric: Fabric) -> str:
 
 def test_the_texts_of_all_ranks_come_in_order_with_a_prefix() -> None:
     expected = "[rank 0] rank=0=\n[rank 0] x\n[rank 1] rank=1=\n[rank 1] x\n"
-    assert run_in_ranks(print_on_all_ranks) == [expected, ""]
+    results = run_in_ranks(print_on_all_ranks)
+    assert results == [expected, ""]
 
 
 def test_the_representation_says_what_was_resolved() -> None:

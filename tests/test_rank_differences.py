@@ -50,9 +50,11 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank(strategy: st
 
 def step_on_one_rank(fabric: Fabric) -> None:
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    model, optimizer = fabric.setup(net, optimizer)
     for _ in range(2):
-        fabric.backward(model(X).sum())
+        loss = model(X).sum()
+        fabric.backward(loss)
         if fabric.global_rank == 1:
             optimizer.step()
         optimizer.zero_grad()
@@ -62,8 +64,10 @@ def step_on_one_rank(fabric: Fabric) -> None:
 def step_with_different_learning_rates(fabric: Fabric) -> str:
     net = Net()
     learning_rate = 0.1 + fabric.global_rank
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=learning_rate))
-    fabric.backward(model(X + fabric.global_rank).sum())
+    optimizer = torch.optim.SGD(net.parameters(), lr=learning_rate)
+    model, optimizer = fabric.setup(net, optimizer)
+    loss = model(X + fabric.global_rank).sum()
+    fabric.backward(loss)
     text = outcome(optimizer.step)
     fabric.barrier()
     return text
@@ -126,12 +130,14 @@ def iterate_twice_on(
 ) -> str:
     """Train on a loader that some ranks have begun to iterate over before."""
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    model, optimizer = fabric.setup(net, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(DATA, batch_size=2, shuffle=shuffle))
     if fabric.global_rank in ranks_that_iterate_twice:
         next(iter(loader))
     for (x,) in loader:
-        fabric.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
     return "fine"
 
@@ -140,8 +146,10 @@ def iterate_twice_on(
 def test_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order(
     strategy: str,
 ) -> None:
-    assert run_in_ranks(iterate_twice_on, [0, 1], strategy=strategy) == ["fine", "fine"]
-    assert run_in_ranks(iterate_twice_on, [0], False, strategy=strategy) == ["fine", "fine"]
+    results = run_in_ranks(iterate_twice_on, [0, 1], strategy=strategy)
+    assert results == ["fine", "fine"]
+    results = run_in_ranks(iterate_twice_on, [0], False, strategy=strategy)
+    assert results == ["fine", "fine"]
     with pytest.raises(
         RankFailedError, match=r"in iteration \d over its loader and rank \d in iteration \d"
     ):

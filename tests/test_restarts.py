@@ -69,7 +69,8 @@ def test_what_a_rank_that_died_early_left_in_the_store_of_torchrun_stops_no_rest
 def samples_of_an_epoch(fabric: Fabric, path: Path) -> list[int]:
     """Return the samples of the first epoch and save, or load and return those of the next one."""
     torch.manual_seed(0)
-    model = fabric.setup(nn.Linear(1, 1))
+    module = nn.Linear(1, 1)
+    model = fabric.setup(module)
     loader = fabric.setup_dataloaders(DataLoader(range(24), 12 // fabric.world_size, shuffle=True))
     is_new = not path.exists()
     if not is_new:

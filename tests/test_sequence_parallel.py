@@ -333,8 +333,10 @@ def passes_batch_through(fabric: Fabric) -> bool:
 
 
 def test_a_batch_passes_unchanged_through_strategies_that_split_no_sequences() -> None:
-    assert run_in_ranks(passes_batch_through) == [True, True]
-    assert run_in_ranks(passes_batch_through, ranks=1, strategy="auto") == [True]
+    results = run_in_ranks(passes_batch_through)
+    assert results == [True, True]
+    results = run_in_ranks(passes_batch_through, ranks=1, strategy="auto")
+    assert results == [True]
 
 
 def self_attention(x: Any) -> Tensor:

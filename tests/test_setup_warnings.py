@@ -101,7 +101,8 @@ def train_on(fabric: Fabric, loader: Any) -> Report:
 
     def loop() -> None:
         for (x,) in loader:
-            fabric.backward(model(x).sum())
+            loss = model(x).sum()
+            fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 

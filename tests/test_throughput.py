@@ -74,7 +74,8 @@ def assert_has_flops_per_sample(rates: dict[str, float], flops_per_sample: float
 
 
 def train_on_ranks(fabric: Fabric) -> dict[str, float]:
-    model = fabric.setup(Blocks())
+    module = Blocks()
+    model = fabric.setup(module)
     return train(fabric, model, samples=2 + fabric.global_rank)
 
 
@@ -94,7 +95,8 @@ def test_rates_are_of_all_ranks_together_the_same_on_each_and_logged_by_the_firs
 
 
 def train_tensor_parallel(fabric: Fabric) -> dict[str, float]:
-    model = fabric.setup(Blocks())
+    module = Blocks()
+    model = fabric.setup(module)
     return train(fabric, model, samples=4)
 
 

@@ -94,7 +94,8 @@ def loop(
     batches = Batches(slow, 4 * steps * fabric.world_size)
     loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=4))
     for number, batch in enumerate(loader):
-        fabric.backward(model(batch).sum())
+        loss = model(batch).sum()
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         if folder:
@@ -272,7 +273,8 @@ def end_profiles_early(fabric: Fabric, folder: str) -> None:
 
 
 def profile_evaluation(fabric: Fabric, folder: str) -> None:
-    model = fabric.setup(nn.Linear(4, 1))
+    module = nn.Linear(4, 1)
+    model = fabric.setup(module)
     batches = Batches(SleepsIn("data"), 4 * fabric.world_size)
     loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=2))
     with fabric.profile(f"{folder}/evaluation"), torch.no_grad():
@@ -372,10 +374,13 @@ def test_steps_are_those_of_the_optimizer_that_stepped_first() -> None:
         accumulating, accumulating_optimizer = set_up_linear(fabric)
         model, optimizer = set_up_linear(fabric)
         for _ in range(5):
-            fabric.backward(accumulating(x).sum())
-            fabric.backward(accumulating(x).sum())
+            loss = accumulating(x).sum()
+            fabric.backward(loss)
+            loss = accumulating(x).sum()
+            fabric.backward(loss)
             accumulating_optimizer.step()
-            fabric.backward(model(x).sum())
+            loss = model(x).sum()
+            fabric.backward(loss)
             optimizer.step()
         assert fabric.timings().steps == 4
 
@@ -385,7 +390,8 @@ def test_nothing_is_left_of_a_profile(tmp_path: Path) -> None:
         model, optimizer = set_up_linear(fabric)
 
         def step() -> None:
-            fabric.backward(model(torch.ones(1, 1)).sum())
+            loss = model(torch.ones(1, 1)).sum()
+            fabric.backward(loss)
             optimizer.step()
 
         before = calls_of(step)

@@ -44,7 +44,8 @@ def step(
     fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, x: Tensor = X, times: int = 1
 ) -> None:
     for _ in range(times):
-        fabric.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -86,20 +87,23 @@ def changed_on_one_rank(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     with torch.no_grad():
         model.head.weight.add_(fabric.global_rank)
-    fabric.backward(model(X).sum())
+    loss = model(X).sum()
+    fabric.backward(loss)
     step_and_check_again(fabric, optimizer)
 
 
 def different_hyperparameters(fabric: Fabric) -> None:
     model, optimizer = make(fabric, lr=0.1 + fabric.global_rank)
-    fabric.backward(model(X).sum())
+    loss = model(X).sum()
+    fabric.backward(loss)
     step_and_check_again(fabric, optimizer)
 
 
 def step_on_local_gradients(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     with fabric.no_backward_sync(model):
-        fabric.backward(model(X + fabric.global_rank).sum())
+        loss = model(X + fabric.global_rank).sum()
+        fabric.backward(loss)
     step_and_check_again(fabric, optimizer)
 
 
@@ -128,7 +132,8 @@ def unfrozen_parameter(fabric: Fabric) -> None:
 def unfrozen_module(fabric: Fabric) -> None:
     model, _ = make(fabric, OneWeight().requires_grad_(False))
     model.weight.requires_grad_(True)
-    fabric.backward(model(X[0]))
+    loss = model(X[0])
+    fabric.backward(loss)
 
 
 MISTAKES: dict[Case, str] = {
@@ -358,12 +363,15 @@ def test_fsdp_setup_of_an_optimizer_from_before_the_sharding_raises() -> None:
 def step_without_reduction(fabric: Fabric) -> tuple[str, str]:
     """Return the outcomes of a step on unreduced gradients, and of a step on reduced gradients."""
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
     model.module.set_requires_gradient_sync(False)
-    fabric.backward(model(X).sum())
+    loss = model(X).sum()
+    fabric.backward(loss)
     of_unreduced = outcome(optimizer.step)
     model.module.set_requires_gradient_sync(True)
-    fabric.backward(model(X).sum())
+    loss = model(X).sum()
+    fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     return of_unreduced, outcome(optimizer.step)
 
@@ -428,10 +436,12 @@ def adversaries(fabric: Fabric) -> None:
     discriminator, discriminator_optimizer = make(fabric)
     inputs = X + fabric.global_rank
     for _ in range(3):
-        fabric.backward(discriminator(generator(inputs).detach()).sum())
+        loss = discriminator(generator(inputs).detach()).sum()
+        fabric.backward(loss)
         discriminator_optimizer.step()
         discriminator_optimizer.zero_grad()
-        fabric.backward(discriminator(generator(inputs)).sum())
+        loss = discriminator(generator(inputs)).sum()
+        fabric.backward(loss)
         generator_optimizer.step()
         generator_optimizer.zero_grad()
 
@@ -441,7 +451,8 @@ def accumulation(fabric: Fabric) -> None:
     for number in range(9):
         is_last = number % 3 == 2
         with fabric.no_backward_sync(model, enabled=not is_last):
-            fabric.backward(model(X * fabric.global_rank + number).sum())
+            loss = model(X * fabric.global_rank + number).sum()
+            fabric.backward(loss)
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
@@ -457,7 +468,8 @@ def frozen_encoder(fabric: Fabric) -> None:
 def gradients_dropped_on_purpose(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     for _ in range(3):
-        fabric.backward(model(X).sum())
+        loss = model(X).sum()
+        fabric.backward(loss)
         model.head.weight.grad = None
         optimizer.step()
         optimizer.zero_grad()
@@ -468,7 +480,8 @@ def closures(fabric: Fabric) -> None:
     if fabric.strategy.name == "fsdp":
         return
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.LBFGS(net.parameters(), max_iter=2))
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+    model, optimizer = fabric.setup(net, optimizer)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -484,7 +497,8 @@ def turns(fabric: Fabric) -> None:
     first, first_optimizer = make(fabric)
     second, second_optimizer = make(fabric)
     for model in (first, second, first, second):
-        fabric.backward(model(X).sum())
+        loss = model(X).sum()
+        fabric.backward(loss)
         for optimizer in (first_optimizer, second_optimizer):
             optimizer.step()
             optimizer.zero_grad()
@@ -502,7 +516,8 @@ def step_in_backward(fabric: Fabric) -> None:
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(step_parameter)
     for _ in range(3):
-        fabric.backward(model(X).sum())
+        loss = model(X).sum()
+        fabric.backward(loss)
         model.zero_grad()
 
 
@@ -580,7 +595,8 @@ def leave_parameters_unused(fabric: Fabric) -> str:
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_parameters_may_stay_unused_where_an_option_says_so(option: str) -> None:
     strategy = DDPStrategy(start_method="forkserver", **{option: True})
-    assert run_in_ranks(leave_parameters_unused, strategy=strategy) == ["fine", "fine"]
+    results = run_in_ranks(leave_parameters_unused, strategy=strategy)
+    assert results == ["fine", "fine"]
 
 
 # -- in one process -------------------------------------------------------------------------------
@@ -608,7 +624,8 @@ def test_hooks_are_gone_after_teardown(fabric: Fabric) -> None:
 def test_an_optimizer_that_never_gets_a_gradient_raises_at_its_second_step(fabric: Fabric) -> None:
     _, optimizer = make(fabric)
     another_model, _ = make(fabric)
-    fabric.backward(another_model(X).sum())
+    loss = another_model(X).sum()
+    fabric.backward(loss)
     optimizer.step()
     message = "no gradient has arrived at any of its parameters in 1 backward"
     with pytest.raises(RuntimeError, match=message):
@@ -642,7 +659,8 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
     net = OneWeight()
     model, optimizer = fabric.setup(net, Clearing(net.parameters(), lr=0.1))
     for _ in range(25):
-        fabric.backward(model(X[0]))
+        loss = model(X[0])
+        fabric.backward(loss)
         optimizer.step()
     assert count_hooks(optimizer) == 0
 
@@ -693,13 +711,15 @@ class FeaturesAndScale(nn.Module):
 
 def train_on_gathered_features(fabric: Fabric, sync_grads: bool, steps: bool) -> str:
     net = FeaturesAndScale()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
 
     def train() -> None:
         for _ in range(2):
             features, scale = model(torch.ones(2, 4))
             gathered = fabric.all_gather(features, sync_grads=sync_grads)
-            fabric.backward((gathered * scale).sum())
+            loss = (gathered * scale).sum()
+            fabric.backward(loss)
             if steps:
                 optimizer.step()
 
@@ -715,4 +735,5 @@ def test_the_error_of_features_gathered_without_gradients_says_to_gather_them_wi
 
 
 def test_features_gathered_with_gradients_train() -> None:
-    assert run_in_ranks(train_on_gathered_features, True, True) == ["fine", "fine"]
+    results = run_in_ranks(train_on_gathered_features, True, True)
+    assert results == ["fine", "fine"]

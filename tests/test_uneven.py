@@ -56,7 +56,8 @@ def net(fabric: Fabric, plain: nn.Module | None = None) -> tuple[Any, torch.opti
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: Any) -> None:
     for x in batches:
-        fabric.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -186,15 +187,18 @@ def sharded_and_even(fabric: Fabric) -> str:
                     plain(x)
             fabric.barrier("validated")
         with fabric.no_backward_sync(model):
-            fabric.backward(model(torch.ones(1, 4)).sum())
+            loss = model(torch.ones(1, 4)).sum()
+            fabric.backward(loss)
         train(fabric, model, optimizer, islice(chain.from_iterable(repeat(batches)), 8))
 
     return outcome(loops)
 
 
 def test_equal_passes_of_sharded_models_are_no_error() -> None:
-    assert run_in_ranks(sharded_and_even, strategy="fsdp") == ["fine"] * 2
-    assert run_in_ranks(sharded_and_even, ranks=4, strategy=hybrid()) == ["fine"] * 4
+    results = run_in_ranks(sharded_and_even, strategy="fsdp")
+    assert results == ["fine"] * 2
+    results = run_in_ranks(sharded_and_even, ranks=4, strategy=hybrid())
+    assert results == ["fine"] * 4
 
 
 def even_in_the_end(fabric: Fabric, has_length: bool) -> str:
@@ -220,7 +224,8 @@ def even_in_the_end(fabric: Fabric, has_length: bool) -> str:
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_loaders_of_different_lengths_alone_are_no_error(has_length: bool) -> None:
-    assert run_in_ranks(even_in_the_end, has_length) == ["fine", "fine"]
+    results = run_in_ranks(even_in_the_end, has_length)
+    assert results == ["fine", "fine"]
 
 
 # -- fabric.join -----------------------------------------------------------------------------------
@@ -367,8 +372,10 @@ def join_anyway(fabric: Fabric) -> str:
 
 
 def test_join_does_nothing_in_one_process_and_fsdp_says_what_is_possible() -> None:
-    assert run_in_ranks(join_anyway, ranks=1) == ["fine"]
-    assert run_in_ranks(join_anyway, strategy="dp") == ["fine"]
+    results = run_in_ranks(join_anyway, ranks=1)
+    assert results == ["fine"]
+    results = run_in_ranks(join_anyway, strategy="dp")
+    assert results == ["fine"]
     for result in run_in_ranks(join_anyway, strategy="fsdp"):
         assert 'uneven="drop"' in result
         assert "needs all ranks" in result

@@ -702,7 +702,8 @@ def test_training_is_that_of_one_process_with_the_samples_of_all(
 
 
 def unweighted(fabric: Fabric) -> tuple[str, str]:
-    model = fabric.setup(nn.Linear(3, 1))
+    module = nn.Linear(3, 1)
+    model = fabric.setup(module)
 
     def backward_without_weight(x: torch.Tensor) -> str:
         return outcome(lambda: fabric.backward(model(x).sum()))

@@ -149,7 +149,8 @@ def stall_in_turn(fabric):
     fabric.all_reduce(1.0)
     reports = [stall(fabric, 1, lambda: fabric.barrier("saved"))]
     for _ in range(2):
-        fabric.backward(module(torch.ones(4, 2)).mean())
+        loss = module(torch.ones(4, 2)).mean()
+        fabric.backward(loss)
         optimizer.step()
     loss = module(torch.ones(4, 2)).mean()
     reports.append(stall(fabric, 2, lambda: fabric.backward(loss)))
@@ -199,7 +200,8 @@ def test_a_rank_that_makes_no_call_is_named_with_its_stack_once(capfd):
 
 
 def stall_under_fsdp(fabric):
-    model = fabric.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = fabric.setup(module)
     return stall(fabric, 1, lambda: model(torch.ones(4, 2)))
 
 
@@ -211,7 +213,8 @@ def test_a_gather_of_fsdp_counts():
 
 
 def error_of_the_timeout(fabric, in_backward):
-    model = fabric.setup(nn.Linear(2, 1))
+    module = nn.Linear(2, 1)
+    model = fabric.setup(module)
     loss = model(torch.ones(4, 2)).mean()
     store = fabric.strategy.runtime.store
     if fabric.global_rank == 0:

@@ -122,7 +122,8 @@ def test_outputs_are_float32_and_inputs_are_cast(precision: Any, inside: torch.d
             return super().forward(input)
 
     with single(precision=precision) as fabric:
-        model = fabric.setup(Model(2, 2))
+        module = Model(2, 2)
+        model = fabric.setup(module)
         assert model(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float32
         assert model.module.seen == (inside, torch.float32 if precision == "bf16-mixed" else inside)
         assert model.dtype == (torch.float32 if precision == "bf16-mixed" else inside)
@@ -156,7 +157,8 @@ def test_the_forward_context_of_a_users_precision_is_entered() -> None:
             yield
 
     with single(plugins=Counting()) as fabric:
-        model = fabric.setup(nn.Linear(1, 1))
+        module = nn.Linear(1, 1)
+        model = fabric.setup(module)
         model(torch.ones(1, 1))
     assert Counting.entered == 1
 
@@ -181,7 +183,8 @@ def test_a_format_and_an_environment_of_the_users_are_plugins(
             return 0
 
     with single(plugins=[Format(), Cluster()]) as fabric:
-        model = fabric.setup(nn.Linear(1, 1))
+        module = nn.Linear(1, 1)
+        model = fabric.setup(module)
         fabric.save(tmp_path / "state", {"model": model, "step": 3})
         state = {"model": model, "step": 0}
         assert fabric.load(tmp_path / "state", state) == {}
@@ -233,7 +236,8 @@ def test_fabric_starts_the_processes_that_an_environment_does_not(
     ):
         monkeypatch.setenv(name, value)
     with Fabric(plugins=environment, accelerator="cpu", devices=2, strategy="ddp") as fabric:
-        assert (fabric.global_rank, fabric.world_size) == (1, 2)  # in one of them, that is
+        assert fabric.global_rank == 1
+        assert fabric.world_size == 2  # in one of them, that is
 
 
 def world_size(fabric: Fabric) -> int:
@@ -264,8 +268,10 @@ def test_callbacks_are_called_with_the_keywords_that_they_take() -> None:
     callback = Callback()
     with single(callbacks=callback) as fabric:
         model = nn.Linear(1, 1)
-        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        fabric.backward(wrapped(torch.ones(1, 1)).sum(), model=wrapped)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, optimizer = fabric.setup(model, optimizer)
+        loss = wrapped(torch.ones(1, 1)).sum()
+        fabric.backward(loss, model=wrapped)
         optimizer.step()
         fabric.call("mine", x=1, y=2)
         fabric.call("nothing")
@@ -292,21 +298,17 @@ def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
         assert is_wrapped(optimizer)
         assert not is_wrapped(model)
         assert _unwrap_objects({"a": [first, 1]}) == {"a": [model, 1]}
-        assert (first.device, first._forward_module, first._original_module) == (
-            fabric.device,
-            model,
-            model,
-        )
+        assert first.device == fabric.device
+        assert first._forward_module == model
+        assert first._original_module == model
 
 
 def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> None:
     with Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn") as fabric:
-        assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (
-            0,
-            0,
-            0,
-            2,
-        )
+        assert fabric.global_rank == 0
+        assert fabric.local_rank == 0
+        assert fabric.node_rank == 0
+        assert fabric.world_size == 2
         assert fabric.is_global_zero
         assert fabric.device == torch.device("cpu")
     with single() as fabric:
@@ -359,11 +361,9 @@ def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
     logger = kind(tmp_path, prefix="a")
     with single(loggers=logger) as fabric:
-        assert (fabric.logger.name, logger.version, logger.root_dir) == (
-            "lightning_logs",
-            1,
-            str(tmp_path),
-        )
+        assert fabric.logger.name == "lightning_logs"
+        assert logger.version == 1
+        assert logger.root_dir == str(tmp_path)
         assert logger.log_dir == str(tmp_path / "lightning_logs" / "version_1")
         fabric.log("loss", 0.5, step=2)
         logger.log_hyperparams({"lr": 0.1})
@@ -384,20 +384,12 @@ def test_throughput_is_that_of_a_full_window() -> None:
             time=2.0 * step, batches=step, samples=8 * step, lengths=16 * step, flops=20
         )
     actual = throughput.compute()
-    assert (actual["time"], actual["device/samples_per_sec"], actual["samples_per_sec"]) == (
-        8.0,
-        4.0,
-        8.0,
-    )
-    assert (
-        actual["device/items_per_sec"],
-        actual["device/flops_per_sec"],
-        actual["device/mfu"],
-    ) == (
-        8.0,
-        10.0,
-        0.1,
-    )
+    assert actual["time"] == 8.0
+    assert actual["device/samples_per_sec"] == 4.0
+    assert actual["samples_per_sec"] == 8.0
+    assert actual["device/items_per_sec"] == 8.0
+    assert actual["device/flops_per_sec"] == 10.0
+    assert actual["device/mfu"] == 0.1
     with pytest.raises(ValueError, match="total"):
         throughput.update(time=1.0, batches=5, samples=50)
     with torch.device("meta"):

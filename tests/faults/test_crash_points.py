@@ -72,7 +72,8 @@ def prepare(death: Death, folder: Path) -> None:
 
 
 def save(fabric: Fabric, path: Path, value: int, columns: int, async_: bool, death: Death) -> None:
-    model = fabric.setup(Constant(value, columns))
+    module = Constant(value, columns)
+    model = fabric.setup(module)
     if fabric.global_rank == death.rank:
         prepare(death, path.parent)
     if async_:
