@@ -79,6 +79,40 @@ def count_raw(fabric: Fabric) -> int:
     return warm_calls(run_step)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_pass_in_a_loop_with_equal_batch_counts_makes_no_more_python_calls_than_outside(
+    strategy: str, has_gradients: bool
+) -> None:
+    for outside, inside in run_in_ranks(count_pass_in_loop, has_gradients, strategy=strategy):
+        assert inside == outside
+
+
+def count_pass_in_loop(fabric: Fabric, has_gradients: bool) -> tuple[int, int]:
+    model, optimizer, inputs, targets = tiny()
+    model, optimizer = fabric.setup(model, optimizer)
+    run_step = step_of(model, optimizer, fabric.backward, inputs, targets)
+    run_pass = run_step
+    if not has_gradients:
+        run_pass = partial(run_without_gradients, model, inputs)
+    outside = warm_calls(run_step)
+    if not has_gradients:
+        outside = warm_calls(run_pass)
+    data = TensorDataset(torch.zeros(32))
+    for number, _ in enumerate(fabric.setup_dataloaders(DataLoader(data))):
+        if number == 0:
+            # Now each rank has published how many batches it has.
+            fabric.barrier()
+            inside = warm_calls(run_pass)
+            return outside, inside
+    raise AssertionError("the loader has a batch")
+
+
+def run_without_gradients(model: nn.Module, inputs: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(inputs)
+
+
 def test_to_build_another_model_costs_the_same_beside_a_large_one_that_is_set_up() -> None:
     for beside_small, beside_large in run_in_ranks(count_building):
         assert beside_small == beside_large

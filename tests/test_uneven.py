@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain, islice, product, repeat
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -390,40 +389,89 @@ class Progress:
         self.is_finished = False
 
 
-def make_detectors(number: int) -> list[UnevenInputDetector]:
+class Rank(NamedTuple):
+    detector: UnevenInputDetector
+    checks: BypassChecks
+    progress: Progress
+
+    def begin(self, batches: int | None) -> None:
+        """Begin an iteration over the only loader."""
+        self.progress.received_batches = 0
+        self.progress.is_finished = False
+        self.detector.on_iteration("0", self.progress, batches)
+
+    def take_step(self) -> None:
+        """Receive a batch and start a forward pass, as the loader and the guard of a module do."""
+        self.progress.received_batches += 1
+        next(self.checks.step_counter)
+        if self.checks.on_step is not None:
+            self.checks.on_step(cast(Any, SimpleNamespace(is_sharded=False)))
+
+    def end(self) -> None:
+        self.progress.is_finished = True
+        self.detector.finish()
+
+
+def make_rank(store: JobStore) -> Rank:
+    checks = BypassChecks(node_worlds(store.size)[store.rank], Hooks())
+    detector = UnevenInputDetector(FlightRecorder(), store, checks)
+    return Rank(detector, checks, Progress())
+
+
+def make_ranks(number: int) -> list[Rank]:
     store = dist.HashStore()
-    detectors = []
-    for world in node_worlds(number):
-        job_store = JobStore(store, world.rank, number)
-        checks = BypassChecks(world, Hooks())
-        detectors.append(UnevenInputDetector(FlightRecorder(), job_store, checks))
-    return detectors
-
-
-def take_step(detector: UnevenInputDetector) -> None:
-    detector.on_forward(
-        cast(Any, SimpleNamespace(peers=())), cast(Any, SimpleNamespace(prepares_sync=True))
-    )
+    return [make_rank(JobStore(store, rank, number)) for rank in range(number)]
 
 
 @pytest.mark.parametrize("first", ["the one that finishes", "the one that goes on"])
 def test_the_second_of_two_ranks_raises(first: str) -> None:
-    early, late = make_detectors(2)
-    early_progress = Progress()
-    late_progress = Progress()
-    early.on_iteration("0", early_progress, 1)
-    late.on_iteration("0", late_progress, 2)
-    early_progress.received_batches = 1
-    take_step(early)
-    late_progress.received_batches = 1
-    take_step(late)
-    early_progress.is_finished = True
-    late_progress.received_batches = 2
-    actions = [early.finish, partial(take_step, late)]
+    early, late = make_ranks(2)
+    early.begin(1)
+    late.begin(2)
+    early.take_step()
+    late.take_step()
+    actions = [early.end, late.take_step]
     if first == "the one that goes on":
         actions.reverse()
     assert outcome(actions[0]) == "fine"
     assert "rank 0 ran out of batches: its loader ended after 1" in outcome(actions[1])
+
+
+def test_a_loop_with_equal_numbers_calls_no_detector_but_its_steps_count() -> None:
+    ranks = make_ranks(2)
+    for rank in ranks:
+        rank.begin(4)
+        assert rank.checks.on_step is not None
+        rank.take_step()
+    # Rank 0 has not read the number of rank 1, which has begun after the first step of rank 0.
+    assert ranks[0].checks.on_step is not None
+    assert ranks[1].checks.on_step is None
+    for _ in range(3):
+        for rank in ranks:
+            rank.take_step()
+            assert rank.checks.on_step is None
+    for rank in ranks:
+        rank.end()
+    early, late = ranks
+    late.begin(2)
+    early.begin(1)
+    early.take_step()
+    late.take_step()
+    assert outcome(early.end) == "fine"
+    assert "it takes no part in step 6, for which rank 1 has a batch" in outcome(late.take_step)
+
+
+@pytest.mark.parametrize("counts", [(3, 5), (None, None), (None, 4)])
+def test_a_loop_with_different_or_unknown_numbers_calls_the_detector_in_each_step(
+    counts: tuple[int | None, int | None],
+) -> None:
+    ranks = make_ranks(2)
+    for rank, batches in zip(ranks, counts, strict=True):
+        rank.begin(batches)
+    for _ in range(3):
+        for rank in ranks:
+            rank.take_step()
+            assert rank.checks.on_step is not None
 
 
 def test_equal_lengths_write_twice_for_each_iteration() -> None:
@@ -438,14 +486,9 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
                 return {}
             return {rank: [1, 9, False] for rank in ranks}
 
-    store = Listening(dist.HashStore(), 0, 2)
-    checks = BypassChecks(node_worlds(2)[0], Hooks())
-    detector = UnevenInputDetector(FlightRecorder(), store, checks)
-    progress = Progress()
-    detector.on_iteration("0", progress, 9)
+    rank = make_rank(Listening(dist.HashStore(), 0, 2))
+    rank.begin(9)
     for _ in range(9):
-        progress.received_batches += 1
-        take_step(detector)
-    progress.is_finished = True
-    detector.finish()
+        rank.take_step()
+    rank.end()
     assert written == ["batches/0", "step"]

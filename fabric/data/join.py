@@ -13,7 +13,6 @@ import torch
 
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Collective, Communicator, Reduce
-from fabric.contract import GradientContract
 from fabric.diagnostics.bypass import BypassChecks, BypassGuard
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
@@ -101,23 +100,21 @@ class JoinedPasses:
                 expected='the collective after the block; or uneven="longest"',
             )
 
-    def _on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
+    def _on_forward(self, guard: BypassGuard) -> None:
         """Raise unless joined modules run in the order in which ranks without batches shadow them.
 
         A rank without batches issues the collectives of a forward and a backward pass, module by
         module. In another order, collectives of different modules would be matched.
 
-        Called before each forward pass in the block.
+        Called before each forward pass of a guarded module in the block.
 
         Args:
-            contract: the contract of the module that runs.
-            guard: the guard of the module. None if the module has no guard.
+            guard: the guard of the module that runs.
 
         Raises:
             UsageError: the pass is out of order, or without gradients.
         """
-        is_joined = guard is not None and guard in self._guards
-        if not is_joined:
+        if guard not in self._guards:
             return
         # The index of the module whose turn it is. Each batch runs all modules in their order.
         turn = self.forward_count % len(self._guards)
@@ -136,7 +133,7 @@ class JoinedPasses:
             problem = f"the next module is {expected.contract.title}"
         if problem is not None:
             raise UsageError(
-                f"a forward pass of {contract.title} in fabric.join on rank {self._rank}",
+                f"a forward pass of {guard.contract.title} in fabric.join on rank {self._rank}",
                 problem,
                 expected="for each batch a forward and a backward pass of each joined module, in "
                 "the order of fabric.join",

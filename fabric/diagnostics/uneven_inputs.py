@@ -16,7 +16,11 @@ gather together, the *peers*. So each rank has two counts of steps. Neighbors th
 the number of all steps, other neighbors the number of the steps that all ranks take.
 
 The check runs only where it can matter: after the end of an iteration over a prepared loader, if
-the loaders of neighboring ranks have different or unknown lengths.
+the loaders of neighboring ranks have different or unknown lengths. As long as all iterations have
+known and equal lengths, only the first steps of an iteration call the detector: one to compare the
+loops, and those before the neighbors have published their lengths. Other steps are only counted,
+so that later numbers are comparable. ``HYBRID_SHARD`` is the exception: the kind of each step has
+to be counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +34,7 @@ import torch.distributed as dist
 from fabric.communicators import Collective
 from fabric.contract import GradientContract
 from fabric.diagnostics.batch_counts import BatchCount, BatchCounts
-from fabric.diagnostics.bypass import BypassChecks, BypassGuard
+from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.errors import UsageError
 from fabric.store import JobStore
@@ -115,12 +119,12 @@ class _Step(NamedTuple):
 
     Attributes:
         steps: the number of the step, from 1, or ``_NOT_TAKEN`` for neighbors that do not take it.
-        collectives: the number of collectives over all ranks since the step before.
+        collectives: the number of collectives over all ranks so far.
         loop: the loop in which the rank takes the step.
     """
 
     steps: _PerNeighbor
-    collectives: _PerNeighbor
+    collectives: int
     loop: _Loop
 
 
@@ -129,12 +133,12 @@ class _End(NamedTuple):
 
     Attributes:
         steps: the number of steps that the rank has taken.
-        collectives: the number of collectives over all ranks since the latest step, with this one.
+        collectives: the number of collectives over all ranks so far, with this one.
         batches: the number of batches in the iteration.
     """
 
     steps: _PerNeighbor
-    collectives: _PerNeighbor
+    collectives: int
     batches: int
 
 
@@ -147,7 +151,7 @@ class UnevenInputDetector:
     Args:
         recorder: this process's recorder, which counts collectives.
         store: the store in which the ranks publish their progress.
-        bypass: the checks that call :meth:`on_forward`, from the first iteration on.
+        bypass: the checks that count steps and call :meth:`on_step`, from the first iteration on.
     """
 
     def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
@@ -158,16 +162,13 @@ class UnevenInputDetector:
         self._bypass = bypass
         self._neighbors = bypass.world.neighbours
         self._counts = BatchCounts(store, self._neighbors)
-        # Whether the hooks are installed, which call on_forward() and check().
+        # Whether an iteration has begun. It installs the hooks that call on_step() and check().
         self._is_watching = False
         self._is_paused = False
-        # The number of all steps, which is compared with neighbors that are peers, and of the steps
-        # that all ranks take, which is compared with the other neighbors.
-        self._steps_for_peers = 0
-        self._steps_for_non_peers = 0
-        # How many collectives over all ranks had started at the latest step of each kind.
-        self._collectives_for_peers = 0
-        self._collectives_for_non_peers = 0
+        # The number of steps before the first iteration, and while the detector was paused.
+        self._uncounted_steps = 0
+        # The number of steps that only the peers take.
+        self._steps_of_peers_alone = 0
         # Whether a neighbor has, or may have, another number of batches in any iteration so far.
         self._counts_differ = False
         # The iteration that began last.
@@ -204,50 +205,27 @@ class UnevenInputDetector:
         )
         if not self._is_watching:
             self._is_watching = True
-            self._bypass.on_forward.append(self.on_forward)
-            # These modules were set up before. Modules that are set up later find the function in
-            # the list on_forward.
-            for watched_module in self._bypass.watched_modules.values():
-                watched_module.report_forward_passes()
+            self._uncounted_steps = self._bypass.step_count
             # This check is the first: where ranks have run out of batches, its error says so.
             self._recorder.checks = (self.check, *self._recorder.checks)
+        self._bypass.report_steps(self.on_step)
 
-    def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
-        """Record the start of a forward pass, and raise if it is a step that another rank lacks.
+    def on_step(self, contract: GradientContract) -> None:
+        """Raise if another rank lacks the step that this rank is about to take.
 
-        A *step* is a forward pass that needs other ranks: all of them if gradients are synchronized
-        after the pass, and otherwise the *peers*, with which a sharded module gathers parameters.
-        Called at the start of every forward pass of a sharded or guarded module.
+        Called at the start of a step, until nothing has to be compared before the next iteration.
 
         Args:
-            contract: the module's contract.
-            guard: the module's guard. None, the default, if the module is sharded.
+            contract: the contract of the module that takes the step.
 
         Raises:
             UsageError: another rank has run out of batches and will not take this step.
         """
         if self._is_paused:
             return
-        # This method runs in every forward pass, so its usual path calls as little as possible.
-        if guard is None:
-            # Every forward pass of a sharded module is a step, since it gathers parameters.
-            kind = contract.title
-            is_step_of_all = self._is_step_of_all(contract)
-            if not torch.is_grad_enabled():
-                kind = f"{kind} without gradients"
-        elif guard.prepares_sync:
-            kind = ""
-            is_step_of_all = True
-        else:
-            return
-        collectives = self._recorder.counts[JOB]
-        since_step_for_peers = collectives - self._collectives_for_peers
-        since_step_for_non_peers = collectives - self._collectives_for_non_peers
-        self._steps_for_peers += 1
-        self._collectives_for_peers = collectives
-        if is_step_of_all:
-            self._steps_for_non_peers += 1
-            self._collectives_for_non_peers = collectives
+        is_step_of_all = self._is_step_of_all(contract)
+        if not is_step_of_all:
+            self._steps_of_peers_alone += 1
 
         iteration = self._latest_iteration
         if iteration is None:
@@ -271,13 +249,17 @@ class UnevenInputDetector:
         # The first step of an iteration is always compared, since it shows whether a neighbor takes
         # the step in another loop. Other steps need it only if the numbers of batches differ.
         if is_first_step or self._counts_differ:
-            number_for_non_peers = self._steps_for_non_peers if is_step_of_all else _NOT_TAKEN
+            steps = self._step_numbers()
+            if not is_step_of_all:
+                steps = _PerNeighbor(steps.peers, _NOT_TAKEN)
             step = _Step(
-                steps=_PerNeighbor(self._steps_for_peers, number_for_non_peers),
-                collectives=_PerNeighbor(since_step_for_peers, since_step_for_non_peers),
-                loop=self._loop(iteration, kind),
+                steps=steps,
+                collectives=self._recorder.counts[JOB],
+                loop=self._loop(contract, iteration),
             )
             self._check_step(step, must_be_same_iteration)
+        if self._can_rest(contract):
+            self._bypass.report_steps(None)
 
     def check(self, entry: Entry, collective: Collective) -> None:
         """Compare progress before a collective over all ranks. A check of the flight recorder.
@@ -312,27 +294,60 @@ class UnevenInputDetector:
         iteration begins.
         """
         self._is_paused = True
+        steps_before = self._bypass.step_count
         try:
             yield
         finally:
             self._is_paused = False
+            self._uncounted_steps += self._bypass.step_count - steps_before
             self._latest_iteration = None
             self._iteration_of_step = None
 
     def _is_step_of_all(self, contract: GradientContract) -> bool:
-        """Return whether all ranks take a step of a sharded module, and not only the peers.
+        """Return whether all ranks take a step, and not only the peers.
 
         Args:
-            contract: the contract of the module.
+            contract: the contract of the module that takes the step.
         """
-        if torch.is_grad_enabled() and contract.synchronizes():
+        # If all neighbors are peers, the difference does not matter.
+        if not contract.is_sharded or self._all_neighbors_are_peers():
             return True
-        # Without synchronization, only the peers take the step. If all neighbors are peers, the
-        # difference does not matter.
+        # Without synchronization, only the peers take the step.
+        return torch.is_grad_enabled() and contract.synchronizes()
+
+    def _all_neighbors_are_peers(self) -> bool:
         return self._bypass.peers.issuperset(self._neighbors)
 
-    def _loop(self, iteration: _Iteration, kind: str) -> _Loop:
+    def _can_rest(self, contract: GradientContract) -> bool:
+        """Return whether the next steps need not call :meth:`on_step` until an iteration begins.
+
+        Args:
+            contract: the contract of the module that takes the current step.
+        """
+        latest = self._latest_iteration
+        iteration = self._iteration_of_step
+        if self._counts_differ or latest is None or iteration is None:
+            return False
+        if iteration.unread_ranks:
+            return False
+        # The kind of each step has to be counted.
+        if contract.is_sharded and not self._all_neighbors_are_peers():
+            return False
+        # Otherwise, the first step of the latest iteration is still to come.
+        return latest is iteration or latest.position.is_finished
+
+    def _step_numbers(self) -> _PerNeighbor:
+        """Return how many steps this rank has taken."""
+        steps = self._bypass.step_count - self._uncounted_steps
+        return _PerNeighbor(peers=steps, non_peers=steps - self._steps_of_peers_alone)
+
+    def _loop(self, contract: GradientContract, iteration: _Iteration) -> _Loop:
         """Return what is published about the loop in which this rank takes a step."""
+        kind = ""
+        if contract.is_sharded:
+            kind = contract.title
+            if not torch.is_grad_enabled():
+                kind = f"{kind} without gradients"
         return _Loop(
             loader=iteration.loader,
             iteration=iteration.count.iteration,
@@ -466,12 +481,9 @@ class UnevenInputDetector:
         has_unread_count = any(iteration.unread_ranks for iteration in iterations)
         if not self._counts_differ and not has_unread_count:
             return
-        collectives = self._recorder.counts[JOB] + later_collectives
-        since_step_for_peers = collectives - self._collectives_for_peers
-        since_step_for_non_peers = collectives - self._collectives_for_non_peers
         end = _End(
-            steps=_PerNeighbor(self._steps_for_peers, self._steps_for_non_peers),
-            collectives=_PerNeighbor(since_step_for_peers, since_step_for_non_peers),
+            steps=self._step_numbers(),
+            collectives=self._recorder.counts[JOB] + later_collectives,
             batches=iterations[0].position.received_batches,
         )
         # Published before the neighbors are read. In the other order, each of two ranks could miss
@@ -528,7 +540,7 @@ class UnevenInputDetector:
         steps: dict[int, _Step] = {}
         for rank, (numbers, collectives, loop) in self._store.read("step", ranks).items():
             # JSON made lists of the named tuples.
-            steps[rank] = _Step(_PerNeighbor(*numbers), _PerNeighbor(*collectives), _Loop(*loop))
+            steps[rank] = _Step(_PerNeighbor(*numbers), collectives, _Loop(*loop))
         return steps
 
     def _read_ends(self, ranks: Sequence[int]) -> dict[int, _End]:
@@ -536,7 +548,7 @@ class UnevenInputDetector:
         ends: dict[int, _End] = {}
         for rank, (steps, collectives, batches) in self._store.read("end", ranks).items():
             # JSON made lists of the named tuples.
-            ends[rank] = _End(_PerNeighbor(*steps), _PerNeighbor(*collectives), batches)
+            ends[rank] = _End(_PerNeighbor(*steps), collectives, batches)
         return ends
 
     def _raise_uneven_inputs(
@@ -578,5 +590,4 @@ def _would_wait(step: _Step, end: _End, is_peer: bool) -> bool:
     """
     is_next_step = step.steps.of(is_peer) == end.steps.of(is_peer) + 1
     # Otherwise, the first rank has made the collective of the other one before its step.
-    is_before_collective = step.collectives.of(is_peer) < end.collectives.of(is_peer)
-    return is_next_step and is_before_collective
+    return is_next_step and step.collectives < end.collectives
