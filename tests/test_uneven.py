@@ -4,23 +4,26 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, product, repeat
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
 from fabric.diagnostics.bypass import BypassChecks
-from fabric.diagnostics.recorder import FlightRecorder
+from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import RankFailedError
 from fabric.hooks import Hooks
 from fabric.launchers.base import node_worlds
 from fabric.store import JobStore
 from fabric.strategies import FSDPStrategy
+from tests.laws.base import profile
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 from tests.sampling import sampled
@@ -392,12 +395,17 @@ class Progress:
 class Rank(NamedTuple):
     detector: UnevenInputDetector
     checks: BypassChecks
-    progress: Progress
+    recorder: FlightRecorder
+    positions: list[Progress]
+
+    @property
+    def progress(self) -> Progress:
+        """The position of the latest iteration."""
+        return self.positions[-1]
 
     def begin(self, batches: int | None) -> None:
         """Begin an iteration over the only loader."""
-        self.progress.received_batches = 0
-        self.progress.is_finished = False
+        self.positions.append(Progress())
         self.detector.on_iteration("0", self.progress, batches)
 
     def take_step(self) -> None:
@@ -407,6 +415,12 @@ class Rank(NamedTuple):
         if self.checks.on_step is not None:
             self.checks.on_step(cast(Any, SimpleNamespace(is_sharded=False)))
 
+    def start_collective(self) -> None:
+        """Count a collective over all ranks, and check it, as the recorder does."""
+        self.recorder.counts[JOB] += 1
+        for check in self.recorder.checks:
+            check(Entry(JOB, (), 1, "barrier", "", ""), cast(Any, None))
+
     def end(self) -> None:
         self.progress.is_finished = True
         self.detector.finish()
@@ -414,8 +428,9 @@ class Rank(NamedTuple):
 
 def make_rank(store: JobStore) -> Rank:
     checks = BypassChecks(node_worlds(store.size)[store.rank], Hooks())
-    detector = UnevenInputDetector(FlightRecorder(), store, checks)
-    return Rank(detector, checks, Progress())
+    recorder = FlightRecorder()
+    detector = UnevenInputDetector(recorder, store, checks)
+    return Rank(detector, checks, recorder, [Progress()])
 
 
 def make_ranks(number: int) -> list[Rank]:
@@ -472,6 +487,117 @@ def test_a_loop_with_different_or_unknown_numbers_calls_the_detector_in_each_ste
         for rank in ranks:
             rank.take_step()
             assert rank.checks.on_step is not None
+
+
+# What a rank does next: begin an iteration, take a step in it or outside, end it, or a collective.
+Action = Literal["begin", "step", "end", "collective"]
+WAITING = ("step", "collective")  # the actions for which ranks wait for each other
+
+
+class RandomRank(NamedTuple):
+    """A rank with the actions of its program, of which some begin an iteration."""
+
+    rank: Rank
+    actions: list[tuple[Action, int | None]]
+
+    def run_up_to_waiting(self) -> None:
+        """Run the actions up to one for which other ranks are needed, and start that action."""
+        while self.actions:
+            action, batches = self.actions.pop(0)
+            if action == "begin":
+                self.rank.begin(batches)
+            elif action == "end":
+                self.rank.progress.is_finished = True
+            elif action == "step":
+                self.rank.take_step()
+            else:
+                self.rank.start_collective()
+            if action in WAITING:
+                return
+        self.rank.detector.finish()
+
+
+def split_into_iterations(draw: Any, waiting: list[Action]) -> list[tuple[Action, int | None]]:
+    """Let iterations begin and end, or be broken off, anywhere between what all ranks do.
+
+    The first one begins before the first step: earlier steps do not count.
+    """
+    actions: list[tuple[Action, int | None]] = []
+    begin: int | None = None  # the index of the action that began the iteration
+    taken = 0
+    for action in waiting:
+        if begin is not None and draw(st.booleans()):
+            # Otherwise, the loop is broken off.
+            if draw(st.booleans()):
+                actions.append(("end", None))
+            else:
+                taken += 2
+            number = draw(st.sampled_from([taken, None]))
+            actions[begin] = ("begin", number)
+            begin = None
+        is_first = not actions
+        if begin is None and (is_first or draw(st.booleans())):
+            begin = len(actions)
+            taken = 0
+            actions.append(("begin", 9))
+        actions.append((action, None))
+        taken += action == "step"
+    return actions
+
+
+def run_random_ranks(draw: Any, ranks: list[RandomRank], waiting_count: int) -> str:
+    """Run all ranks, which wait for each other at each step, and return the first error."""
+    for _ in range(waiting_count + 1):
+        for rank in draw(st.permutations(ranks)):
+            text = outcome(rank.run_up_to_waiting)
+            if text != "fine":
+                return text
+    return "fine"
+
+
+EXAMPLES = [100, pytest.param(1000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_no_rank_raises_where_all_take_the_same_steps(examples: int) -> None:
+    @profile(examples)
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        waiting: list[Any] = data.draw(st.lists(st.sampled_from(WAITING), max_size=12))
+        ranks: list[RandomRank] = []
+        for rank in make_ranks(data.draw(st.integers(2, 4))):
+            ranks.append(RandomRank(rank, split_into_iterations(data.draw, waiting)))
+        assert run_random_ranks(data.draw, ranks, len(waiting)) == "fine"
+
+    holds()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_a_rank_raises_where_one_would_wait_for_ever(examples: int) -> None:
+    @profile(examples)
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        draw = data.draw
+        size = draw(st.integers(2, 4))
+        actions_of_ranks: list[list[tuple[Action, int | None]]] = [[] for _ in range(size)]
+        equal_loops = draw(st.lists(st.integers(0, 3), max_size=3))
+        has_collectives = draw(st.booleans())
+        batches = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+        assume(min(batches) < max(batches))
+        has_length = draw(st.booleans())
+        for actions, last in zip(actions_of_ranks, batches, strict=True):
+            for number in [*equal_loops, last]:
+                known = number if has_length else None
+                actions += [("begin", known), *[("step", None)] * number, ("end", None)]
+                if has_collectives:
+                    actions.append(("collective", None))
+        ranks = list(map(RandomRank, make_ranks(size), actions_of_ranks))
+        waiting_count = sum(equal_loops) + has_collectives * len(equal_loops) + min(batches)
+        text = run_random_ranks(draw, ranks, waiting_count)
+        assert f"its loader ended after {min(batches)}, and" in text
+        assert f"no part in step {sum(equal_loops) + min(batches) + 1}, " in text
+
+    holds()
 
 
 def test_equal_lengths_write_twice_for_each_iteration() -> None:
