@@ -204,7 +204,8 @@ class Collective(NamedTuple):
         if self.reduce is not None:
             facts["op"] = self.reduce.value
         if self.peer is not None:
-            # The name of the argument in the user's call.
+            # The name of the argument in the user's call. Checked mode does not read this fact for
+            # a send or recv.
             peer_name = "dst" if self.operation is Operation.GATHER else "src"
             facts[peer_name] = str(self.peer)
         if self.name:
@@ -222,7 +223,7 @@ class Collective(NamedTuple):
         Args:
             rank: the rank that makes the call.
         """
-        assert self.peer is not None, "a message has a peer"
+        assert self.peer is not None, "a send or recv without a peer"
         if self.operation is Operation.SEND:
             return Message(source=rank, destination=self.peer)
         return Message(source=self.peer, destination=rank)
@@ -406,7 +407,8 @@ class Communicator(ABC):
                 not pickle. Every rank raises the error.
         """
         self.check_rank(Operation.BROADCAST, src)
-        # A single process gets its own object, and not a copy. from_pickle() below raises an error.
+        # A single process gets its own object, and not a copy. If it passes an error, from_pickle()
+        # below raises the error.
         if self.size == 1 and error is None:
             return value
         is_source = self.rank == src
@@ -430,12 +432,13 @@ class Communicator(ABC):
                 passed, or an ArgumentTypeError if the value of the rank does not pickle. Every rank
                 raises the error.
         """
-        # A single process gets its own object, and not a copy. from_pickle() below raises an error.
+        # A single process gets its own object, and not a copy. If it passes an error, from_pickle()
+        # below raises the error.
         if self.size == 1 and error is None:
             return [value]
         message = _to_pickle_or_error(value, error)
         messages = self.run(Collective(Operation.GATHER_OBJECTS, message, call=call))
-        # In rank order: the first message with an error raises the error.
+        # The messages are read in rank order, so from_pickle() raises the error of the lowest rank.
         return [from_pickle(packed, rank) for rank, packed in enumerate(messages)]
 
     def check_rank(self, operation: Operation, rank: int) -> None:
@@ -500,9 +503,11 @@ class LocalCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        """Return the result of a call in a group of one rank."""
+        """Return the result of a call in a group of one rank, which sends to itself only."""
+        # What this rank sends: a tensor, a pickled object, or None. See Collective.
         buffer = collective.buffer
-        # Results are new tensors, except those of operations that write into the buffer.
+        # all_reduce, broadcast and scatter write into the buffer and return it. The results of the
+        # other operations on tensors are copies, as in a group of several ranks.
         match collective.operation:
             case Operation.ALL_GATHER | Operation.GATHER:
                 return buffer.clone().unsqueeze(0)
@@ -515,11 +520,11 @@ class LocalCommunicator(Communicator):
             case Operation.NEW_GROUP:
                 return LocalCommunicator(self.device)
             case Operation.SCATTER:
-                assert collective.rows is not None, "this is rank src"
+                assert collective.rows is not None, "rank src of a scatter has no rows"
                 return buffer.copy_(collective.rows[0])
             case _:
-                # A reduction or broadcast over one rank leaves its buffer as it is. The buffer of a
-                # barrier is None.
+                # An all_reduce or broadcast over one rank does not change the buffer. The buffer of
+                # a barrier is None.
                 return buffer
 
 

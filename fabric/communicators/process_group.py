@@ -181,7 +181,7 @@ class ProcessGroupCommunicator(Communicator):
         """
         # The other reductions need the special cases of _all_reduce(), such as the one for NaNs.
         if op not in (Reduce.SUM, Reduce.MEAN):
-            # A copy, since a view would keep the whole buffer in memory.
+            # The row is copied, since a view would keep the whole buffer in memory.
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
         # torch's default reduction is the sum.
@@ -287,13 +287,15 @@ class ProcessGroupCommunicator(Communicator):
             name: the name of the barrier, for the error.
 
         Raises:
-            UsageError: a rank did not call this within the timeout.
+            UsageError: the barrier has failed, usually because a rank did not call it in time.
         """
         # Without a device, torch guesses a device from the rank, and may guess another process's.
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         try:
             dist.barrier(self._group, device_ids=device_ids)
         except RuntimeError as error:
+            # torch raises a plain RuntimeError if the barrier times out. The text of a different
+            # RuntimeError, such as one for a lost connection, is in the problem, too.
             raise UsageError(
                 f"barrier({name!r}) on rank {self.rank} of {self.size}",
                 problem=f"not every rank called it: {error}",

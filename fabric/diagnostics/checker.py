@@ -203,6 +203,7 @@ class CollectiveChecker:
             self._raise_and_stop(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
             # Not published: the other ranks need the record until this rank starts its next call.
+            # Compared by identity, since another thread may be in an equal call.
             calls = [call for call in self._record.calls if call is not published_call]
             self._record = self._record._replace(calls=tuple(calls))
 
@@ -275,7 +276,7 @@ class CollectiveChecker:
             ended_processes = self._ended_processes(ranks_to_look_at)
             records = self._read(ranks_to_read)
             calls = _calls(records, call.group, number)
-            if difference(calls):
+            if difference(calls):  # an empty text if the calls agree
                 self._raise_difference(call, number)
             if is_searching:
                 self._check_circle(call, records)
@@ -396,11 +397,12 @@ class CollectiveChecker:
         """
         waiting_graph = TopologicalSorter(self._waiting_ranks(records))
         try:
-            # Called for its error, which it raises if there is a cycle. The order is not used.
+            # Raises a CycleError if there is a cycle. The order is not used.
             waiting_graph.prepare()
         except CycleError as error:
-            # In the error's list, each rank waits for the rank before it, and the first rank is
-            # also the last one. In reversed order, each rank waits for the next one.
+            # The second argument of the error is the list of the ranks in the cycle. Each rank in
+            # the list waits for the rank before it, and the first rank is also the last one. In
+            # reversed order, each rank waits for the next one.
             circle = error.args[1][::-1]
         else:
             return
@@ -471,7 +473,7 @@ class CollectiveChecker:
         other_ranks = [rank for rank in ranks if rank != self._rank]
         records = {self._rank: self._record}
         for rank, published in self._store.read("record", other_ranks).items():
-            # JSON made lists of the named tuples.
+            # The record has travelled as JSON, which has turned the named tuples into lists.
             started, call_fields, end_reason = published
             calls = tuple(Call(*fields) for fields in call_fields)
             records[rank] = _Record(started, calls, end_reason)

@@ -153,10 +153,10 @@ class ProcessLauncher(base.Launcher):
                 supervisor.start(start_process, worlds, payload, spec.results)
                 pickled_results = supervisor.wait_for_ranks()
         except KeyboardInterrupt:
-            # The supervisor raises KeyboardInterrupt for every signal that ends a job. The next
-            # call raises SystemExit, unless the signal was SIGINT.
+            # The supervisor raises KeyboardInterrupt for every signal that ends a job. For a signal
+            # other than SIGINT, the next call raises SystemExit instead.
             if supervisor.signals:
-                _raise_signal(supervisor.signals[0].number)
+                _exit_by_signal(supervisor.signals[0].number)
             raise
         except RankFailedError:
             # If nothing catches the error, this hook sets the exit code of this process. A hook
@@ -164,7 +164,7 @@ class ProcessLauncher(base.Launcher):
             if sys.excepthook is sys.__excepthook__ and not base.is_interactive():
                 sys.excepthook = _exit_as_the_rank
             raise
-        # A rank whose result spec.results does not select has sent None.
+        # A rank that is not selected by spec.results has sent a pickled None.
         results = [load(pickled_result) for pickled_result in pickled_results]
         if spec.results == "all":
             return results
@@ -187,18 +187,20 @@ class ProcessLauncher(base.Launcher):
         return fork_server().start_rank
 
 
-def _raise_signal(number: int) -> None:
-    """Let a signal, which has ended the ranks already, take its usual effect on this process.
+def _exit_by_signal(number: int) -> None:
+    """Call the user's handler of a signal that has ended the ranks, and exit with code 128 + n.
 
-    The supervisor's handler received the signal while the ranks ran. Now the user's handlers are
-    restored, and a handler of the user for this signal is called. Then this function raises
-    SystemExit with code 128 + n. For SIGINT it only returns, and the caller raises
-    KeyboardInterrupt.
+    The supervisor's handler received the signal while the ranks ran. The supervisor has restored
+    the user's handlers before this function is called. For SIGINT this function does nothing: the
+    caller raises KeyboardInterrupt.
+
+    Raises:
+        SystemExit: always, except for SIGINT.
     """
     if number == signal.SIGINT:
         return
     handler = signal.getsignal(number)
-    if callable(handler):  # SIG_DFL and SIG_IGN are not callable
+    if callable(handler):  # a handler of the user: SIG_DFL and SIG_IGN are not callable
         handler(number, None)
     raise SystemExit(128 + number) from None
 
@@ -242,8 +244,8 @@ def payload_of_call(call: Call) -> Payload:
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
     main_module = sys.modules["__main__"]
-    # None for `python script.py`. There is a name under `python -m`, and for a folder or an archive
-    # with a __main__.py.
+    # The name is None for `python script.py`. There is a name under `python -m`, and for a folder
+    # or an archive with a __main__.py.
     module_name = getattr(main_module.__spec__, "name", None)
     script_path = getattr(main_module, "__file__", None)
     # A new process cannot import the __main__ of an interactive session or a notebook. It must not
@@ -253,12 +255,14 @@ def payload_of_call(call: Call) -> Payload:
     else:
         is_importable = script_path not in (None, "<stdin>")
     pickled_call = dump_call(call, main_is_importable=is_importable)
+    # The keys are those that multiprocessing.spawn.prepare() reads in the rank.
     preparation: dict[str, Any] = {
         "authkey": bytes(multiprocessing.current_process().authkey),
         "sys_path": list(sys.path),
         "sys_argv": list(sys.argv),
         "dir": os.getcwd(),
     }
+    # `needs_main` means that loading the call needs the import of __main__.
     if pickled_call.needs_main and module_name:
         preparation["init_main_from_name"] = module_name
     elif pickled_call.needs_main:
@@ -512,14 +516,14 @@ def forkserver_main() -> None:
         if not request:  # the owner has closed the socket
             break
         control_fd, status_fd, *output_fds = descriptors
-        # The rank closes these: a copy in the rank would hide from the owner that the server has
-        # ended.
+        # The rank inherits copies of these connections and closes them. An open copy in the rank
+        # would hide from the owner that the server has ended.
         server_connections = [requests, *status_pipes.values()]
         process, status_pipe = _fork_rank(
             control_fd, status_fd, output_fds=output_fds, server_connections=server_connections
         )
         status_pipes[process] = status_pipe
-    # No exit handlers: they would wait for the ranks, which exit by themselves.
+    # Exits without exit handlers. They would wait for the ranks, which exit by themselves.
     os._exit(0)
 
 
@@ -564,7 +568,7 @@ def _fork_rank(
         target=_run_served_rank, args=(control, output_fds, [status_pipe, *server_connections])
     )
     process.start()  # returns only in the server
-    # The rank has its own copies of these.
+    # The rank has its own copies of the control pipe and of the output descriptors.
     control.close()
     for descriptor in output_fds:
         os.close(descriptor)
@@ -572,11 +576,11 @@ def _fork_rank(
     return process, status_pipe
 
 
-def _send_status(status_pipe: Connection, number: int | None) -> None:
-    """Send a process id or an exit code to the owner."""
+def _send_status(status_pipe: Connection, pid_or_exit_code: int | None) -> None:
+    """Send a rank's process id, or later its exit code, to the owner of the fork server."""
     # If the owner has ended, the loop of forkserver_main() ends the server.
     with suppress(BrokenPipeError):
-        status_pipe.send(number)
+        status_pipe.send(pid_or_exit_code)
 
 
 def _run_served_rank(

@@ -166,7 +166,7 @@ class RankProcess:
         config: the configuration of the rank.
         process: the process of the rank.
         control: the supervisor's end of the control pipe; see ``[Note: Control pipe]`` in rank.py.
-        stack: the file to which the rank writes its stack on a fatal signal.
+        stack_file: the file to which the rank writes its stack on a fatal signal.
         messages: the content of the latest message of each kind. A kind is missing if the rank has
             not sent a message of this kind.
         exit_code: the exit code of the rank. None while the rank runs.
@@ -177,7 +177,7 @@ class RankProcess:
     config: RankConfig
     process: StartedProcess
     control: Connection
-    stack: _PrivateFile
+    stack_file: _PrivateFile
     messages: dict[MessageKind, Any] = field(default_factory=dict)
     exit_code: int | None = None
     end_time: float = 0.0
@@ -252,7 +252,7 @@ class RankProcess:
         If no Python thread received the signal, the stack is that of the main thread. The text is
         empty if the rank has written no stack.
         """
-        text = Path(self.stack.path).read_text(errors="replace")
+        text = Path(self.stack_file.path).read_text(errors="replace")
         # faulthandler writes paragraphs: the reason, one per thread, and a list of the extension
         # modules, which is cut off here.
         paragraphs, _, _ = text.partition("\n\nExtension")
@@ -421,7 +421,7 @@ class Supervisor:
         self.collect_until(REAP_TIMEOUT)
         for rank in self.ranks:
             rank.control.close()
-            rank.stack.close()
+            rank.stack_file.close()
         self._store.close()
 
     def start(
@@ -451,13 +451,13 @@ class Supervisor:
         """
         for world in worlds:
             returns_result = results == "all" or (results == "first" and world.rank == 0)
-            config, stack = self._configure_rank(
+            config, stack_file = self._configure_rank(
                 world,
                 returns_result=returns_result,
                 user_variables=variables,
                 runs_script=runs_script,
             )
-            self._start_rank(start_process, config, stack)
+            self._start_rank(start_process, config, stack_file)
         # Sent after all processes have been started. A payload may exceed the capacity of a pipe,
         # and send_payload() then waits until the rank reads. So the ranks would start one by one.
         if payload is not None:
@@ -488,32 +488,33 @@ class Supervisor:
             **rank_variables(os.environ, world, available_cores(), sys.platform),
             **user_variables,
         }
-        # OpenMP allows a list, one number per level of nesting.
+        # The variable may be a list, with one number per level of nesting. The first one counts.
         threads, _, _ = rank_environment["OMP_NUM_THREADS"].partition(",")
-        stack = _PrivateFile()
+        stack_file = _PrivateFile()
         config = RankConfig(
             world=world,
             variables=rank_environment,
             threads=int(threads),
-            stack_file=stack.path,
+            stack_file=stack_file.path,
             runs_script=runs_script,
             returns_result=returns_result,
         )
-        return config, stack
+        return config, stack_file
 
     def _start_rank(
-        self, start_process: StartProcess, config: RankConfig, stack: _PrivateFile
+        self, start_process: StartProcess, config: RankConfig, stack_file: _PrivateFile
     ) -> None:
         """Start the process of a rank, and append the rank to ``ranks``.
 
         Args:
             start_process: starts the process.
             config: the configuration of the rank.
-            stack: the file of ``config.stack_file``.
+            stack_file: the open file whose path is ``config.stack_file``.
         """
         control, rank_control = multiprocessing.Pipe()
-        # On Ctrl-C a process that is still starting would print a long traceback. Blocked signals
-        # are inherited, and are delivered when the rank unblocks them.
+        # On Ctrl-C a process that is still starting would print a long traceback. So SIGINT is
+        # blocked here, and the new process inherits the block. It receives the signal when
+        # raise_on_signals() in rank.py unblocks SIGINT.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             # This process closes its copy of the rank's end, so that the pipe closes with the rank.
@@ -521,7 +522,7 @@ class Supervisor:
                 process = start_process(rank_control, config)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        rank = RankProcess(config=config, process=process, control=control, stack=stack)
+        rank = RankProcess(config=config, process=process, control=control, stack_file=stack_file)
         self.ranks.append(rank)
 
     def wait_for_ranks(self) -> list[bytes]:
@@ -541,7 +542,8 @@ class Supervisor:
         while not have_ended:
             have_ended = self._collect(_POLL_INTERVAL)
             if self.signals:
-                # Raises if it has ended the ranks and not all of them were preempted.
+                # Raises KeyboardInterrupt, unless the signal was only a warning or all ranks have
+                # saved and exited.
                 self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
                 self._end_failed_job()  # always raises
@@ -626,12 +628,13 @@ class Supervisor:
                 rank.send("report", request_id)
         controls = [rank.control for rank in self.ranks if not rank.control.closed]
         if not controls:
-            # Without an open pipe nothing ends the wait early. The ranks have closed their pipes,
-            # so they are about to end.
+            # Without an open pipe, the wait below only sleeps. The ranks have closed their pipes
+            # and are about to end, so a short sleep is enough.
             timeout = min(timeout, 0.005)
         wait(controls, timeout)
         for rank in self.ranks:
-            # First poll, then receive: once a rank has ended, all its messages are in the pipe.
+            # Polled before the messages are read: if poll() finds that the rank has ended, all its
+            # messages are in the pipe already, and receive() misses none.
             rank.poll()
             rank.receive()
         return all(rank.exit_code is not None for rank in self.ranks)
@@ -727,6 +730,7 @@ class Supervisor:
         else:
             text = cause.read_stack()
         outcome = describe_exit(exit_code)
+        # A rank whose payload raises an exception exits with 1.
         has_raised = exit_code == 1 and text != ""
         if has_raised:
             outcome = "failed (exit code 1)"

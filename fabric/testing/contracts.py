@@ -69,7 +69,7 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
     checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
     apply_checks(lambda check: check(precision, device_type), *checks)
     assert_equivalent(
-        _train_in_precision,
+        _train_three_steps,
         strategies=("ddp", "fsdp"),
         precision=precision,
         accelerator=device_type,
@@ -106,6 +106,7 @@ def _check_forward_context(precision: Precision, device_type: str) -> None:
         with precision.forward_context(device_type), precision.forward_context(device_type):
             pass
         assert_same(_modes(device_type), modes_before)
+        # An error in the forward pass must leave the context, too, and the modes be restored.
         with _assert_raises(KeyError), precision.forward_context(device_type):
             raise KeyError
         assert_same(_modes(device_type), modes_before)
@@ -121,11 +122,12 @@ def _modes(device_type: str) -> dict[str, Any]:
     }
 
 
-def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
+def _train_three_steps(fabric: Fabric) -> dict[str, Any]:
     """Return the losses of three training steps on a global batch, as means over the ranks.
 
-    Collective: a step function for :func:`assert_equivalent`, which runs it on different numbers of
-    ranks. The global batch is the same for all numbers of ranks, and so are the mean losses.
+    The device and the precision are those of ``fabric``. Collective: a step function for
+    :func:`assert_equivalent`, which runs it on different numbers of ranks and compares the results.
+    The global batch is the same for all numbers of ranks, so the mean losses have to be the same.
     """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -140,7 +142,8 @@ def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").cpu())
-    # Called as a barrier, too: no rank ends before all ranks have finished their steps.
+    # The mean losses are the same on all ranks. They are gathered because a gather waits for all
+    # ranks, as a barrier does: no rank ends before all ranks have finished their steps.
     last_losses = fabric.all_gather(losses[-1])
     assert last_losses.isfinite().all(), f"the loss is {losses[-1]}"
     return {"losses": losses}
@@ -174,9 +177,10 @@ def _check_hardware(accelerator: Accelerator) -> None:
     assert isinstance(count, int), f"device_count() is {count!r}"
     assert count >= 0, f"device_count() is {count}"
     # Two objects of a stateless class are equal.
-    second = type(accelerator)()
-    assert_same((second.name, second.device_count()), (accelerator.name, count))
-    assert_same(accelerator.is_available(), second.is_available())
+    second_accelerator = type(accelerator)()
+    expected = (accelerator.name, count)
+    assert_same((second_accelerator.name, second_accelerator.device_count()), expected)
+    assert_same(accelerator.is_available(), second_accelerator.is_available())
     if accelerator.is_available():
         assert count > 0, "is_available() is true, and device_count() is 0"
 
@@ -205,10 +209,10 @@ def _check_training_on_device(accelerator: Accelerator) -> None:
     losses = []
     for accelerator_or_name in (accelerator, "cpu"):
         with Fabric(accelerator=accelerator_or_name, devices=1, strategy="single_device") as fabric:
-            losses.append(_train_in_precision(fabric)["losses"])
+            losses.append(_train_three_steps(fabric)["losses"])
     losses_on_device, losses_on_cpu = losses
     assert_same(losses_on_device, losses_on_cpu, rtol=1e-4, atol=1e-5)
-    # Called only for the errors that they may raise.
+    # These methods have no result to compare. They are called to see that they raise no error.
     accelerator.release()
     accelerator.return_freed_memory()
 

@@ -165,12 +165,13 @@ class RankPool:
         if self._supervisor is None:
             supervisor = Supervisor()
             self._supervisor = supervisor
-            # _end() calls this. It is also called when the pool is garbage-collected, and when this
-            # process exits.
+            # _end() calls this finalizer. It is also called when the pool is garbage-collected, and
+            # when this process exits.
             self._close_supervisor = weakref.finalize(self, _close, os.getpid(), supervisor)
             payload = payload_of_call(Call(_serve, (self._fabric,), {}))
             supervisor.start(fork_server().start_rank, node_worlds(self.size), payload)
-            # Wait until each rank is connected. Then it sends a first reply, as if to a call.
+            # Waits until all ranks are connected: each of them then sends a first reply, as if to a
+            # call.
             _collect_results(supervisor, "the start of the pool", _START_TIMEOUT)
         return self._supervisor
 
@@ -178,12 +179,13 @@ class RankPool:
         """Send a call to all ranks, without waiting for a rank that does not read.
 
         Args:
-            supervisor: the supervisor of the ranks, which have all replied to the call before.
+            supervisor: the supervisor of the ranks, which have all replied to the previous call.
             message: the pickled call.
         """
         self._sender_threads.clear()
         for rank in supervisor.ranks:
-            # Remove the reply to the call before, or to the start.
+            # Remove the reply to the previous call, or the first reply. Then a "reply" means a new
+            # one.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)
@@ -313,7 +315,7 @@ def _received_report(reply: _Reply) -> Report:
     has_pickled_error = reply.report.has_failed and reply.payload != b""
     if not has_pickled_error:
         return reply.report
-    # If the error cannot be loaded here, the report still has its text.
+    # If the error cannot be loaded in this process, the report still has the error's text.
     with suppress(Exception):
         return replace(reply.report, error=load(reply.payload))
     return reply.report
@@ -373,7 +375,7 @@ def _serve(fabric: Fabric) -> None:
         fabric: the rank's copy of the pool's fabric, which is not connected yet.
     """
     control_thread = ControlThread.of_this_process()
-    assert control_thread is not None, "a supervisor has started this process"
+    assert control_thread is not None, "this process was not started by a supervisor"
     world = control_thread.config.world
     # On Ctrl-C the owner of the pool raises KeyboardInterrupt in run(), which ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -381,15 +383,17 @@ def _serve(fabric: Fabric) -> None:
     # it works while the main thread waits in a collective. The file stays open for the handler.
     stack_file = open(control_thread.config.stack_file, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    # From now on the pool may send SIGUSR1, which would end a process without this handler. So this
+    # is sent before the connection, in which a rank may hang.
     control_thread.send("serving")
     fabric._join_job(world)  # collective: waits until all ranks are connected
-    # The pool waits for this reply when it starts the ranks.
+    # When the pool starts the ranks, it waits for this reply, whose result it ignores.
     first_report = Report(rank=world.rank)
     control_thread.send("reply", _Reply(first_report, dump_result(None)))
     folder_fd = os.open(".", os.O_RDONLY)
     environment = dict(os.environ)
-    message = control_thread.calls.get()  # waits for a call
-    while message is not None:  # None: the pool is closed
+    message = control_thread.calls.get()  # waits until the pool sends a call
+    while message is not None:  # None means that the pool is closed, and this rank ends
         reply = _run_call(fabric, world.rank, message)
         # Undo what the call has done to the working directory and to the environment. The directory
         # is known by its descriptor, since its path may no longer exist.
@@ -417,8 +421,8 @@ def _run_call(fabric: Fabric, rank: int, message: bytes) -> _Reply:
         # The path is set first, because loading the call imports modules.
         sys.path[:], pickled_call = load(message)
         fn, args, kwargs = load(pickled_call)
-        # So a call draws the same random numbers whatever ran before it. Otherwise a failing
-        # example could not be repeated.
+        # Every call draws the same random numbers, whatever ran before it. Otherwise a failing
+        # example of a test could not be repeated.
         seed_everything(0)
         args, kwargs = arguments_of_rank(args, kwargs, rank)
         result = fn(fabric, *args, **kwargs)
