@@ -161,6 +161,7 @@ class StagingBuffers:
         if is_dense and local.untyped_storage().nbytes() > 0:
             copied = self._copy_in_buffer(local)
         else:
+            # clone() as well, since cpu() returns a CPU tensor itself.
             copied = local.clone().cpu()
         is_dtensor = local_tensor(tensor) is not tensor
         if is_dtensor:

@@ -83,6 +83,7 @@ def consolidate(
     output.parent.mkdir(parents=True, exist_ok=True)
     # The scratch files are beside the output, where there has to be room for it anyway.
     allocate = partial(_scratch_tensor, request, output.parent)
+    # Has fabric's metadata as one more entry.
     entries = reader.load(names, allocate)
     if not writes_weights:
         FullCheckpoint().save(entries, output)
@@ -118,7 +119,7 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
 
     Args:
         request: what the user asked for, for the error.
-        content: the entries of the checkpoint.
+        content: the entries of the checkpoint by name, with meta tensors.
         key: the name that the user has given. None for the only entry that can be a model.
 
     Raises:
@@ -146,6 +147,7 @@ def _is_model_state(entry: Mapping[Any, Any]) -> bool:
     sequences, which the state dict of an optimizer contains.
     """
     types = {type(value) for value in entry.values()}
+    # The reader of a checkpoint returns plain tensors, whatever the class of a saved tensor was.
     if Tensor not in types:
         return False
     return not any(issubclass(kind, Mapping | list | tuple) for kind in types)

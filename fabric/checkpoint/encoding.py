@@ -92,7 +92,9 @@ class FlatState(NamedTuple):
 def flatten_state(state: Mapping[str, Any]) -> FlatState:
     """Split a state into JSON and tensors.
 
-    No tensor is copied, except sparse ones, which are stored in the JSON.
+    A sharded checkpoint has the JSON in its index, and the tensors in data files. :func:`from_json`
+    reads the JSON, and gets each tensor by its stored name. No tensor is copied, except sparse
+    ones, whose values are in the JSON.
 
     Raises:
         ArgumentTypeError: a value cannot be stored in a sharded checkpoint.
@@ -102,12 +104,17 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
     first_names: dict[Any, str] = {}
 
     def convert(path: KeyPath, item: PlainValue) -> Json:
-        """Replace a tensor by its name, if it can be stored separately. Refuse other values."""
+        """Return the JSON of a tensor: its stored name or, if it needs that, its values.
+
+        Other values are refused.
+        """
         is_dtensor = hasattr(item, "full_tensor")
         is_tensor = type(item) in (Tensor, nn.Parameter) or is_dtensor
-        # A load cannot fill in a tensor whose path has an ellipsis, see [Note: key path].
+        if not is_tensor:
+            raise unsupported(path, item)
+        # An ellipsis in a path stands for a place that a load cannot look up, such as in a set.
         can_be_filled_in = ... not in path
-        if not is_tensor or not can_be_filled_in or not _is_dense(item):
+        if not can_be_filled_in or not _is_dense(item):
             return _tensor_to_json(path, item)
         name = ".".join(map(str, path))
         # {"a.b": x} and {"a": {"b": y}} would get the same name. safetensors uses "__metadata__"
@@ -118,6 +125,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         # so its own name serves as the key.
         key = memory_key(item) or name
         stored_name = first_names.setdefault(key, name)
+        # Each tensor is listed under its own name. The JSON has the name to read it by.
         flat.tensors[name] = item
         flat.stored_names[name] = stored_name
         return {"$tensor": stored_name}

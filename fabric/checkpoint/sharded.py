@@ -143,6 +143,7 @@ class ShardedCheckpoint:
         # If anything raises before _commit(), the stack leaves the context of _replace_folder()
         # with the error, and the old checkpoint stays.
         with ExitStack() as stack:
+            # None on all ranks but rank 0.
             save = write_on_all_ranks(_begin, stack, request, path, is_first)
             # Rank 0 describes the save, and every rank gets this description.
             target = None

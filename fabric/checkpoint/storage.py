@@ -141,7 +141,7 @@ def locate(path: str | os.PathLike[str]) -> Any:
     """
     text = os.fspath(path)
     match = _PATH.fullmatch(text)
-    assert match is not None, "the path may be any text"
+    assert match is not None, "the pattern has to match any text"
     _check_path(text, match)
     has_scheme = match["slashes"] == "//"
     if not has_scheme:

@@ -64,7 +64,8 @@ def gather_batch(
         ConfigurationError: a leaf cannot be assigned to samples.
     """
     spec, position = _innermost_loop(communicator, active_loops)
-    # Fabric's rounds of an iterable dataset have equal counts only if they are complete.
+    # worker_seed_streams is set if fabric shards an iterable dataset in rounds. Under "longest" the
+    # last round may be incomplete, so that only some ranks have a sample of it.
     has_equal_batches = spec.has_equal_counts and spec.worker_seed_streams is None
     # Ranks may have batches of different lengths, or none.
     is_uneven = spec.ends_in_lockstep and not has_equal_batches
@@ -89,7 +90,7 @@ def gather_batch(
     else:
         # The batch of a rank is a single sample, without a dim of samples.
         gathered = all_gather(communicator, collection)[title]
-        join_ranks = _take
+        join_ranks = _drop_repetitions
     for index, rank_values in enumerate(gathered):
         if isinstance(leaves[index], Tensor):
             leaves[index] = join_ranks(rank_values, size.entries)
@@ -251,7 +252,8 @@ def _concatenate(rank_values: Sequence[Tensor], entries: int | None) -> Tensor:
 
     Args:
         rank_values: a tensor for each rank. They may have different lengths.
-        entries: how many ranks have a batch that is not a repetition. None for all ranks.
+        entries: how many ranks, from rank 0 on, have a batch that is not a repetition. None for all
+            ranks.
     """
     return torch.cat(list(rank_values[:entries]))
 
@@ -268,12 +270,14 @@ def _interleave(rank_values: Tensor, entries: int | None) -> Tensor:
     return rows[:entries].clone()
 
 
-def _take(rank_values: Tensor, entries: int | None) -> Tensor:
-    """Return a row for each rank, where each rank has one sample.
+def _drop_repetitions(rank_values: Tensor, entries: int | None) -> Tensor:
+    """Return the values of the ranks whose sample is not a repetition. Each rank has one sample.
 
     Args:
         rank_values: the value of each rank, with shape (ranks, ...).
-        entries: how many ranks have a sample that is not a repetition. None for all ranks.
+        entries: how many ranks, from rank 0 on, have a sample that is not a repetition. The samples
+            are dealt out in the order of the ranks, so repetitions are on the last ranks. None for
+            all ranks.
     """
     # A copy, so that the result does not keep the memory of the repetitions.
     return rank_values[:entries].clone()

@@ -186,6 +186,8 @@ class FabricDataLoader(_Base):
             name=name,
         )
         spec = shard_loader(prepared, shard_request)
+        # The workers of rank 0 keep torch's streams. Those of a sharded iterable dataset need the
+        # same streams on all ranks.
         if seed_workers and job.rank > 0 and spec.worker_seed_streams is None:
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
             # Past the __setattr__ of a user's class.
@@ -302,7 +304,8 @@ class FabricDataLoader(_Base):
         worker_seed_streams = self._spec.worker_seed_streams
         if worker_seed_streams is None:
             return iter(self.loader)
-        # torch draws the base seed of the workers in iter().
+        # torch draws the base seed of the workers in iter(). draw() calls iter() with rank 0's
+        # random states, and also returns these states, which are not needed.
         _, batches = worker_seed_streams.draw(partial(iter, self.loader))
         return batches
 
@@ -322,10 +325,10 @@ class FabricDataLoader(_Base):
         for generator in spec.generators:
             if generator not in replayed_generators:
                 generators.append(generator)
-        streams = RandomStreams(("torch",), tuple(generators))
-        before = streams.state()
+        streams = RandomStreams(global_streams=("torch",), generators=tuple(generators))
+        states_before = streams.state()
         batches = iter(self.loader)
-        streams.restore(before)
+        streams.restore(states_before)
         return batches
 
     def _look_ahead(
@@ -601,9 +604,9 @@ class FabricDataLoader(_Base):
 
         Their attributes ``epoch`` are recorded afterwards, for :meth:`_follow_user_epoch`.
         """
-        targets: list[_EpochTarget] = []
         for target, _ in self._epoch_targets:
             target.set_epoch(epoch)
+        targets: list[_EpochTarget] = []
         # In a second loop, since a target may pass its epoch on to another target.
         for target, _ in self._epoch_targets:
             targets.append(_EpochTarget(target, known_epoch=getattr(target, "epoch", None)))

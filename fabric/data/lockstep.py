@@ -80,7 +80,8 @@ class RemainingBatches:
     def peek(self) -> Any:
         """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # Cleared first: read_state would return the state from before the previous fetch.
+            # Cleared first, since read_state() returns this attribute if it is set. The attribute
+            # has the state from before the previous fetch.
             self.position.state_before_fetch = None
             if self.count is None:
                 # A checkpoint that is saved now must not count the batch that is fetched ahead.
@@ -160,7 +161,7 @@ class Lockstep:
         self._connect = connect
         self._modules = modules
         self._loop_numbers = count(1)
-        # It exchanges the flags. One worker, so that all ranks exchange them in the same order.
+        # Exchanges the flags. It has one worker, so that all ranks exchange them in the same order.
         self._thread = ThreadPoolExecutor(1, "fabric-batches")
 
     def check_modules(self) -> None:
@@ -186,41 +187,49 @@ class Lockstep:
     ) -> Iterator[Any]:
         """Yield equally many batches on all ranks. Collective.
 
-        Before each batch, the ranks start to exchange whether they have one more batch after it,
-        and after the batch they decide by the result. If all ranks know their numbers of batches,
-        the first exchange is the only one.
+        The ranks exchange flags, which say whether each rank has another batch. The exchange about
+        the next batch starts before the current batch is yielded, and is awaited afterwards. If all
+        ranks know their numbers of batches, the first exchange is the only one. All ranks make the
+        same exchanges, since they decide by the same flags.
 
         Args:
             remaining: the batches of this rank.
-            choose: ``min`` ends all ranks with the first rank, ``max`` with the last rank.
+            choose: ``min`` ends the loop on all ranks when the first rank runs out of batches.
+                ``max`` ends it when all ranks have run out.
             finds_final: whether ``position.is_final`` has to be true while the user has the last
-                batch. This waits for the flags before the batch. If not, ``is_final`` stays false.
+                batch. Then the exchange is awaited before the batch is yielded, so that they do not
+                overlap. If not, ``is_final`` stays false.
         """
-        loop = next(self._loop_numbers)
-        number = 0  # of the current batch, from 1
-        flags = self._start_exchange(loop, number, remaining).result()
-        total = _total(flags, choose)
-        has_batch = _has_next(flags, choose)
+        loop_number = next(self._loop_numbers)
+        batch_number = 0  # of the current batch, from 1
+        first_flags = self._start_exchange(loop_number, batch_number, remaining).result()
+        # None unless all ranks know their numbers of batches.
+        total = _total(first_flags, choose)
+        has_batch = _has_next(first_flags, choose)
         batch = _END_OF_BATCHES
         if has_batch:
-            batch = self._first_repeat(flags, remaining)
+            # The batch to repeat if this rank never has one. All ranks take part in sending it.
+            batch = self._first_repeat(first_flags, remaining)
         while has_batch:
             is_repeat = not remaining.has_next()
+            # A repeat leaves ``batch`` as it is: the last batch of this rank, if it had one.
             if not is_repeat:
                 batch = remaining.take()
-            number += 1
-            next_flags = None
+            batch_number += 1
+            next_exchange = None
             if total is None:
-                next_flags = self._start_exchange(loop, number, remaining)
+                next_exchange = self._start_exchange(loop_number, batch_number, remaining)
             if finds_final:
-                remaining.position.is_final = not _follows(next_flags, number, total, choose)
+                has_next = _wait_for_next(next_exchange, batch_number, total, choose)
+                remaining.position.is_final = not has_next
             if is_repeat:
                 with self._repeating(remaining.position):
                     yield batch
             else:
                 yield batch
-            has_batch = _follows(next_flags, number, total, choose)
-        # Under "shortest" this rank may have batches left.
+            has_batch = _wait_for_next(next_exchange, batch_number, total, choose)
+        # If ``choose`` is min, this rank may have batches left. If none should be left, finish()
+        # checks that the loader has really ended.
         if not remaining.has_next():
             remaining.finish()
 
@@ -230,17 +239,17 @@ class Lockstep:
 
     def _group(self) -> Communicator:
         """Return the communicator that exchanges flags. Collective at the first call."""
-        assert self._connect is not None, "there are other ranks"
+        assert self._connect is not None, "called with a single rank"
         return self._connect(_GROUP)
 
     def _start_exchange(
         self, loop: int, batch: int, remaining: RemainingBatches
     ) -> Future[list[_Flag]]:
-        """Exchange the flags of all ranks in the background thread. Collective.
+        """Start to exchange the flags of all ranks, in the background thread. Collective.
 
         Args:
             loop: number of the loop.
-            batch: number of the batch before the one that the flags are about.
+            batch: number of the current batch. The flags are about the batch after it.
             remaining: the batches of this rank.
 
         Returns:
@@ -248,6 +257,7 @@ class Lockstep:
         """
         remaining_count = _UNKNOWN if remaining.count is None else remaining.count
         message = torch.tensor([loop, batch, remaining.has_next(), remaining_count])
+        # For errors and hang reports: the user's line that asked for the batch.
         call = CallDescription("the next batch", call_site=user_call(sys._getframe(1)))
         # Connects in the calling thread, so that all ranks create their groups in the same order.
         group = self._group()
@@ -330,24 +340,24 @@ def _has_next(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> boo
     return choose(flag.has_next for flag in flags) > 0
 
 
-def _follows(
-    next_flags: Future[list[_Flag]] | None,
-    number: int,
+def _wait_for_next(
+    next_exchange: Future[list[_Flag]] | None,
+    batch_number: int,
     total: int | None,
     choose: Callable[[Iterable[int]], int],
 ) -> bool:
-    """Return whether another batch follows on all ranks. Waits for the exchange of flags.
+    """Wait for the exchange of flags, and return whether all ranks go on with another batch.
 
     Args:
-        next_flags: the exchange about the next batch. None if ``total`` is known.
-        number: number of the current batch, from 1.
-        total: number of batches on all ranks. None if flags are exchanged.
+        next_exchange: the exchange about the next batch. None if ``total`` is known.
+        batch_number: number of the current batch, from 1.
+        total: number of batches that each rank yields. None if flags are exchanged.
         choose: ``min`` or ``max``.
     """
-    if next_flags is not None:
-        return _has_next(next_flags.result(), choose)
-    assert total is not None, "without a total, flags are exchanged"
-    return number < total
+    if next_exchange is not None:
+        return _has_next(next_exchange.result(), choose)
+    assert total is not None, "neither an exchange nor a total"
+    return batch_number < total
 
 
 def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -> list[_Flag]:
@@ -361,17 +371,19 @@ def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -
     Raises:
         UsageError: the ranks are at different loops or batches.
     """
+    # One message per rank.
     rows = group.run(Collective(Operation.ALL_GATHER, message, call=call)).tolist()
+    place_of_rank0 = rows[0][:2]  # its loop and its batch
     flags: list[_Flag] = []
     for loop, batch, has_next, remaining_count in rows:
-        if [loop, batch] != rows[0][:2]:
+        if [loop, batch] != place_of_rank0:
             _refuse_progress(rows)
         flags.append(_Flag(has_next, remaining_count))
     return flags
 
 
 def _refuse_progress(rows: list[list[int]]) -> NoReturn:
-    """Raise the error for ranks that are at different batches. There is one message per row."""
+    """Raise the error for ranks that are at different batches. ``rows`` are messages by rank."""
     descriptions: list[str] = []
     for rank, (loop, batch, *_) in enumerate(rows[:_MAX_SHOWN_RANKS]):
         descriptions.append(f"rank {rank} behind batch {batch} of loop {loop}")
@@ -399,6 +411,6 @@ def without_repeats(position: EpochPosition, loss: Tensor, weight: Any) -> tuple
         )
     if not position.is_repeat:
         return loss, weight
-    # Zero times infinity would be NaN.
+    # The loss of a repeat may be infinite, and zero times infinity is NaN.
     finite_loss = torch.where(loss.isfinite(), loss, 0)
     return finite_loss * 0, weight * 0

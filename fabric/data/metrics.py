@@ -179,6 +179,7 @@ def load_rank_states(
             continue
         states_by_rank = [rank_state[name] for rank_state in saved]
         problem = ""
+        # All ranks have saved the same metrics.
         if states_by_rank[0].keys() != metrics.keys():
             problem = (
                 f"it was saved with the metrics {sorted(states_by_rank[0])}, and has "

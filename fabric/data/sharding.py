@@ -70,7 +70,7 @@ class SynchronizedStreams:
         if saved is not None:
             self.streams.restore(saved)
             result = action()
-            # Without exceptions: all global streams get their earlier states again.
+            # All global streams get their earlier states again: ``unless`` excepts none.
             self.streams.restore_global_streams(local_state, unless={})
             return saved, result
         # False if nothing random is drawn.
@@ -82,7 +82,8 @@ class SynchronizedStreams:
         state: State = pickle.loads(received)  # noqa: S301 - from a rank of this job
         self.streams.restore(state)
         result = action()
-        # A global stream that was equal to rank 0's keeps the state after the draw.
+        # ``unless`` excepts the streams that were equal to rank 0's. They keep the state after the
+        # draw.
         self.streams.restore_global_streams(local_state, unless=state)
         return state, result
 
@@ -357,12 +358,12 @@ class InterleavedIterable(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of samples of this rank, from the length of the user's dataset."""
-        # A round counts once the dataset has yielded the round's sample with this index: the last
-        # sample of the round or, if incomplete rounds count, this rank's sample.
-        needed = self._num_replicas - 1
+        # The index in a round of the sample that the dataset must have, so that the round counts:
+        # of the last sample or, if incomplete rounds count, of this rank's sample.
+        needed_index = self._num_replicas - 1
         if self._includes_incomplete:
-            needed = self._rank
-        return len(range(needed, len(self._dataset), self._num_replicas))
+            needed_index = self._rank
+        return len(range(needed_index, len(self._dataset), self._num_replicas))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's dataset. Called for a name that this object lacks."""

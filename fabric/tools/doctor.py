@@ -147,8 +147,8 @@ def _report_on_machine(prints_all: bool) -> bool:
 
 def _start_and_examine(processes: int, seconds: float) -> None:
     """Start new processes that form a job, and run :func:`examine_rank` in each of them."""
-    # The sum of the limits in examine_rank, and 60 seconds for the start, in which the launcher and
-    # the ranks may import torch one after the other.
+    # 7 * seconds is the sum of the limits in examine_rank, without the import of torch. 60 seconds
+    # are for the imports of the launcher and then of the ranks.
     limit = 60 + 7 * seconds
     with _report_part(f"{processes} processes", limit, _IMPORT, end=_end_by_signal):
         spec = LaunchSpec(num_processes=processes)
@@ -241,7 +241,7 @@ def _examine_torch() -> str:
 
 def _examine_imports() -> Iterator[str]:
     """Yield a failure for each file or package that may be imported in place of fabric."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[1]  # the folder of this installation of fabric
     # The files that Python may import. A dict keeps the order, and drops a file that is found by
     # several paths.
     shadowing_paths: dict[Path, None] = {}
@@ -317,6 +317,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     Raises:
         SystemExit: something is wrong; its message says what.
     """
+    # Without a launcher, this process is a job of its own.
     _, world = detect(os.environ) or (None, World())
     title = f"rank {world.rank} of {world.world_size} on {socket.gethostname()}"
     with _report_part(f"{title}: import of torch", _IMPORTING + seconds, _IMPORT):
@@ -348,6 +349,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         accelerator = "cpu" if is_new and has_too_few_devices else "auto"
         fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
         fabric.launch()
+    # Leaving the context of ``fabric`` tears the process group down.
     with _report_part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
         summary = _check_collectives(fabric, world)
     if world.rank == 0:
@@ -407,16 +409,16 @@ def _meet(
 
     from fabric.store import JobStore
 
-    own_address, main_address = _addresses(world)
+    own_address, host_address = _addresses(world)
     job_store = JobStore(PrefixStore("doctor", store), world.rank, world.world_size)
     description = (
-        f"{title}: at {own_address}, rank 0 at {main_address}, {device_count} CUDA devices"
+        f"{title}: at {own_address}, rank 0 at {host_address}, {device_count} CUDA devices"
     )
     job_store.publish("rank", description)
     awaited_ranks = range(1)  # rank 0
     if world.rank == 0:
         awaited_ranks = range(world.world_size)
-    # Has only the ranks that have published a description in time.
+    # read() waits for these ranks. The result lacks a rank that has not published in time.
     descriptions = job_store.read("rank", awaited_ranks, seconds)
     missing = set(awaited_ranks) - descriptions.keys()
     if missing:
@@ -438,12 +440,14 @@ def _addresses(world: World) -> tuple[str, str]:
     """
     port = world.port or 1  # any port: nothing is sent
     candidates = socket.getaddrinfo(world.address, port, type=socket.SOCK_DGRAM)
-    family, _, _, _, main_endpoint = candidates[0]
+    # The first candidate is the address that a connection would try first.
+    family, _, _, _, host_endpoint = candidates[0]
+    host_address = str(host_endpoint[0])
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing, and chooses the network interface.
-        probe.connect(main_endpoint)
+        probe.connect(host_endpoint)
         own_address = probe.getsockname()[0]
-    return own_address, str(main_endpoint[0])
+    return own_address, host_address
 
 
 class _Outcome(NamedTuple):

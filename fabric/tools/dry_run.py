@@ -261,10 +261,10 @@ class _Job:
         precision = parse_precision(precision)
         fabric = self._build_fabric(strategy, precision)
         with fake_ranks(self.world_size) as mode:
-            # Before the modes are entered, so that the trace does not count what launch() sends.
+            # The modes are entered after launch(), so that the trace does not count what it sends.
             fabric.launch()
-            # The trace is entered last, so that it gets each operation before the mode of fake
-            # tensors does.
+            # The trace is entered last, since the mode that is entered last gets each operation
+            # first.
             with fabric, mode, _Trace(mode) as trace:
                 layer_types = self._train(fabric, trace)
         title = (
@@ -314,6 +314,8 @@ class _Job:
         if self.steps_together:
             for optimizer in optimizers:
                 _step_together(optimizer)
+        # Rank0Chunks makes sharding fast. With a scheduler, setup() returns a tuple even if there
+        # are no optimizers; a dry run needs no real scheduler.
         with Rank0Chunks():
             model, *_ = fabric.setup(model, *optimizers, scheduler="none")
         trace.mark([*model.parameters()], "parameters")
@@ -364,6 +366,7 @@ def _alternatives(
         precision: the precision that was requested.
         layer_types: the types of layers whose activations are recomputed. It may be empty.
     """
+    # A strategy object serves one Fabric, so each alternative gets an object of its own.
     base: Strategy = FSDPStrategy()
     options = ""
     if isinstance(requested, ModelParallelStrategy):
@@ -380,7 +383,6 @@ def _alternatives(
     recomputing = _with_options(base, activation_checkpointing=layer_types or None)
     code = f"{type(base).__name__}({options})"
     yield _Alternative(code, recomputing, precision)
-    # A copy, since a strategy serves one Fabric.
     yield _Alternative(f'{code}, Fabric(precision="bf16-mixed")', copy(recomputing), "bf16-mixed")
 
 

@@ -117,11 +117,11 @@ class Throughput:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block, such as validation. Waits for the device."""
-        before = self._now()
+        before = self._wait_and_read_clock()
         try:
             yield
         finally:
-            self._window_start += self._now() - before
+            self._window_start += self._wait_and_read_clock() - before
 
     def update(
         self, samples: float | Tensor, tokens: float | Tensor = 0, step: int | None = None
@@ -152,7 +152,7 @@ class Throughput:
         is_end_of_window = measured_steps >= 0 and measured_steps % self._every == 0
         if not is_end_of_window:
             return None
-        now = self._now()
+        now = self._wait_and_read_clock()
         rates = None
         # At the end of the warm-up there is no window yet, and only the clock starts.
         if measured_steps > 0:
@@ -197,9 +197,10 @@ class Throughput:
         # The mean over ranks, in seconds.
         seconds = sums.elapsed / sums.ranks / 1e9
         # Several ranks may compute parts of the same batch, and each of them has counted all of its
-        # samples. So the sum is divided by the number of ranks that share a batch.
-        batches = self._fabric.strategy._data_parallel_communicator().size
-        samples = sums.samples * (batches / sums.ranks)
+        # samples. So the sum is divided by the number of ranks that share a batch. Each rank counts
+        # only its own tokens, whose sum is right.
+        batch_count = self._fabric.strategy._data_parallel_communicator().size
+        samples = sums.samples * (batch_count / sums.ranks)
         flops_of_one_process = sums.flops / sums.ranks / seconds
         mfu = 0.0
         if self._peak_flops:
@@ -213,7 +214,7 @@ class Throughput:
         # A rate of 0 is not known: the loop has no tokens, or no FLOPs were counted.
         return {name: rate for name, rate in rates.items() if rate}
 
-    def _now(self) -> int:
+    def _wait_and_read_clock(self) -> int:
         """Wait for the device, and return the time in nanoseconds."""
         if self._fabric.device.type != "cpu":
             torch.accelerator.synchronize(self._fabric.device)
@@ -259,10 +260,13 @@ class _FlopCounter(DispatchMode):
             # tensors, which come here and are counted.
             return NotImplemented
         result = func(*args, **kwargs)
-        # Formulas are registered for a packet, which is an operator with all its overloads.
-        # Higher-order operators (control flow, flex_attention) have no packet.
-        operator = getattr(func, "_overloadpacket", func)
-        is_higher_order = operator is func
+        # Higher-order operators (control flow, flex_attention) have no packet, and formulas are
+        # registered for them. Otherwise formulas are registered for the packet of the operator,
+        # which has all its overloads.
+        is_higher_order = not hasattr(func, "_overloadpacket")
+        operator = func
+        if not is_higher_order:
+            operator = func._overloadpacket
         formula = self._formulas.get(operator)
         if is_higher_order and formula is None:
             raise UsageError(
@@ -271,7 +275,8 @@ class _FlopCounter(DispatchMode):
                 suggestion="torch.utils.flop_counter.register_flop_formula for it; "
                 "or no count_flops()",
             )
-        # Gradients are enabled in a backward pass only where a checkpointed block is recomputed.
+        # A backward pass enables gradients to recompute a checkpointed block, which is not work of
+        # the model. Under create_graph=True they are enabled throughout, and nothing is counted.
         is_recomputed = is_in_backward() and torch.is_grad_enabled()
         if formula and not is_fake and not is_recomputed:
             self.flops += formula(*args, **kwargs, out_val=result)

@@ -217,7 +217,7 @@ class Timeline(SessionObserver):
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches. The time in which each is fetched is a span ``"data"``."""
-        # As a decorator of next(), the context manager is entered at each call.
+        # fetch(batches, default) is next(batches, default) within a new span "data".
         fetch = self.during("data")(next)
         while True:
             batch = fetch(batches, _END_OF_BATCHES)
@@ -279,8 +279,8 @@ class Timeline(SessionObserver):
         """Record what runs between the hooks as spans of this name, until :meth:`close`."""
         before = partial(self._enter, name)
         after = partial(self._exit, name)
-        # First in both lists: other hooks before the phase count as part of it, and other hooks
-        # after the phase do not.
+        # These hooks come first in both lists. So other hooks before the phase count as part of the
+        # phase, and other hooks after it do not.
         hooks.before.insert(0, before)
         hooks.after.insert(0, after)
         self._hooks.callback(hooks.before.remove, before)
@@ -569,6 +569,7 @@ def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, s
         excess = own_seconds[last_rank] - own_seconds.amin(dim=0)
         phase = phases[int(excess.argmax())]
         others_waited = float((waits - waits.min()).sum())
+        # The mean over the other ranks, as a part of the mean over the rounds.
         delays[last_rank, phase] += others_waited / (ranks - 1) / rounds
     longest_first = sorted(delays.items(), key=lambda item: -item[1])
     return dict(longest_first)
@@ -649,8 +650,8 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
         communicator.barrier("fabric.profile")
         exits.append(time_ns())
     entries_of_rank0 = communicator.broadcast_object(entries, 0)
-    # Each lead is the difference of the clocks plus the duration of a barrier. So the least lead
-    # is the nearest to the difference of the clocks.
+    # Times from rank 0's entry to this rank's exit. Each lead is the difference of the clocks plus
+    # the duration of a barrier. So the least lead is the nearest to the difference of the clocks.
     leads: list[int] = []
     for entered, exited in zip(entries_of_rank0, exits, strict=True):
         leads.append(exited - entered)
@@ -689,7 +690,7 @@ class _Profile:
         self._at_end = ExitStack()
         self._at_end.callback(self._write)
         timeline.on_step = self._on_step
-        # Begins at once if the steps begin at 0.
+        # As after a step: this begins the recording if the steps begin at 0.
         self._on_step(timeline.steps)
 
     def close(self) -> None:
