@@ -317,12 +317,13 @@ class Fabric:
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
-        # A rank imports the user's script to find the function to run. This raises if the script
-        # calls launch() while it is imported: each rank would start a further job.
+        # A rank imports the user's script to find the function to run. If the script calls launch()
+        # during this import, the call below raises: each rank would start a further job.
         refuse_while_importing_main()
         if self._is_closed:
             raise self._not_running_error("launch()")
         self._check_launch(function_and_args, kwargs)
+        # launch() without a function only connects the processes.
         function: Callable[..., Any] = _return_none
         args: Sequence[Any] = ()
         if function_and_args:
@@ -419,6 +420,7 @@ class Fabric:
                 stack.callback(self._loggers.close, status)
             if self._session is not None:
                 stack.callback(self._session.close)
+            # From here on, methods that need a session raise. The stack keeps the session alive.
             self._session = None
 
     def __enter__(self) -> Self:
@@ -703,8 +705,9 @@ class Fabric:
         if session is not None:
             for spec, position in session.active_loops:
                 if spec.uneven == "longest":
-                    # This rank has run out of batches and repeats one to stay in step with the
-                    # other ranks: its loss and its weight become zero. Others are not changed.
+                    # A rank that has run out of batches repeats one to stay in step with the other
+                    # ranks. The loss and the weight of a repeated batch become zero. Those of any
+                    # other batch are not changed.
                     tensor, weight = without_repeats(position, tensor, weight)
         needs_loss_weights = weight is not None or optimizer is not None
         # After the first weight, all losses pass through the loss weights, which refuse to add up
@@ -727,7 +730,7 @@ class Fabric:
                 function()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
-            session.strategy._explain(error)  # may add a note to the error
+            session.strategy._explain(error)  # may add a note to the error; does not raise
             for function in hooks.after:
                 function(tensor, error)
             raise
@@ -1017,9 +1020,10 @@ class Fabric:
             of the batches of all processes, in the order of the loader's sampler.
         """
         session = self._ensure_session("gather_for_metrics")
-        # Only the ranks that read different batches, so that each sample counts once.
+        # This communicator connects only ranks that read different batches: each sample counts
+        # once.
         communicator = session.strategy._data_parallel_communicator()
-        # The running loops know which samples of a batch repeat earlier ones.
+        # The running loops know which samples of a batch repeat earlier ones and must be removed.
         return gather_batch(communicator, session.active_loops, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
@@ -1033,7 +1037,7 @@ class Fabric:
             The result of ``metrics.compute()``, the same on every process.
         """
         session = self._ensure_session("compute_metrics")
-        # The ranks that hold different data, so that each sample counts once.
+        # This communicator connects only ranks that hold different data: each sample counts once.
         communicator = session.strategy._distinct_samples_communicator()
         return compute_metrics(communicator, metrics)
 
@@ -1300,7 +1304,8 @@ class Fabric:
             ConfigurationError: ``keep`` or ``best`` is not valid.
             CheckpointError: another job saves into the folder, or the folder cannot be written.
         """
-        # The method, not a session: the checkpoints ask for the running session at each call.
+        # Pass the method and not its result, so that each call of the checkpoints uses the session
+        # that runs at that time.
         return checkpoint.Checkpoints(self._ensure_session, folder, keep, best)
 
     def load(
@@ -1546,7 +1551,8 @@ class Fabric:
             value: a number, or a tensor of one element. Reading a tensor waits for its device.
             step: the training step, or None.
         """
-        # Not log_dict(): the stack depth decides to which line the warning of no logger points.
+        # Do not call log_dict() here. The warning that there is no logger points at the line that
+        # is a fixed number of calls up the stack.
         if self._is_rank0_or_launcher():
             self._loggers.log_metrics({name: value}, step)
 
@@ -1603,7 +1609,7 @@ class Fabric:
             world: the rank of this process.
         """
         self._plan = replace(self._plan, world=world)
-        self._ensure_session("launch")
+        self._ensure_session("launch")  # connects this process to the others
         # The launching process was seeded before this process existed.
         if self._seeding is not None:
             self.seed_everything(

@@ -1,6 +1,6 @@
 """The plan of a job, and the rules for the arguments of ``Fabric`` and their combinations.
 
-Names such as ``"ddp"`` become objects here and nowhere else. To make a plan starts no process and
+Names such as ``"ddp"`` become objects here and nowhere else. Making a plan starts no process and
 initializes no device, so that an argument that cannot work is an error before the job begins.
 """
 
@@ -223,10 +223,11 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
     options, requested_strategy = _merge_options(arguments, env)
     precision = parse_precision(options["precision"])
 
+    # None if no launcher has started this process.
     job = _find_existing_job(options["environment"], env)
     accelerator = _parse_accelerator(options["accelerator"])
-    # The default strategy depends on the number of devices. Until then a DDPStrategy stands in for
-    # it, which brings no devices.
+    # The default strategy depends on the number of devices. _parse_devices() needs a strategy
+    # before this number is known, and gets a DDPStrategy, which chooses no devices itself.
     strategy_or_stand_in = requested_strategy or DDPStrategy()
     devices = _parse_devices(accelerator, options["devices"], strategy_or_stand_in, job)
     num_nodes = _parse_num_nodes(options["num_nodes"], job)
@@ -236,7 +237,7 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
 
     num_processes = 1 if strategy.drives_all_devices else len(devices)
     launch_spec = LaunchSpec(num_processes=num_processes, device_type=accelerator.name)
-    world = _find_world(job, num_processes)
+    world = _find_world(job, num_processes)  # None if processes have to be started
     launcher = _choose_launcher(options, strategy, launch_spec, world, job)
 
     return Plan(
@@ -285,13 +286,16 @@ def _merge_options(
     strategy = parse_strategy(options["strategy"], precision=precision)
     if strategy is not None:
         _add_strategy_options(options, strategy)
-    # Last: an option after the script is refused only if no source gives a value.
+    # This call is the last: an option after the script is refused only if no source gives a value.
     _refuse_late_options(options, env)
     return options, strategy
 
 
 def _add_run_options(options: _Options, env: Mapping[str, str]) -> None:
-    """Add the options of ``fabric run`` to ``options``, which hold the arguments of ``Fabric``."""
+    """Add the options of ``fabric run`` to ``options``, the arguments of ``Fabric`` by name.
+
+    Raises a ConfigurationError if an option contradicts an argument.
+    """
     # The processes of `fabric run` keep its variables. A Fabric with environment="none" begins a
     # job of its own inside of such a process.
     if options["environment"] == "none":
@@ -315,7 +319,8 @@ def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
     devices = strategy.parallel_devices
     accelerator: Any = strategy.accelerator
     if accelerator is None and devices:
-        accelerator = devices[0].type
+        accelerator = devices[0].type  # a job has devices of one type
+    # A value that is the default of the constructor is not a request of the user.
     timeout = None
     if strategy.timeout != DEFAULT_TIMEOUT:
         timeout = _parse_duration("timeout", strategy.timeout)
@@ -323,7 +328,6 @@ def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
         "accelerator": accelerator,
         "devices": devices,
         "precision": strategy._requested_precision,
-        # 1 is the default of the constructor, and so not a request.
         "num_nodes": None if strategy.num_nodes == 1 else strategy.num_nodes,
         "environment": strategy.cluster_environment,
         "timeout": timeout,
@@ -484,7 +488,7 @@ def _parse_name(
     name = value.lower() if isinstance(value, str) else ""
     if name in table:
         return _make_from_entry(table[name], base_class, **options)
-    # Looked up after the table, since reading the entry points of all packages takes milliseconds.
+    # Entry points are looked up last: reading those of all packages takes milliseconds.
     # A group of entry points is named for the module of its base class.
     group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
     plugins = {plugin.name: plugin for plugin in entry_points(group=group)}
@@ -642,8 +646,11 @@ def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
     ``Strategy.check`` does not see the processes of the job.
     """
     world = job.world
-    needs_one_device = isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
-    if not strategy.drives_all_devices and not needs_one_device:
+    # In a job of one process, the caller does not pass a strategy that drives all devices.
+    is_single_device_on_every_rank = (
+        isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
+    )
+    if not strategy.drives_all_devices and not is_single_device_on_every_rank:
         return
     raise ConfigurationError(
         f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} "

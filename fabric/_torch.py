@@ -146,8 +146,9 @@ def full_tensor(tensor: Any) -> Tensor:
     # Imported here, since it takes a second. A program with a DTensor has imported it already.
     from torch.distributed.tensor import Replicate
 
-    # Gather one dimension of the mesh after the other, beginning with the outermost. torch warns
-    # about the order in which it gathers if several dimensions are gathered at once.
+    # Each step gathers one more dimension of the mesh, beginning with the outermost, and the call
+    # at the end gathers the last one. torch warns about its order of gathering if several
+    # dimensions are gathered at once.
     for num_replicated in range(1, tensor.device_mesh.ndim):
         replicated = [Replicate()] * num_replicated
         tensor = tensor.redistribute(placements=[*replicated, *tensor.placements[num_replicated:]])
@@ -216,7 +217,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def reset_iterator(loader: data.DataLoader[Any]) -> None:
-    """Make the next ``iter()`` of a loader start workers of its own. Present workers go on running.
+    """Make the next ``iter()`` of a loader start workers of its own. Old workers go on running.
 
     A DataLoader with persistent workers keeps its iterator in ``_iterator``, so that a copy of the
     loader would share the workers. torchdata's StatefulDataLoader also reads its state from
@@ -464,7 +465,7 @@ def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
         state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # fully_shard() adds it, too
         groups = getattr(state, "_fsdp_param_groups", None)
         if not groups:
-            groups = [state._fsdp_param_group]  # up to torch 2.11
+            groups = [state._fsdp_param_group]  # up to torch 2.11: one group, or None
         for group in groups:
             if group is not None:
                 yield group

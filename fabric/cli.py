@@ -364,7 +364,7 @@ def _plan(options: argparse.Namespace) -> int:
                 problem=f"{name} is of type {type(function).__name__}, which is not callable",
                 expected="functions of a module, such as train:build",
             )
-    # The name may be that of a strategy object in the module.
+    # A strategy object of this name in the module takes precedence over fabric's own strategies.
     strategy = getattr(module, options.strategy, options.strategy)
     result = plan(
         build,
@@ -400,6 +400,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run ``fabric run``, and return the exit code of the script's last attempt."""
+    # Each of these calls raises a ConfigurationError if an option cannot work.
     _check_script(options)
     _check_nodes(options)
     _prepare_log_dir(options)
@@ -422,10 +423,11 @@ def _run(options: argparse.Namespace) -> int:
         variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         if attempt > 0:
             print(f"fabric run: restart {attempt} of {options.max_restarts}", file=sys.stderr)
-        logs = None
+        logs = None  # the ranks write to the terminal
         if options.log_dir:
             logs = RankLogs(options.log_dir, attempt, tee=options.tee)
             print(f"fabric run: the ranks write to {logs.path('*')}", file=sys.stderr)
+        # Starts the ranks, and returns when all of them have ended.
         script_end = run_script(script, worlds, variables, logs)
         exit_code = script_end.exit_code
         if exit_code == 0 or script_end.is_interrupted:
@@ -482,7 +484,7 @@ def _find_option_after_script(options: argparse.Namespace, name: str) -> str | N
 def _check_script(options: argparse.Namespace) -> None:
     """Report a script or module that does not exist, before any process starts.
 
-    ``parser.error`` does not return.
+    ``parser.error`` raises a ConfigurationError.
     """
     script = options.script
     directory = os.getcwd()
@@ -510,7 +512,7 @@ def _check_script(options: argparse.Namespace) -> None:
 def _check_nodes(options: argparse.Namespace) -> None:
     """Report options about machines that contradict each other, before any process starts.
 
-    ``parser.error`` does not return.
+    ``parser.error`` raises a ConfigurationError.
     """
     num_nodes = options.num_nodes or 1
     parser = options.parser
@@ -583,6 +585,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
     num_processes = plan.launch_spec.num_processes
     num_nodes = options.num_nodes or 1
     if num_nodes == 1:
+        # Without an address, the ranks connect through a private file, see [Note: fabric run].
         return node_worlds(num_processes)
     worlds = node_worlds(
         num_processes,

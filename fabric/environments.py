@@ -134,7 +134,8 @@ class _VariableEnvironment:
         if world_size > 1:
             local_rank = self._read_required_integer(env, self._local_rank_names)
             if self._node_rank_names:
-                # Read first: SLURM's list of task counts has an entry for each node.
+                # This is read before the number of local processes, for which SLURM has a list with
+                # an entry for each node.
                 node_rank = self._read_required_integer(env, self._node_rank_names)
             local_world_size = self._read_local_world_size(env, node_rank)
             if not self._node_rank_names:
@@ -289,6 +290,7 @@ def _derive_node_rank(rank: int, local_rank: int, world_size: int, local_world_s
     is_filled_in_order = rank % local_world_size == local_rank
     if is_filled_in_order:
         return rank // local_world_size
+    # Rank 0 is on node 0, rank 1 on node 1, and so on in turn.
     return rank % num_nodes
 
 
@@ -329,14 +331,14 @@ class TorchrunEnvironment(_VariableEnvironment):
         """Return the rank of this process in its job. See :meth:`Environment.detect`."""
         world = World.from_env(env)
         if world is None:
-            self._check_unset(env)
+            self._refuse_missing_world_size(env)  # does nothing if RANK is not set, either
         elif world.store is None:
             # Called for its error. World does not check the address and the port, since a single
             # process needs none. Processes with a store, which fabric started, need none either.
             self._find_rendezvous(env, world.world_size, world.local_world_size)
         return world
 
-    def _check_unset(self, env: Mapping[str, str]) -> None:
+    def _refuse_missing_world_size(self, env: Mapping[str, str]) -> None:
         """Raise if ``RANK`` and another variable of a job are set, but not ``WORLD_SIZE``.
 
         ``RANK`` alone is no error: programs that are not launchers set it, too.
@@ -373,6 +375,7 @@ class RayEnvironment:
         is_torchrun_inside = read_variable(env, "GROUP_RANK") is not None
         if not is_ray or node_rank is None or is_torchrun_inside:
             return None
+        # from_env() reads the number of the node from GROUP_RANK.
         return World.from_env({**env, "GROUP_RANK": node_rank})
 
 

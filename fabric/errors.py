@@ -56,6 +56,10 @@ class FabricError(Exception):
     def __init__(
         self, request: str, problem: str = "", expected: str = "", suggestion: str = ""
     ) -> None:
+        """Store the parts of the message. A part that is empty is not shown.
+
+        ``request`` is the call or the argument that cannot work, as the user wrote it.
+        """
         self.request = request
         self.problem = problem
         self.expected = expected
@@ -154,12 +158,12 @@ class RankFailedError(FabricError, RuntimeError):
         """
         from IPython import get_ipython  # installed, since IPython is the caller
 
-        def as_cell_name(file: re.Match[str]) -> str:
+        def as_cell_name(file_match: re.Match[str]) -> str:
             """Replace ``File "..."`` by IPython's name of a cell. Other files stay as they are."""
             # A label and a name, such as ("Cell", "In[3]"), or None for a file that is not a cell.
-            label_and_name = get_ipython().compile.format_code_name(file["path"])
+            label_and_name = get_ipython().compile.format_code_name(file_match["path"])
             if label_and_name is None:
-                return file[0]
+                return file_match[0]  # unchanged
             return " ".join(label_and_name)
 
         package = re.escape(os.path.dirname(__file__))

@@ -305,13 +305,13 @@ def _delegating_method(name: str) -> Callable[..., Any]:
     may_change_dtype = name in _CONVERSIONS
 
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
-        """Call the method of the user's module. Return this wrapper if it returns its module."""
+        """Call the method of the user's module. Where it returns that module, return ``self``."""
         if may_change_dtype and self._fabric_contract is not None:
-            # Raises if gradients are synchronized in the present dtype.
+            # Raises if the call would change the dtype in which gradients are synchronized.
             self._fabric_contract.check_conversion(name, args, kwargs)
         result = getattr(self._fabric_uncompiled, name)(*args, **kwargs)
         if may_change_dtype:
-            self._bind_forward()
+            self._bind_forward()  # the casts of inputs depend on the dtype of the parameters
         # Methods such as to() return the module itself, so that calls can be chained.
         if result is self._fabric_uncompiled:
             return self
@@ -336,10 +336,10 @@ def _with_cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         """Cast the inputs, and run the forward pass."""
         # A single tensor of the right dtype is the usual input, and skips the traversal.
-        is_right_tensor = (
+        is_single_tensor_of_dtype = (
             not kwargs and len(args) == 1 and type(args[0]) is Tensor and args[0].dtype is dtype
         )
-        if not is_right_tensor:
+        if not is_single_tensor_of_dtype:
             args, kwargs = cast_inputs(dtype, args, kwargs)
         return forward(*args, **kwargs)
 
@@ -412,7 +412,8 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Iterator[None]:
     try:
         yield
     finally:
-        # Needed if the call did not come to the module, or ran on replicas alone.
+        # The replacement is still there if the call never reached the module, or ran on replicas
+        # alone.
         restore(module)
 
 

@@ -171,6 +171,7 @@ class Runtime:
         Raises:
             ConfigurationError: the store allows no second connection, and the watchdog is on.
         """
+        # Raises if the store allows no second connection, unless the watchdog is off.
         connection = connect_again(store, is_required=bool(self.watchdog))
         if connection is None:
             return None
@@ -178,6 +179,7 @@ class Runtime:
             JobStore(connection, self.world.rank, self.world.world_size),
             self.watchdog,
             self.timeout,
+            # On an accelerator, a call of a collective returns before the collective is done.
             is_asynchronous=self.communicator.device.type != "cpu",
         )
         self._closers.callback(reporter.close)
@@ -229,11 +231,12 @@ class Runtime:
                 # Two threads that issue collectives on one GPU can deadlock. So the group is on the
                 # CPU.
                 group = dist.new_group(timeout=self.timeout, backend="gloo")
-                assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+                # A group without a list of ranks contains all ranks, so the result is a group.
+                assert isinstance(group, dist.ProcessGroup), "this rank is not in the group"
                 communicator = self.communicator_over(group)
             else:
                 communicator = self.communicator.new_group(range(self.communicator.size))
-            assert communicator, "every rank is a member"
+            assert communicator, "this rank is not in the group of all ranks"
             self._background_communicators[purpose] = communicator
         return self._background_communicators[purpose]
 
@@ -261,7 +264,7 @@ class Runtime:
             # The result is false if this rank is not in the group.
             if communicator:
                 node_communicator = communicator
-        assert node_communicator is not None, "every rank is on a node"
+        assert node_communicator is not None, "this rank is not in the group of its node"
         return node_communicator
 
     def close(self) -> None:
@@ -271,7 +274,7 @@ class Runtime:
         """
         if not self._is_started:
             return
-        # First, since these communicators use the process group and the store.
+        # These communicators are closed first, since they use the process group and the store.
         for communicator in self._background_communicators.values():
             communicator.close()
         must_destroy_group = self._disconnect()
@@ -284,7 +287,8 @@ class Runtime:
             time.sleep(0.02)
         self.accelerator.release()
         if self.recorder is not None:
-            self.recorder.check_signatures()  # raises if the ranks' last collectives differed
+            # This call is the last, since it raises if the ranks' last collectives differed.
+            self.recorder.check_signatures()
 
     def abort(self) -> None:
         """Disconnect from the other processes after an exception, without waiting for them."""
@@ -322,7 +326,7 @@ class Runtime:
             Whether the caller must close the process group: a runtime has created the group, and no
             other runtime of this process uses the group any more.
         """
-        # First, since the threads of the reporter and the checker use the store.
+        # The threads of the reporter and the checker end first, since they use the store.
         self._closers.close()
         # The runtimes in this set use a process group that one of them has created. The set is
         # empty if the group existed before.
@@ -361,7 +365,7 @@ class Runtime:
                 # Another runtime has created the group. It must stay open until this one closes.
                 self._sharers_of_group.add(self)
             return store
-        # Before the group exists, since a forked process that frees a group may hang.
+        # Called before the group exists: a forked process that frees a group may hang.
         freeze_garbage_in_forks()
         # With a device, NCCL connects now instead of in the first collective.
         device_id = self.device if self.device.type == "cuda" else None

@@ -146,9 +146,9 @@ class RandomStreams:
 
         A stream without an entry in ``state`` stays as it is.
         """
-        self.restore_global_streams(state, unless={})  # no stream is left out
+        self.restore_global_streams(state, unless={})  # {}: every stream with an entry is restored
         saved_states = state.get("generators", ())
-        # Not strict: a state without generators is valid.
+        # strict=False, since a state without generators is valid.
         for generator, saved_state in zip(self.generators, saved_states, strict=False):
             generator.set_state(saved_state)
 
@@ -195,7 +195,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     Raises:
         KeyError: ``state`` is not a result of :func:`rng_state`. Nothing was changed.
     """
-    # First, since this entry always exists: a wrong argument raises before anything changes.
+    # Every result of rng_state() has this entry. A wrong argument raises here, before any change.
     torch.set_rng_state(state["torch"])
     RandomStreams(("python", "numpy")).restore(state)
     cuda = state.get("cuda")
@@ -204,7 +204,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     device_states = cuda["states"]
     for device in range(min(len(device_states), torch.cuda.device_count())):
         torch.cuda.set_rng_state(device_states[device], device)
-    # Last, since the current device has got the state of its index in the loop.
+    # This call is the last, since the loop has given the current device the state of its index.
     state_of_current = device_states[cuda["current"]]
     torch.cuda.set_rng_state(state_of_current, torch.cuda.current_device())
 
@@ -257,10 +257,10 @@ def _write_numpy_state(state: list[Any]) -> None:
 
 
 def _is_equal(left: Any, right: Any) -> bool:
-    """Return whether two states of a stream are equal. None is equal to no state."""
+    """Return whether two states of a stream are equal. None, a missing state, equals no state."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
-    # The type first: a comparison of a tensor with another object is not a bool.
+    # Types are compared first: comparing a tensor with another object does not return a bool.
     return type(left) is type(right) and left == right
 
 

@@ -175,7 +175,8 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     if ":" in host:  # an IPv6 address
         host = f"[{host}]"
     url = f"tcp://{host}:{world.port}"
-    # torch's rendezvous yields the store, the rank and the world size, and is used once.
+    # rendezvous() is an iterator of tuples (store, rank, world size). The first tuple has the
+    # store.
     store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=timeout))
     return store
 

@@ -80,7 +80,7 @@ class _Node(NamedTuple):
 Structure = _Node | None
 """The structure of a collection. None stands for a leaf."""
 
-_Opened = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Tree]]
+_Level = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Tree]]
 """One level of a collection: path format, keys, children and rebuild function.
 
 The fields are those of :class:`_Node`, but the children are collections and leaves, not structures.
@@ -154,6 +154,7 @@ def describe_keys(structure: Structure) -> str:
     elif isinstance(keys, range):  # a sequence
         text = str(keys)
     else:
+        # A sort key leaves out what differs between processes, such as an address.
         text = str(list(map(_sort_key, keys)))
     if isinstance(structure.children, int):  # all children are leaves, which have no keys
         return text
@@ -163,10 +164,10 @@ def describe_keys(structure: Structure) -> str:
 
 def children(tree: Tree) -> dict[str, Tree]:
     """Return the values of a collection by path, one level deep. The result of a leaf is empty."""
-    opened = _open(tree)
-    if opened is None:
+    level = _split_one_level(tree)
+    if level is None:  # a leaf
         return {}
-    path_format, keys, values, _ = opened
+    path_format, keys, values, _rebuild = level
     paths = map(path_format.format, keys)
     return dict(zip(paths, values, strict=True))
 
@@ -187,10 +188,10 @@ def map_leaves(
     """
     if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)):
         return function(tree)
-    opened = _open(tree)
-    if opened is None:
+    level = _split_one_level(tree)
+    if level is None:  # a leaf of a rarer type
         return function(tree)
-    _, _, values, rebuild = opened
+    _path_format, _keys, values, rebuild = level
     mapped = [map_leaves(function, value, is_leaf) for value in values]
     if _are_identical(values, mapped):
         return tree
@@ -261,25 +262,26 @@ def _are_identical(before: Iterable[Leaf], after: Iterable[Leaf]) -> bool:
 
 def _flatten(tree: Tree, leaves: list[Leaf]) -> Structure:
     """Append the leaves of a collection to ``leaves``, and return the collection's structure."""
-    opened = None
+    level = None  # None stands for a leaf
     if type(tree) not in _LEAF_TYPES:
-        opened = _open(tree)
-    if opened is None:
+        level = _split_one_level(tree)
+    if level is None:
         leaves.append(tree)
         return None
-    path_format, keys, values, rebuild = opened
+    path_format, keys, values, rebuild = level
     if _LEAF_TYPES.issuperset(map(type, values)):
         leaves.extend(values)
+        # All children are leaves, of which a node stores only the number.
         return _Node(path_format, keys, len(values), rebuild)
     children = [_flatten(value, leaves) for value in values]
     return _Node(path_format, keys, children, rebuild)
 
 
-def _open(tree: Tree) -> _Opened | None:
+def _split_one_level(tree: Tree) -> _Level | None:
     """Return one level of a collection, or None for a leaf.
 
     The order matters: the frequent types come first, since this runs in every forward pass. A type
-    that is registered with torch's pytree is opened by the registered functions, also if the type
+    that is registered with torch's pytree is split by the registered functions, also if the type
     is a dataclass or a subclass of a dict, list or tuple.
 
     Returns:
@@ -289,23 +291,23 @@ def _open(tree: Tree) -> _Opened | None:
     if isinstance(tree, Tensor):  # a subclass may be registered or a dataclass, and is a leaf
         return None
     if kind is dict:
-        return _open_mapping(tree, build=_identity)  # the built dict is the result
+        return _split_mapping(tree, build=_identity)  # the built dict is the result
     if kind is list or kind is tuple:
-        return _open_sequence(tree, kind)
+        return _split_sequence(tree, kind)
     is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
     if is_named_tuple:
         return ".{}", tree._fields, tree, kind._make  # type: ignore[attr-defined]
     # An OrderedDict may be a state dict. torch's registered functions lose its attribute _metadata.
     if kind is not OrderedDict:
-        one_level = flatten_one_level(tree)
-        if one_level is not None:
-            return _open_registered(tree, *one_level)
+        children_and_rebuild = flatten_one_level(tree)  # None: the type is not registered
+        if children_and_rebuild is not None:
+            return _split_registered(tree, *children_and_rebuild)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _open_dataclass(tree)
+        return _split_dataclass(tree)
     if isinstance(tree, dict):
-        return _open_dict_subclass(tree)
+        return _split_dict_subclass(tree)
     if isinstance(tree, list | tuple):
-        return _open_sequence(tree, kind)
+        return _split_sequence(tree, kind)
     return None
 
 
@@ -313,9 +315,9 @@ def _identity(items: dict[Any, Any]) -> dict[Any, Any]:
     return items
 
 
-def _open_registered(
+def _split_registered(
     tree: Tree, values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]
-) -> _Opened:
+) -> _Level:
     """Return one level of an object whose type is registered with torch's pytree.
 
     Args:
@@ -324,22 +326,23 @@ def _open_registered(
         rebuild: builds the object from new children in the same order.
     """
     # A registered mapping may declare children that are not its entries. These children have no
-    # keys, so the mapping is opened as a sequence.
+    # keys, so the mapping is split as a sequence.
     has_entries_as_children = (
         isinstance(tree, Mapping)
         and len(tree) == len(values)
         and _are_identical(tree.values(), values)
     )
     if not has_entries_as_children:
-        return _open_sequence(values, rebuild)
+        return _split_sequence(values, rebuild)
 
     def build(items: dict[Any, Tree]) -> Tree:
+        # `rebuild` takes the children in the mapping's own order, not in sorted order.
         return rebuild([items[key] for key in tree])
 
-    return _open_mapping(tree, build)
+    return _split_mapping(tree, build)
 
 
-def _open_dataclass(tree: Tree) -> _Opened:
+def _split_dataclass(tree: Tree) -> _Level:
     """Return one level of an instance of a dataclass. Fields that are not set are left out."""
     fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
     values = [getattr(tree, name) for name in fields]
@@ -348,20 +351,20 @@ def _open_dataclass(tree: Tree) -> _Opened:
     return ".{}", fields, values, rebuild
 
 
-def _open_dict_subclass(tree: dict[Any, Any]) -> _Opened:
+def _split_dict_subclass(tree: dict[Any, Any]) -> _Level:
     """Return one level of an object whose class derives from dict, such as an OrderedDict."""
 
     def build(items: dict[Any, Tree]) -> Tree:
         return _copy_with(tree, operator.setitem, items, items.values())
 
-    return _open_mapping(tree, build)
+    return _split_mapping(tree, build)
 
 
-def _open_sequence(values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]) -> _Opened:
+def _split_sequence(values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]) -> _Level:
     return "[{}]", range(len(values)), values, rebuild
 
 
-def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
+def _split_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Level:
     """Return one level of a mapping. The children are in the order of the sorted keys.
 
     Args:

@@ -76,7 +76,7 @@ class Loggers:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """Pass metrics to each logger as floats. Warn once if there is no logger."""
-        # Converted even without a logger, so that a wrong value is always an error.
+        # The values are converted even without a logger, so that a wrong value is always an error.
         values = metrics_as_floats(metrics)
         if not self._loggers and not self._has_warned:
             self._has_warned = True
@@ -269,6 +269,7 @@ class CSVLogger(_RunLogger):
             params: a mapping, or an object whose attributes are the parameters, such as
                 ``argparse.Namespace``.
         """
+        # The text contains only values that JSON has a type for, so json.dumps() below cannot fail.
         new_hyperparams = json.loads(_hyperparams_as_json(params))
         self._hyperparams = {**self._hyperparams, **new_hyperparams}
         text = json.dumps(self._hyperparams, indent=2) + "\n"
@@ -417,8 +418,8 @@ def _hyperparams_as_json(params: Any) -> str:
 def _rewrite_with_columns(path: Path, names: Iterable[str]) -> list[str]:
     """Rewrite a CSV file so that it has columns of these names, and return all column names.
 
-    The file need not exist. Present rows get empty cells in new columns. A last row without a
-    newline is dropped, since a crash has cut it short.
+    The file need not exist. Its rows get empty cells in new columns. A last row without a newline
+    is dropped, since a crash has cut it short.
     """
     text = ""
     if path.exists():
@@ -426,9 +427,9 @@ def _rewrite_with_columns(path: Path, names: Iterable[str]) -> list[str]:
     complete_rows = text[: text.rfind("\n") + 1]
     # newline="" leaves line ends within quoted cells as they are.
     rows = csv.DictReader(io.StringIO(complete_rows, newline=""))
-    present_names = rows.fieldnames or ()  # None if there is no header
+    old_names = rows.fieldnames or ()  # fieldnames is None if there is no header
     # A dict removes duplicates, and keeps the order.
-    columns = list(dict.fromkeys([*present_names, *names]))
+    columns = list(dict.fromkeys([*old_names, *names]))
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns)
     writer.writeheader()

@@ -80,7 +80,7 @@ class Progress(Generic[T]):
         """
         # A set-up loader that was restored from a checkpoint skips the first batches of the epoch.
         position = num_batches + getattr(self.batches, "resumed_at", 0)
-        total = 0  # if the length is unknown
+        total = 0  # 0 stands for an unknown length
         if isinstance(self.batches, Sized):
             total = len(self.batches)
 
@@ -113,8 +113,8 @@ class Progress(Generic[T]):
     def _speed(self, num_batches: int, num_samples: int, seconds: float) -> str:
         """Return the samples per second of all processes, as a text.
 
-        Return the batches per second of this process if the number of samples is unknown, which is
-        0 then.
+        If the number of samples is unknown (``num_samples`` is 0), return the batches per second of
+        this process.
         """
         seconds = max(seconds, 1e-9)  # never divide by zero
         if num_samples:
