@@ -174,7 +174,7 @@ def send(communicator: Communicator, tree: Tree, dst: int) -> None:
     length = torch.tensor([len(message)], device=communicator.device)
     communicator.send(length, dst)
     communicator.send(message, dst)
-    # Raised after the message, which holds the error: otherwise rank ``dst`` would wait forever.
+    # Raised only now: rank ``dst`` waits for the message, which holds the error.
     if error is not None:
         raise error
 

@@ -103,7 +103,8 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     is_source = communicator.rank == src
     error = None
     tree_of_metas = None
-    # Placeholders: a receiver fills these variables in when the structure has arrived.
+    # Placeholders. A receiver replaces them when the structure has arrived. A source that cannot
+    # send its object does not get that far: broadcast_object() raises the error.
     leaves, structure = flatten(None)
     buckets: list[Bucket] = []
     if is_source:
@@ -209,6 +210,7 @@ def _cut_rows(
         lengths_of_ranks: the length of each tensor. None for 0-dim tensors, which have no padding.
         concat: whether to concatenate the tensors.
     """
+    # The results of a list are clones, so that a change of one result does not change the others.
     if lengths_of_ranks is None:
         if concat:
             return rows
@@ -216,7 +218,6 @@ def _cut_rows(
     tensors = [row[:length] for row, length in zip(rows, lengths_of_ranks, strict=True)]
     if concat:
         return torch.cat(tensors)
-    # Clones, so that a change of one result does not change the others.
     return [tensor.clone() for tensor in tensors]
 
 
@@ -312,6 +313,7 @@ def _run_for_buckets(
         bucket, buffer = buffered.pop(0)
         collective = template._replace(buffer=buffer.detach())
         if buffer.requires_grad and not detach:
+            # Records the collective in the graph. The backward pass makes a collective, too.
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
@@ -345,7 +347,7 @@ def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Ite
         # The first message of a call has the same size for every operation, so this rank can answer
         # any call of the others by an all-gather of an empty buffer.
         mismatched_collective = Collective(Operation.ALL_GATHER, buffer, call=call)
-        with suppress(Exception):  # this rank also gets the error of the mismatch
+        with suppress(Exception):  # the error of the mismatch, in place of which this rank raises
             communicator.run(mismatched_collective)
         raise
 

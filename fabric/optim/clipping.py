@@ -41,7 +41,7 @@ def clip_gradients(
             true. The gradients have not changed.
     """
     limits = [limit for limit in (clip_val, max_norm) if limit is not None]
-    # Comparisons with NaN are false, and so NaN is refused, too.
+    # NaN is refused, too, since comparisons with NaN are false.
     if len(limits) != 1 or not 0 < limits[0] < math.inf or not norm_type > 0:
         raise ConfigurationError(
             f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, "
@@ -160,6 +160,7 @@ def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
     total = torch.stack(powers).sum()
     dist.all_reduce(total, dist.ReduceOp.SUM)
     norm = (total / dist.get_world_size()).pow(1 / norm_type)
+    # The gradients of a model usually have one dtype, so the norm gets that of the first.
     return norm.to(grads[0].dtype)
 
 

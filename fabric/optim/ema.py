@@ -97,19 +97,20 @@ class ExponentialMovingAverage(nn.Module):
             weight: the weight.
         """
         *owners, name = path.split(".")
+        # Children and buffers are put into the modules' own dicts. add_module and register_buffer
+        # would refuse a name that is also the name of a method, such as "update".
         submodule: nn.Module = self
         for owner in owners:
-            # The dict in which the submodule itself keeps its children.
             children = registered_modules(submodule)
             child = children.get(owner)
             if child is None:
                 child = nn.Module()
                 children[owner] = child
             submodule = child
+        # In 16 bits, the small changes of an average would be rounded away.
         dtype = weight.dtype
         if dtype in (torch.bfloat16, torch.float16):
             dtype = torch.float32
-        # register_buffer would refuse a name that is also the name of a method, such as "update".
         buffers = registered_buffers(submodule)
         buffers[name] = weight.detach().to(dtype, copy=True)
         return _Buffer(buffers, name)
@@ -157,7 +158,8 @@ class ExponentialMovingAverage(nn.Module):
             _check_decay(decay)
         # torch's function of lists of averages and weights. It ignores its third argument.
         average_all = get_ema_multi_avg_fn(decay)
-        # Averages with the dtype of their weight. They are updated all at once, below.
+        # Averages that have the dtype of their weight, and these weights. They are updated together,
+        # below.
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         for average, weight in self._pairs():
@@ -184,11 +186,11 @@ class ExponentialMovingAverage(nn.Module):
         inputs. Do not enter the context between a forward pass and its backward pass. The context
         needs memory for another copy of this process's part of the weights. Not a collective.
         """
-        # The tensors are kept, and not their names, since a forward pass within the context may
-        # replace buffers. Each pair is a copy of the values and the weight.
-        before: list[tuple[Tensor, Tensor]] = []
+        # A copy of the values of each weight, and the weight itself. The weights are not looked up
+        # again at the end, since a forward pass within the context may replace buffers.
+        own_values: list[tuple[Tensor, Tensor]] = []
         for _, weight in self._pairs():
-            before.append((weight.detach().clone(), weight))
+            own_values.append((weight.detach().clone(), weight))
         # True if this context is within another one.
         was_applied = self._is_applied
         self._is_applied = True
@@ -198,7 +200,7 @@ class ExponentialMovingAverage(nn.Module):
                 yield
         finally:
             self._is_applied = was_applied
-            self._write(before)
+            self._write(own_values)
 
     def get_extra_state(self) -> int:
         """Return the number of updates, for ``state_dict``. Called by torch."""

@@ -111,6 +111,7 @@ class LossScaler:
         hold different gradients.
         """
         pending = self._pending_found_inf  # None if there was no step
+        # The scale must not change while gradients are scaled by it.
         if pending is not None and not self._any_holds_scaled_gradients():
             self._update_scale(pending)
             self._pending_found_inf = None
@@ -165,7 +166,7 @@ class LossScaler:
                     suggestion='model.float(), or Fabric(precision="16-true")',
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
-        # Ranks with equal gradients find the same overflows.
+        # All ranks have to skip the same steps. Ranks with equal gradients find the same overflows.
         if self.gradients_differ and self._max_over_ranks is not None:
             found_inf = self._max_over_ranks(found_inf)
         state.found_inf = found_inf
@@ -275,7 +276,8 @@ class LossScaler:
         Collective if ranks hold different gradients. The values are read, since
         ``zero_grad(set_to_none=False)`` also clears gradients. Reading them waits for the device.
         """
-        # The same optimizers on all ranks, so that the ranks agree whether to exchange a message.
+        # These are the same optimizers on all ranks, so the ranks agree on whether to exchange a
+        # message.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds_scaled = any(map(has_nonzero_gradients, scaled))
         if not scaled or self._max_over_ranks is None:

@@ -190,7 +190,7 @@ class LossWeights:
         # None and an empty list both stand for all optimizers.
         optimizers = as_list(optimizer) or list(self._optimizers)
         self._check_set_up(optimizers)
-        # First, so that cleared gradients do not count as gradients of an earlier loss.
+        # Called first, so that cleared gradients do not count as gradients of an earlier loss.
         self._drop_cleared_windows()
         window = self._common_window(optimizers)
         if loss_weight is not None:
@@ -270,7 +270,7 @@ class LossWeights:
         Called at the next step and before a save. Waits until the sum of the last step is known.
         The error is raised once.
         """
-        # Before this wait, the tensor in _is_sum_valid may not have its value yet.
+        # On CUDA, _is_sum_valid has its value only after this event.
         self._validity_copy_event.synchronize()
         is_sum_valid = bool(self._is_sum_valid)
         # Reset, so that the next call does not raise the same error again.
@@ -295,6 +295,7 @@ class LossWeights:
             ConfigurationError: the weight is not a number, or is negative or infinite. The value of
                 a tensor on CUDA is not checked here, but makes the sum of the weights invalid.
         """
+        # Tensors and arrays have a shape, and numbers of Python have none.
         is_scalar = getattr(weight, "shape", None) == ()
         if is_scalar and not self.reads_at_once and self._is_number_on_device(weight):
             value = weight.detach()
@@ -311,6 +312,7 @@ class LossWeights:
             )
         if self.reads_at_once:
             return number
+        # On CUDA all weights are tensors, since a sum of them may contain weights from the device.
         return torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _is_number_on_device(self, weight: Any) -> bool:
@@ -330,8 +332,9 @@ class LossWeights:
     def _drop_cleared_windows(self) -> None:
         """End the windows of optimizers whose gradients the user has cleared.
 
-        Called before each backward pass. To read all gradients of an optimizer waits for the
-        device. So they are read only if the fingerprint has changed since the last backward pass.
+        Called before each backward pass. Reading the values of gradients waits for the device. So
+        they are read only if the fingerprint, which is known without waiting, has changed since the
+        last backward pass.
         """
         for optimizer, state in self._states.items():
             if state.window is None:
@@ -392,8 +395,8 @@ class LossWeights:
             if state is not None and state.divisor is not None:
                 # The step before has computed this divisor, from its own loss weights.
                 return _Window(divisor=state.divisor, weight=weight)
-        mean = self._mean_over_ranks(weight)
-        return _Window(divisor=_power_of_two_above(mean), weight=weight)
+        mean_weight = self._mean_over_ranks(weight)
+        return _Window(divisor=_power_of_two_above(mean_weight), weight=weight)
 
     def _check_new_window(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a UsageError if the optimizers cannot begin a window.
@@ -438,7 +441,7 @@ class LossWeights:
             if optimizer not in optimizers:
                 fingerprints[optimizer] = _gradient_fingerprint(optimizer)
         if window is None:
-            # No state has to change after the pass.
+            # Without a window, after_backward() has nothing to record for these optimizers.
             optimizers = ()
         self._running_pass = _BackwardPass(
             optimizers=optimizers, window=window, fingerprints=fingerprints
@@ -475,23 +478,28 @@ class LossWeights:
     # -- around a step --------------------------------------------------------------------------
 
     def _reduce_window(self, window: _Window) -> None:
-        """Compute the factor of a window's gradients, and the divisor of the next window, in place.
+        """Set ``window.factor`` and ``window.next_divisor`` from the loss weights of all ranks.
 
         Collective. Called at the first step of any optimizer of the window. If the sum of the loss
-        weights is not valid, the factor is zero, and :meth:`check` raises the error.
+        weights is zero or not finite, the factor is zero.
+
+        :meth:`check` raises the error of such a sum. It waits for ``_validity_copy_event``, and
+        then reads ``_is_sum_valid``. So the event has to be recorded after the copy has begun.
         """
-        # Raises if the sum of the step before was not valid. That result is about to be replaced.
+        # Raises if the sum of the step before was not valid. Its result is replaced below.
         self.check()
-        mean = self._mean_over_ranks(window.weight)
-        is_valid = (mean > 0) & mean.isfinite()
-        # The copy to the CPU does not wait for the device. The event says when the copy is done.
+        mean_weight = self._mean_over_ranks(window.weight)
+        is_valid = (mean_weight > 0) & mean_weight.isfinite()
+        # On CUDA, this copy to the CPU does not wait for the device.
         self._is_sum_valid = is_valid.to("cpu", non_blocking=True)
         self._validity_copy_event.record()
         if self.reads_at_once:
+            # Without CUDA, reading does not wait, and the error is raised in this step.
             self.check()
-        # The losses were divided by the divisor, and the gradients are means over the ranks.
-        window.factor = torch.where(is_valid, window.divisor / mean, 0)
-        window.next_divisor = _power_of_two_above(mean)
+        # With n ranks, a gradient is now sum(gradients of losses) / (n * divisor). Times the
+        # divisor, over the mean weight, it is sum(gradients of losses) / sum(weights).
+        window.factor = torch.where(is_valid, window.divisor / mean_weight, 0)
+        window.next_divisor = _power_of_two_above(mean_weight)
 
     def _mean_over_ranks(self, weight: LossWeight) -> Tensor:
         """Return the mean of the ranks' loss weights, in float64. Collective."""
@@ -562,8 +570,8 @@ def _power_of_two_above(mean: Tensor) -> Tensor:
     Args:
         mean: the number, a float64 tensor without dimensions that is not negative.
     """
-    # A number is its mantissa, in [0.5, 1), times a power of two. For zero, infinity and NaN, the
-    # quotient is NaN, which clamp() keeps.
+    # frexp() splits a number into a mantissa in [0.5, 1) and a power of two. For zero, infinity and
+    # NaN, the quotient below is NaN, which clamp() keeps.
     power = mean / mean.frexp().mantissa
     return power.clamp(2.0**-100, 2.0**100).nan_to_num(nan=1.0)
 

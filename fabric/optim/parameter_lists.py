@@ -63,12 +63,13 @@ class ParameterLists:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             self._cleanup.callback(self._hook.remove)
-        # Overrides of this method expect a module with a forward pass, so the method of the base
-        # class is called.
+        # The method of the base class, since overrides of this method expect a module with a forward
+        # pass.
         contract = Strategy.gradient_contract(self._strategy, module)
         # _before_step makes the gradients equal on all ranks before each step.
         contract = replace(contract, gradients_differ=False)
         if self._strategy.is_distributed:
+            # The training checks compare the parameters in `replicated` between the ranks.
             contract = replace(contract, replicated=contract.parameters)
         return contract
 
@@ -143,5 +144,5 @@ class ParameterLists:
         # The mean of a flag is the share of the ranks that have a gradient.
         *means, shares = self._strategy.all_reduce([*grads, flags], reduce_op="mean")
         for parameter, mean, share in zip(parameters, means, shares.tolist(), strict=True):
-            has_any_rank_a_grad = share > 0
-            parameter.grad = mean if has_any_rank_a_grad else None
+            some_rank_has_grad = share > 0
+            parameter.grad = mean if some_rank_has_grad else None

@@ -312,9 +312,11 @@ def _head_problems(
         if heads.number_of_heads % world_size:
             yield from _remainder_problems(heads.path, heads.module, heads.attribute, world_size)
             continue
-        layer = heads.colwise_layers[0]
-        # A single layer that widens its input computes queries, keys and values together.
-        is_fused = len(heads.colwise_layers) == 1 and layer.out_features > layer.in_features
+        # A module whose only colwise layer has more outputs than inputs is taken for an attention
+        # with one layer for queries, keys and values. There is at least one colwise layer.
+        first_layer = heads.colwise_layers[0]
+        is_only_layer = len(heads.colwise_layers) == 1
+        is_fused = is_only_layer and first_layer.out_features > first_layer.in_features
         if is_fused:
             yield (
                 f"{heads.path}: one layer for queries, keys and values cannot be split by heads: "

@@ -280,7 +280,7 @@ def check_dtypes(
     for parameter, owners in owners_by_name(root, fsdp_modules).items():
         if not parameter.requires_grad or is_unsharded(parameter, ignored):
             continue
-        # A parameter with several names has one owner, so the first name will do.
+        # A parameter with several names has one owner by now, so the first name is enough.
         name, owner = next(iter(owners.items()))
         # The precision may convert the parameter before it is sharded.
         dtype = precision.param_dtype or parameter.dtype
@@ -345,7 +345,8 @@ def _problem_of_optimizer(
         models: the models that are sharded already.
     """
     parameters = parameters_of(optimizer)
-    # The shards of those of its parameters that were replaced by shards.
+    # The shards that have replaced parameters of the optimizer. shard_of() returns None for a
+    # parameter that was not replaced.
     replacements = {shard_of(parameter) for parameter in parameters} - {None}
     if replacements:
         names: list[str] = []
@@ -427,7 +428,8 @@ def _has_step_for_shards(
     if not sharded:
         return True
     if isinstance(optimizer, optim.LBFGS):
-        # LBFGS needs shards of equal sizes. Dimension 0 is the sharded one, and a scalar has none.
+        # LBFGS needs shards of equal sizes. Parameters are sharded along dim 0, and scalars not at
+        # all.
         lengths = [parameter.shape[0] for parameter in sharded if parameter.dim()]
         return not any(length % num_shards for length in lengths)
     # The steps of these optimizers need the full parameters.
@@ -454,17 +456,15 @@ def shard_module(
             another dimension of the mesh. They have their values, and are freed here.
         **arguments: arguments of ``fully_shard``.
     """
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        fully_shard,
-    )  # slow to import, but imported already
+    # Imported here, so that importing fabric stays fast.
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     plain_parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         is_dtensor = local_tensor(parameter) is not parameter
         if not is_dtensor:
             plain_parameters[name] = parameter
-    # First, since fully_shard() cuts this rank's shards from this rank's own values.
+    # Called first, since fully_shard() cuts this rank's shards from this rank's own values.
     receive_values(communicator, module, list(plain_parameters.values()))
     if not isinstance(module, FSDPModule):
         fully_shard(module, **arguments)
@@ -472,6 +472,7 @@ def shard_module(
     sharded: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters():
         if name in all_originals:
+            # Frees the original, and gives its attributes and hooks to the sharded parameter.
             _replace_original(all_originals[name], parameter)
             sharded.add(parameter)
     slots = [slot for slot in parameter_slots(module) if slot.parameter in sharded]
@@ -484,7 +485,8 @@ def shard_module(
         """
         handle.remove()
         for slot in slots:
-            _share_attributes(slot.parameter, slot.parameters[slot.name])
+            gathered = slot.parameters[slot.name]
+            _share_attributes(slot.parameter, gathered)
 
     # Dynamo must not trace the hook, which changes the module.
     outside_of_graphs: Any = torch.compiler.disable(share_with_gathered)
@@ -494,24 +496,22 @@ def shard_module(
 def replicate_unsharded(
     communicator: Communicator, root: nn.Module, ignored: set[nn.Parameter], mesh: DeviceMesh
 ) -> set[nn.Parameter]:
-    """Give buffers and parameters that are not sharded rank 0's values. Collective.
+    """Copy rank 0's buffers and unsharded parameters to all ranks. Collective.
 
-    Called before the rest of the model is sharded. The parameters become replicated DTensors, so
-    that all parameters of the model are of one kind.
+    Called before the rest of the model is sharded. Each of these parameters is replaced in the
+    model by a replicated DTensor, so that all parameters of the model are DTensors.
 
     Args:
         communicator: all ranks.
-        root: the model.
+        root: the model, which is changed in place.
         ignored: the parameters that should not be sharded, besides those that cannot be.
         mesh: the mesh of the shards.
 
     Returns:
         The replicated parameters that replace the original ones.
     """
-    from torch.distributed.tensor import (
-        Replicate,
-        distribute_tensor,
-    )  # slow to import, but imported already
+    # Imported here, so that importing fabric stays fast.
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     has_ignored_parameter = not ignored.isdisjoint(root.parameters())
     if ignored and not has_ignored_parameter and communicator.rank == 0:
@@ -529,16 +529,19 @@ def replicate_unsharded(
     receive_values(communicator, root, [*root.buffers(), *originals.values()])
     replicated: set[nn.Parameter] = set()
     for name, original in originals.items():
-        # receive_values() has replaced the original parameter if it was a meta tensor.
-        present = root.get_parameter(name)
+        # Usually the original itself. If the original was a meta tensor, receive_values() has
+        # replaced it by a new parameter.
+        filled = root.get_parameter(name)
+        # A clone, since a parameter may still be in a mapped file, see receive_values().
+        values = filled.detach().clone()
         # Without a source rank, nothing is sent: all ranks have the values already.
-        tensor = distribute_tensor(
-            present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None
-        )
-        parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
-        _replace_in_modules(root, present, parameter)
-        _replace_original(original, parameter)
-        replicated.add(parameter)
+        tensor = distribute_tensor(values, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+        replacement = nn.Parameter(tensor, requires_grad=original.requires_grad)
+        # Under all names, if modules share the parameter.
+        _replace_in_modules(root, filled, replacement)
+        # Frees the original, and gives its attributes and hooks to the replacement.
+        _replace_original(original, replacement)
+        replicated.add(replacement)
     return replicated
 
 
@@ -581,7 +584,7 @@ def receive_values(
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
     """
-    # Shared by all calls of deepcopy, so that buffers that are views of each other remain so.
+    # The memo of all calls of deepcopy, so that copies of buffers share memory where the buffers do.
     copies: dict[int, Any] = {}
     for tensor in tensors:
         value = _receive_value(communicator, tensor)
@@ -594,6 +597,7 @@ def receive_values(
         if not tensor.is_meta:
             tensor.data = value
             continue
+        # A meta tensor cannot get data on another device, so it is replaced.
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         _replace_in_modules(module, tensor, value)
@@ -612,21 +616,25 @@ def _receive_value(communicator: Communicator, tensor: Tensor) -> Tensor:
     if isinstance(tensor, EmptyParameter):
         fill_empty(value)
     else:
-        # As bytes: backends do not carry all dtypes.
+        # Written to in place. Sent as bytes, because backends do not carry all dtypes.
         communicator.broadcast(value.view(-1).view(torch.uint8), 0)
     return value
 
 
-def _replace_original(original: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Move attributes and hooks to the parameter that replaces the original, which is freed.
+def _replace_original(original: nn.Parameter, replacement: nn.Parameter) -> None:
+    """Share an original's attributes and hooks with its replacement, and free its memory.
 
-    Not a collective. The module holds ``parameter`` already. An optimizer may hold ``original``
-    until the optimizer is set up, and finds ``parameter`` by ``shard_of(original)``.
+    Not a collective. An optimizer may hold ``original`` until the setup of the optimizer, which
+    finds ``replacement`` by ``shard_of(original)``.
+
+    Args:
+        original: the user's parameter.
+        replacement: the sharded or replicated parameter, which is in the module already.
     """
-    _share_attributes(original, parameter)
-    share_accumulation_hooks(original, parameter)
-    set_shard_of(original, parameter)
-    # Frees the memory although the optimizer holds the parameter.
+    _share_attributes(original, replacement)
+    share_accumulation_hooks(original, replacement)
+    set_shard_of(original, replacement)
+    # Frees the values of the original, although an optimizer may still hold the original.
     original.data = original.new_empty(0)
 
 
