@@ -486,8 +486,8 @@ def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
         # One check for all tensors. It raises, for example, for sparse tensors.
         check_can_send(stacked, structure=None, position=0)
     except (RuntimeError, ConfigurationError):
-        # The tensors differ in shape or device, or cannot be sent. pack() takes them one by one, and
-        # its errors name the tensor.
+        # The tensors differ in shape or device, or cannot be sent. pack() takes them one by one,
+        # and its errors name the tensor.
         return None
     return Bucket(
         stacked.dtype, tensors=leaves[:], tensor_positions=positions, stacked_tensors=stacked

@@ -158,7 +158,7 @@ class ExponentialMovingAverage(nn.Module):
             _check_decay(decay)
         # torch's function of lists of averages and weights. It ignores its third argument.
         average_all = get_ema_multi_avg_fn(decay)
-        # Averages that have the dtype of their weight, and these weights. They are updated together,
+        # Averages that have the dtype of their weight, and these weights. They are updated together
         # below.
         averages: list[Tensor] = []
         weights: list[Tensor] = []

@@ -63,8 +63,7 @@ class ParameterLists:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             self._cleanup.callback(self._hook.remove)
-        # The method of the base class, since overrides of this method expect a module with a forward
-        # pass.
+        # The base class's method is called, since overrides expect a module with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
         # _before_step makes the gradients equal on all ranks before each step.
         contract = replace(contract, gradients_differ=False)

@@ -549,6 +549,7 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
     # The copy of each buffer: submodules that share a buffer share the copy, too.
     copied_buffers: dict[Tensor, Tensor] = {}
     for original, replica in replicas.items():
+        # The children of a replica are replicas, too.
         children: dict[str, nn.Module | None] = {}
         for name, child in registered_modules(original).items():
             children[name] = None if child is None else replicas[child]

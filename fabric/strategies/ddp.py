@@ -187,8 +187,8 @@ class DDPStrategy(ParallelStrategy):
         Collective. A module without trainable parameters is not wrapped, because torch refuses to
         wrap it. Such a module only gets rank 0's values.
         """
-        # Raises if the ranks have different models. torch reports some differences on some ranks
-        # only, or on none.
+        # Raises on all ranks if their models differ. torch reports some differences only on some
+        # ranks, or on none.
         check_same_model(self.runtime.communicator, module)
         if not _has_trainable_parameters(module):
             self._broadcast_state(module)
@@ -223,6 +223,7 @@ class DDPStrategy(ParallelStrategy):
         """
         for layer in module.modules():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+                # Called by teardown().
                 self._cleanup.callback(setattr, layer, "__class__", type(layer))
                 # SyncBatchNorm.forward reads the group. None stands for all ranks.
                 vars(layer)["process_group"] = None
@@ -298,18 +299,24 @@ class DDPStrategy(ParallelStrategy):
             prepared: the result of :meth:`setup_module`. It is not a DistributedDataParallel if the
                 module has no trainable parameters.
         """
+        # With model averaging, each rank steps with its own gradients between two averages.
         replicas_drift = self.model_averaging_period is not None
+        # With either of these options, DDP allows parameters that the loss does not use.
         unused_options = ("find_unused_parameters", "static_graph")
+        expects_unused = any(map(self.ddp_kwargs.get, unused_options))
         contract = replace(
             super().gradient_contract(prepared),
             needs_forward=True,
-            expects_unused=any(map(self.ddp_kwargs.get, unused_options)),
+            expects_unused=expects_unused,
             gradients_differ=replicas_drift,
         )
         if not isinstance(prepared, DistributedDataParallel):
             return contract
-        contract = replace(contract, synchronizes=synchronization_check(prepared))
+        # A function that says whether the next backward pass averages gradients.
+        synchronizes = synchronization_check(prepared)
+        contract = replace(contract, synchronizes=synchronizes)
         if self.world_size > 1 and not replicas_drift:
+            # The training checks compare these parameters between the ranks.
             replicated = partial(_synchronized_parameters, prepared)
             contract = replace(contract, replicated=replicated)
         return contract
@@ -477,10 +484,11 @@ def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) ->
     join = Join(list(wrappers), divide_by_initial_world_size=divide_by_all)
     try:
         yield
-        # Join.__enter__ does nothing. Join.__exit__ is called here and not by a with statement,
-        # because it changes the warning filters of the process.
+        # Answers the other ranks. Join is not used in a with statement, because its __exit__
+        # changes the warning filters of the process. Its __enter__ does nothing.
         with warnings.catch_warnings():
             join.__exit__(None, None, None)
     finally:
+        # torch leaves joining switched on in the wrappers.
         for wrapper in wrappers:
             disable_join(wrapper)

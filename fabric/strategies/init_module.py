@@ -132,6 +132,7 @@ class MappedMemory(DispatchMode):
         if allocates_outputs(func):
             has_values = func not in _OPERATORS_WITHOUT_VALUES
             result = map_tensors(partial(self._move_to_file, has_values), result)
+        # An operator brings the pages of its large arguments and results into memory.
         leaves, _ = flatten((args, result))
         for leaf in leaves:
             if _is_large(leaf):
@@ -199,7 +200,7 @@ def registered_on_meta(parameter_class: type[nn.Parameter]) -> Iterator[None]:
         if tensor not in replacements:
             meta_tensor = tensor.detach().to("meta")
             replacement = parameter_class(meta_tensor, requires_grad=tensor.requires_grad)
-            # The user's own attributes of the parameter.
+            # Keep the attributes that the user has given to the parameter.
             vars(replacement).update(vars(tensor))
             replacements[tensor] = replacement
         return replacements[tensor]

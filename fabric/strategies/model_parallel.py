@@ -365,7 +365,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self._synchronize_rng()
         self._unsplit_layers = self._find_layers(root)
         self._original_parameters = {}
-        # A list, since setattr changes the attributes that the iterator goes through.
+        # A list, because setattr changes the attributes through which the generator goes.
         for heads in list(find_head_attributes(root, self._unsplit_layers)):
             local_heads = heads.number_of_heads // topology.tensor_parallel_size
             setattr(heads.module, heads.attribute, local_heads)
@@ -448,10 +448,10 @@ class ModelParallelStrategy(FSDPStrategy):
             if layer not in self._unsplit_layers:
                 continue
             originals = dict(layer.named_parameters(recurse=False))
-            # Without those that a layer before has shared.
+            # Leave out the parameters that an earlier layer shares: they are split already.
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
-            # Removed, so that the outer FSDP modules do not split the layer again.
+            # Taken out, so that an outer FSDP module, which is made later, does not split it again.
             style_of_plan = self._unsplit_layers.pop(layer)
             for style in torch_styles(layer, style_of_plan):
                 # None: this rank has rank 0's values already, and torch need not send them.
@@ -503,11 +503,11 @@ class ModelParallelStrategy(FSDPStrategy):
         receive_values(communicator, root, list(before.values()))
         result = parallelize_fn(root, mesh)
         after = dict(root.named_parameters())
-        # None if the function has done its work on this rank.
+        # None if the function has split the model in place on this rank.
         error = _check_parallelized(
             root, result, names_before=before.keys(), parameters_after=after
         )
-        # Called to raise the error of any rank on all ranks.
+        # Called for its error: it raises the error of any rank on all ranks.
         communicator.gather_objects(None, error=error)
         for name, parameter in after.items():
             if parameter is not before[name]:

@@ -167,7 +167,7 @@ def check_forwarded_arguments(
     if not unknown:
         return
     call = ", ".join(f"{name}={user_arguments[name]!r}" for name in unknown)
-    # The class, if the function is a constructor.
+    # The name of the class, if the function is a constructor.
     torch_name = torch_function.__qualname__.split(".")[0]
     raise ArgumentTypeError(
         f"{strategy_name}({call})",

@@ -84,7 +84,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     devices: list[torch.device] = []
     if runtime.device.type != "cpu":
         devices.append(runtime.device)
-    # fork_rng restores the random state after the block. The ranks then draw the same numbers
+    # After the block, fork_rng restores the random state, and the ranks draw the same numbers
     # again.
     with (
         torch.random.fork_rng(devices, device_type=runtime.device.type),
@@ -250,10 +250,10 @@ class _SequenceParallelAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             return self._attend_outside_of_graphs(*args, **kwargs)
         if func is Tensor.backward:
-            # torch switches the mode off in this method. Checkpointed modules compute their
-            # attention again in the backward pass, and so the mode is switched on. With the loss
-            # itself, torch would call this method again, so the loss is passed as an edge of the
-            # graph. torch passes the gradient by keyword, also if it is None.
+            # Checkpointed modules compute their attention again in the backward pass. So the mode,
+            # which torch switches off within this method, is switched on. If the loss were passed
+            # as a tensor, torch would call this method again. So it is passed as an edge of the
+            # graph. Tensor.backward passes the gradient by keyword, even if it is None.
             gradient = kwargs.pop("gradient")
             with self:
                 return torch.autograd.backward(get_gradient_edge(args[0]), gradient, **kwargs)

@@ -485,7 +485,7 @@ class PartRandomStreams:
         Several colwise layers may precede a rowwise layer. The first of them starts the
         computation. Without training, models use no random numbers.
         """
-        # The output of a layer such as "colwise_rep" is whole: no part begins behind it.
+        # The output of a layer such as "colwise_rep" is whole, so no part begins after this layer.
         is_plain = local_tensor(output) is output
         is_part = is_plain and output.shape[-1] < layer.out_features
         is_in_part = self._saved is not None
@@ -513,7 +513,7 @@ class PartRandomStreams:
         if self._saved is None:
             return
         with real_tensors():
-            # If the part has drawn no random numbers, even the draw of the common seed is undone.
+            # If the part has drawn no random numbers, the draw of the common seed is undone, too.
             # The model then has the same random numbers as in a single process.
             is_unused = all(map(torch.equal, self._saved.start_of_part, self._generator_states()))
             states = self._saved.before_seed if is_unused else self._saved.after_seed

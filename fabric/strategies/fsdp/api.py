@@ -336,8 +336,8 @@ class FSDPStrategy(ParallelStrategy):
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
         state_before = _rng_state()
-        # It stays empty if the block raises. Then rank 0 stores an empty value, and the other ranks
-        # raise an error.
+        # This rank's random states before and after the block. They stay empty if the block raises.
+        # Then rank 0 stores an empty value, and the other ranks raise an error.
         states = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
@@ -398,6 +398,7 @@ class FSDPStrategy(ParallelStrategy):
         Collective if there is a module: a problem of one rank, or a model that differs between
         ranks, is an error on all ranks.
         """
+        # Parameters are sharded over the last dimension of the mesh.
         num_shards = self._shard_mesh().shape[-1]
         check_optimizers(optimizers, num_shards, module=module, models=self._prepared_modules)
         if module is None:
@@ -439,14 +440,15 @@ class FSDPStrategy(ParallelStrategy):
         :meth:`check_setup` has to be called before.
         """
         root = uncompiled(module)
-        # Chosen before the classes of modules and the parameters change.
+        # Chosen first, since the steps below change the classes of modules and the parameters.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):
             # The forward method is replaced and not the module, so that the names stay, and the
             # hooks that gather parameters run outside of the checkpointed call.
             checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
         mesh = self._shard_mesh()
-        # Before fully_shard(), which has to leave these parameters alone.
+        # The parameters that cannot or should not be sharded become replicated DTensors. This comes
+        # before fully_shard(), which has to leave them alone.
         replicated = replicate_unsharded(
             self.runtime.communicator, root, self._ignored_parameters, mesh
         )
@@ -470,6 +472,7 @@ class FSDPStrategy(ParallelStrategy):
             replicated=replicated,
             broadcasts_statistics=self.broadcast_buffers,
         )
+        # Registers hooks with the model. The hooks keep this object alive, and the dict does not.
         forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         self._sharded_forwards[id(root)] = forward
         return module
@@ -572,9 +575,9 @@ class FSDPStrategy(ParallelStrategy):
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
-                # None if the parameter was not replaced by a sharded one.
                 shard = shard_of(parameter)
                 if shard is None:
+                    # Setup has not replaced this parameter by a sharded one.
                     continue
                 parameters[index] = shard
                 slots = optimizer.state.pop(parameter, None)
@@ -586,13 +589,12 @@ class FSDPStrategy(ParallelStrategy):
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         """Return what the checks of training may expect of this model's gradients.
 
-        Called once, after the setup of the model. Some functions in the contract are called in
-        every step.
+        Called once, after the setup of the model.
         """
         root = uncompiled(prepared)
         forward = self._sharded_forwards[id(root)]
         unsharded = forward.unsharded
-        # Collected once, and not in each of the steps.
+        # Collected once, because the contract's functions are called in every step.
         parameters = dict(root.named_parameters())
         replicated: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
@@ -600,7 +602,7 @@ class FSDPStrategy(ParallelStrategy):
                 replicated[name] = parameter
 
         def unreduced() -> list[Tensor]:
-            """Return the parameters whose gradients are not reduced yet: of FSDP2, and the rest."""
+            """Return the sharded and the replicated parameters with gradients not reduced yet."""
             return [*unreduced_parameters(root), *unsharded.unreduced]
 
         has_low_precision = self.runtime.precision.compute_dtype is not None
@@ -618,6 +620,7 @@ class FSDPStrategy(ParallelStrategy):
             unreduced=unreduced,
             # Offloaded shards are copied to the device in the background.
             reshard=partial(forward.reshard, wait=self._offloads_to_cpu),
+            # Then FSDP2 itself casts inputs and outputs.
             casts=self.mixed_precision is not None or has_low_precision,
         )
 
@@ -665,6 +668,7 @@ def _parse_name(option: str, value: Any, names: Sequence[str]) -> str:
     Raises:
         ConfigurationError: the value is none of them.
     """
+    # The name of a member of an enum, or the string itself.
     member_name = getattr(value, "name", value)
     text = str(member_name).lower()
     for name in names:
@@ -747,6 +751,7 @@ def _parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
     Raises:
         ArgumentTypeError: the value has another type.
     """
+    # The bool in a CPUOffload, or the value itself.
     setting = getattr(value, "offload_params", value)
     if not setting:
         return None
@@ -771,7 +776,7 @@ def _parse_backward_prefetch(value: Any) -> int | None:
     Raises:
         ConfigurationError: the value is anything but a count or one of these names.
     """
-    name = getattr(value, "name", "")
+    name = getattr(value, "name", "")  # empty if the value is not a member of an enum
     if name == "BACKWARD_PRE":
         return 1
     if name == "BACKWARD_POST":

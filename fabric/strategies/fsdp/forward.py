@@ -88,7 +88,8 @@ class ShardedForward:
         """
         entries: list[HookEntry] = []
         is_fsdp_module = self._fsdp_modules.__contains__
-        # Modules within an FSDP module have no hooks of their own.
+        # Yields the submodules that have parameters and can be called. The modules within an FSDP
+        # module are left out, and get no hook of their own.
         for path, module in callable_submodules(self.root, is_fsdp_module):
             refuse = partial(self._refuse_submodule, path)
             # Prepended to run before FSDP's own hook, which would take the submodule for the root
@@ -154,11 +155,12 @@ class ShardedForward:
             UsageError: the forward or backward pass before raised, and this release of torch cannot
                 clear its state.
         """
-        # In a compiled model, Dynamo traces this hook, but not what is skipped here.
+        # In a compiled model, Dynamo traces this hook, but not the steps that are skipped here.
         is_compiling = torch.compiler.is_dynamo_compiling()
         is_outermost = self._depth == 0
         if is_outermost and not is_compiling:
-            # In a running backward pass, activation checkpointing may call the root.
+            # An unfinished backward pass has failed, unless it is still running: activation
+            # checkpointing calls the root in it.
             has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
             if has_failed_backward:
                 self._clear_failed_pass()
@@ -191,7 +193,7 @@ class ShardedForward:
 
         torch does not call this hook after an error, whereas it always calls ``_end_pass``.
         """
-        # Not at the end of an inner call, if the model calls itself.
+        # False at the end of an inner call, if the model calls itself.
         self._is_ready = self._depth == 1
 
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
@@ -199,7 +201,7 @@ class ShardedForward:
 
         torch calls this hook after an error, too. Then ``output`` may be None.
         """
-        # Not below 0: if another pre-hook raised first, _begin_pass() was not called.
+        # At least 0, since _begin_pass() was not called if another pre-hook raised first.
         self._depth = max(0, self._depth - 1)
         is_in_outer_call = self._depth > 0
         if is_in_outer_call:
@@ -208,8 +210,8 @@ class ShardedForward:
             self._after_forward(output)
         if torch.compiler.is_dynamo_compiling():
             return
-        # Put the hooks that refuse calls of submodules back. They have to run before FSDP's own
-        # hooks, so they are the first ones.
+        # Put back the hooks that refuse calls of submodules. They become the first hooks, since
+        # they have to run before FSDP's own hooks.
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
@@ -221,7 +223,7 @@ class ShardedForward:
             self.reshard()
 
     def _free_outdated_parameters(self) -> None:
-        """Free parameters that were gathered before the shards changed.
+        """Free gathered parameters, since the shards have changed after the gathering.
 
         A forward pass that is not followed by a backward pass leaves gathered parameters in place.
         """

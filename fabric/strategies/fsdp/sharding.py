@@ -584,7 +584,7 @@ def receive_values(
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
     """
-    # The memo of all calls of deepcopy, so that copies of buffers share memory where the buffers do.
+    # The memo of all calls of deepcopy. Copies of buffers then share memory where the buffers do.
     copies: dict[int, Any] = {}
     for tensor in tensors:
         value = _receive_value(communicator, tensor)

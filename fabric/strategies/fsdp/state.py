@@ -154,7 +154,7 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
     numbers: list[int] = []
     for group in state_dict["param_groups"]:
         numbers.extend(group["params"])
-    # Not strict: if their numbers differ, load_state_dict() raises torch's error.
+    # Not strict: if there are more or fewer parameters, load_state_dict() raises torch's error.
     parameters_by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     state: dict[int, dict[str, Any]] = {}
     for number, slots in state_dict["state"].items():
@@ -257,10 +257,10 @@ class UnshardedState:
         """
         if self._statistics_differ and self._buffers_of_norms:
             self._broadcast_statistics()
-        # As under DDP, the next forward pass broadcasts only after a forward pass that trains with
+        # As under DDP, the next forward pass broadcasts again only if this one trains with
         # synchronization.
         self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
-        # Autograd drops the callback of a backward pass that raises.
+        # Reset, since autograd drops the callback of a backward pass that raises.
         self._awaits_backward_end = False
         for slot in self._slots:
             was_replaced_by_user = slot.parameters.get(slot.name) is not slot.parameter
@@ -360,12 +360,12 @@ class UnshardedState:
                     buffers.append(buffer)
         bytes_of_buffers = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
         message = torch.cat(bytes_of_buffers)
-        # In place: afterwards, the message has the bytes of rank 0.
+        # Changes the message in place: afterward, it has the bytes of rank 0.
         self._communicator.broadcast(message, 0)
         sizes = [buffer_bytes.numel() for buffer_bytes in bytes_of_buffers]
         for buffer, received in zip(buffers, message.split(sizes), strict=True):
-            # The bytes in the message may not be aligned for the buffer's dtype, and could then not
-            # be viewed in this dtype. A clone is aligned.
+            # A view in the buffer's dtype needs aligned bytes. A clone is aligned, whereas a part
+            # of the message may not be.
             value = received.clone().view(buffer.dtype)
             # Through ``data``, which hides the change from autograd. Otherwise the backward pass of
             # the previous forward pass would raise.

@@ -48,7 +48,7 @@ def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
     classes = tuple(choice) if isinstance(choice, Collection) else (choice,)
     if classes and all(_is_module_class(value) for value in classes):
         return classes
-    # Other classes are callable, too, and are mistakes.
+    # A class that is not a class of modules is callable, too, but is a mistake of the user.
     if callable(choice) and not isinstance(choice, type):
         return choice
     raise ArgumentTypeError(
@@ -130,6 +130,7 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
         fsdp_modules = _choose_by_module(root, policy)
     else:
         fsdp_modules = []
+        # Appends the modules to the list.
         _choose_by_size(root, root, policy, fsdp_modules)
     owners_of_shared_parameters = _owners_of_shared_parameters(root, fsdp_modules)
     if owners_of_shared_parameters:
@@ -182,8 +183,8 @@ def _choose_by_module(root: nn.Module, policy: ModuleChoice) -> list[nn.Module]:
     Raises:
         ConfigurationError: the policy chooses no module at all.
     """
-    # The root is a candidate for the error alone: a policy that chooses only the root is not a
-    # mistake.
+    # The root is sharded anyway, and is left out of the result. It is a candidate here, so that a
+    # policy that chooses only the root raises no error.
     candidates = [root]
     for module in root.modules():
         if module is not root and _can_be_sharded(module):
