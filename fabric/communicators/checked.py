@@ -166,13 +166,14 @@ class CheckedCommunicator(Communicator):
                 the largest checksum and the negative of the least one.
         """
         has_rows = message_result.dim() > 1
-        # A row begins with the checksum.
+        # Each row begins with the checksum of its rank.
         checksums = message_result[:, 0] if has_rows else message_result
         # In a dry run there are no other ranks, and the checksums have no values.
         if isinstance(checksums, FakeTensor):
             return
         is_on_cpu = self.device == _CPU
-        # The usual case first: the text for an error takes longer than the comparison.
+        # The usual case comes first, since making the text for an error takes longer than
+        # comparing.
         if is_on_cpu and checksums_agree(checksums):
             return
         location = f"{call_site(collective)} (rank {self.rank} of {self.size})"

@@ -174,7 +174,8 @@ def _describe_missing(
     ]
     # Only the key of a message, "{group} {source}>{destination}", has this character.
     is_message = ">" in waiting.key
-    # A process that has ended has no stack. The advice below would not help such a rank.
+    # A process that has ended has no stack. If all missing ranks have ended, the advice below is
+    # left out, since it would not help.
     is_any_running = any(states[rank].stack for rank in missing)
     if is_any_running and not is_message:
         lines.append(
@@ -411,7 +412,7 @@ class HangReporter:
         if is_due and not has_requested:
             self._request_report()
         elif now - self._last_look > self._interval:
-            # Rarer than polls, since it reads the store.
+            # This reads the store, so it is done less often than polls.
             self._last_look = now
             self._answer_request()
 
@@ -427,7 +428,7 @@ class HangReporter:
         Progress is a change of the flight recorder.
         """
         recorder = self.recorder
-        # A copy of the ids of the threads, since other threads change the dict.
+        # The ids of the threads are copied, since other threads change the dict.
         open_threads = list(recorder.open_collectives)
         snapshot = (recorder.phase, sum(recorder.counts.values()), open_threads)
         if snapshot != self._snapshot:
@@ -486,8 +487,9 @@ class HangReporter:
         self._published += 1
         state = self._state()
         self.store.publish(f"state/{self._published}", state)
-        # If this rank waits, too, the report is also about its own wait, and it requests no other
-        # report.
+        # If this rank waits, too, the report is also about the wait of this rank, which then
+        # requests no other report. Half of the threshold is enough here: the ranks of one hang do
+        # not begin to wait at the same time.
         is_waiting = state.seconds_waited > self._threshold / 2 or self._needs_report.is_set()
         if is_waiting:
             self._report_number = self._published
@@ -510,7 +512,7 @@ class HangReporter:
         if not should_go_on:
             return
         this_rank = str(self.store.rank).encode()
-        # Returns the first rank that has set the key.
+        # set_if_absent() returns the value in the store: the first rank that has set the key.
         composing_rank = self.store.set_if_absent(f"composed/{number}", this_rank)
         if composing_rank != this_rank:
             return
@@ -575,7 +577,8 @@ class HangReporter:
         address = self.store.read("address", [rank]).get(rank)
         if address is None:
             return RankState("it has not started")
-        # The first line says what is known of the process. The stack follows.
+        # The first line of the text says what is known of the process. The other lines are the
+        # stack.
         activity, _, stack = read_stack(StackAddress(*address)).partition("\n")
         return RankState(activity, stack=stack)
 
@@ -623,7 +626,7 @@ class HangReporter:
         open_collectives = self.recorder.open_collectives
         call = open_collectives.get(self.recorder.thread)
         if call is None:
-            # The list is a copy, since other threads change the dict.
+            # The values are copied into a list, since other threads change the dict.
             call = next(iter(list(open_collectives.values())), None)
         return call
 

@@ -136,9 +136,10 @@ class FlightRecorder:
     def enter_phase(self, phase: str) -> None:
         """Record the start of a phase. Each call is followed by one call of :meth:`exit_phase`."""
         self.counts[phase] += 1
-        # The phase may still be STEP: exit_step() does not run after a step that raised, and a step
-        # may call its closure, which runs this phase. In both cases torch issues no collectives in
-        # the rest of the step, so exit_phase() need not return to the step.
+        # The current phase may still be STEP, for two reasons: exit_step() does not run after a
+        # step that raised, and a step may call its closure, which runs this phase. In both cases
+        # torch issues no collectives in the rest of the step. So exit_phase() sets no phase
+        # afterwards.
         outer_phase = None if self.phase == STEP else self.phase
         self._outer_phases.append(outer_phase)
         self.phase = phase
@@ -153,7 +154,7 @@ class FlightRecorder:
                 with what each rank is doing.
         """
         if error is not None:
-            # Before the phase ends, since the report says in which phase this rank is.
+            # Called before the phase ends, since the report says in which phase this rank is.
             self.annotate(error)
         self.phase = self._outer_phases.pop()
 
@@ -174,6 +175,7 @@ class FlightRecorder:
         self.phase = STEP
         self.latest_key = STEP
         self.counts[STEP] += 1
+        # The recorded number is that at the optimizer's setup, or at its latest step.
         group_count = len(optimizer.param_groups)
         if group_count != self.param_group_counts.get(id(optimizer)):
             self.on_param_groups_changed(optimizer)
@@ -348,6 +350,7 @@ class RecordedCommunicator(Communicator):
         try:
             for check in recorder.checks:
                 check(entry, collective)
+            # The context does nothing unless a tool, such as a timeline, has replaced it.
             with recorder.collective_context(entry):
                 return self._checked.run(collective)
         except RuntimeError as error:

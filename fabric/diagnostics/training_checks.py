@@ -162,12 +162,14 @@ class TrainingChecks:
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
             self._backwards += 1
-            # Recorded here, too, since the user may clear gradients before the next step.
+            # The gradients are recorded here, too, since the user may clear them before the next
+            # step.
             self._record_gradients(optimizer)
             self._check_replicas()
             if any(contract.synchronizes() for contract in self._contracts):
                 self._synchronized_backwards += 1
-            # After the count, which this check compares with that of another rank.
+            # Called after the count has changed: the check compares it with the count of another
+            # rank.
             self._check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
@@ -357,8 +359,8 @@ class TrainingChecks:
         self._steps += 1
         if self._store.size == 1:
             return  # nothing has to be synchronized
-        self._take_fingerprint(optimizer, trained)
-        if not self._replicated_names:
+        self._set_fingerprint(optimizer, trained)
+        if not self._replicated_names:  # this rank holds nothing that must be equal on all ranks
             return
         published = _Published(self._store.rank, self._fingerprint, self._synchronized_backwards)
         content = published.to_bytes()
@@ -367,9 +369,9 @@ class TrainingChecks:
         if first.fingerprint != self._fingerprint:
             # Written before this rank raises, so that the other ranks raise, too.
             self._store.set(self._key("other"), content)
-            self._compare(first)
+            self._raise_if_different(first)
 
-    def _take_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+    def _set_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
         """Set the fingerprint of this rank: a number for each replicated parameter.
 
         If the optimizer has no replicated parameters, but shards, the fingerprint is one number for
@@ -391,7 +393,8 @@ class TrainingChecks:
             options: list[tuple[str, float]] = []
             for group in optimizer.param_groups:
                 for key, value in group.items():
-                    # Such as the learning rate. Equal floats have the same text on all ranks.
+                    # A float is an option such as the learning rate. Equal floats have the same
+                    # text on all ranks.
                     if type(value) is float:
                         options.append((key, value))
             self._replicated_names = ["its options"]
@@ -428,6 +431,8 @@ class TrainingChecks:
             writer: ``"first"`` for the first rank, ``"other"`` for a rank that differs from it.
             steps_ahead: how many steps after the latest step of this rank the step is.
         """
+        # Only ranks that hold the same replicated parameters are compared. The scope is a text that
+        # these ranks have in common, and that differs from the text of other ranks.
         scope = "".join(contract.scope for contract in self._contracts)
         step = self._steps + steps_ahead
         return f"first steps{scope}/{self._name}/{step}/{writer}"
@@ -440,9 +445,9 @@ class TrainingChecks:
         """
         content = self._store.get_nowait(self._key("other"))
         if content is not None:
-            self._compare(_Published.from_bytes(content))  # raises if they differ
+            self._raise_if_different(_Published.from_bytes(content))
 
-    def _compare(self, published: _Published) -> None:
+    def _raise_if_different(self, published: _Published) -> None:
         """Raise if another rank's fingerprint of the latest step differs from this rank's.
 
         Args:
@@ -775,7 +780,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
     device only once, however many tensors there are.
     """
     checksums = [_checksum(local_tensor(tensor).detach()) for tensor in tensors]
-    # The tensors may be on several devices.
+    # The tensors may be on several devices, so all checksums are moved to the device of the first.
     first_device = checksums[0].device
     stacked = torch.stack([checksum.to(first_device) for checksum in checksums])
     return stacked.tolist()

@@ -176,8 +176,8 @@ def start_interpreter(
         output: the descriptor of the standard output and error. None uses the output of this
             process.
     """
-    # A private function that multiprocessing uses for the same purpose. It returns the options of
-    # this interpreter, but not -u, which sys.flags does not tell: then standard output writes
+    # multiprocessing uses this private function for the same purpose. It returns the options of
+    # this interpreter except -u, which is not in sys.flags. With -u, the standard output writes
     # through.
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     is_unbuffered = getattr(sys.__stdout__, "write_through", False)
@@ -217,6 +217,7 @@ def is_interactive() -> bool:
     has_prompt = hasattr(sys, "ps1")
     if has_prompt or sys.flags.interactive:
         return True
+    # IPython may be imported without running. Then get_ipython() returns None.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython is not None and get_ipython() is not None
 
@@ -249,7 +250,7 @@ def initialized_backend(device_type: str) -> str | None:
     """
     torch = sys.modules.get("torch")  # None if torch has not been imported: nothing is initialized
     for name in ("cuda", "xpu", device_type):
-        # torch.cpu.is_initialized() is always true, although the CPU needs no initialization.
+        # The CPU needs no initialization, and torch.cpu.is_initialized() is always true.
         if name == "cpu":
             continue
         library = getattr(torch, name, None)
@@ -267,10 +268,11 @@ def refuse_while_importing_main() -> None:
     the name ``__mp_main__``, as in ``multiprocessing``.
     """
     imported_script = sys.modules.get("__mp_main__")
-    # Both names mean one module once a rank has finished the import, and in other processes.
+    # multiprocessing lets both names mean one module: in a rank once the import has finished, and
+    # in other processes always.
     is_main = imported_script is sys.modules["__main__"]
-    # In other processes the module's own name is "__main__", even if a debugger or `fabric run` has
-    # replaced `__main__`.
+    # Only a rank's import gives the module this name. Elsewhere its name is "__main__", even if a
+    # debugger or `fabric run` has replaced the entry "__main__" of sys.modules.
     has_import_name = getattr(imported_script, "__name__", None) == "__mp_main__"
     if has_import_name and not is_main:
         raise UsageError(

@@ -65,7 +65,7 @@ class RankLogs:
     def open(self, rank: int) -> int:
         """Open the file of a rank, and return the descriptor, which the rank inherits."""
         file = self.path(rank).open("a+b", buffering=0)
-        # Earlier output, of another run, is not shown.
+        # Output that is in the file already is of another run, and is not shown.
         size = os.fstat(file.fileno()).st_size
         self._logs[rank] = _RankLog(file, position=size)
         return file.fileno()
@@ -103,7 +103,7 @@ class RankLogs:
             while not is_last_read:
                 # wait() returns whether the ranks have ended. The files are then read once more.
                 is_last_read = self._ranks_have_ended.wait(_POLL_INTERVAL)
-                # A copy: the main thread may open the file of another rank.
+                # The items are copied, since the main thread may add the file of another rank.
                 for rank, log in list(self._logs.items()):
                     for line in _read_lines(log, is_last_read):
                         # A progress bar writes "\r" before each of its states. Only the last state
@@ -123,7 +123,7 @@ def _read_lines(log: _RankLog, is_last_read: bool) -> list[bytes]:
     descriptor = log.file.fileno()
     # The size is less than the position if the user has truncated the file.
     added_size = max(0, os.fstat(descriptor).st_size - log.position)
-    # Not read(), which would move the file position that the rank shares.
+    # pread() and not read(): the rank shares the file position, which read() would move.
     added = os.pread(descriptor, added_size, log.position)
     log.position += len(added)
     *lines, unfinished_line = (log.unfinished_line + added).split(b"\n")

@@ -113,7 +113,7 @@ class StopRequest:
         reporter = self._reporter
         if reporter is None:
             is_requested = self._is_requested or time.monotonic() >= self._deadline
-            # All ranks stop if any rank is asked to.
+            # Collective. All ranks stop if any rank is asked to stop.
             return any(self._communicator.gather_objects(is_requested))
         # The name of the phase is in a hang report while this rank waits.
         with reporter.recorder.record_phase("should_stop"):
@@ -140,7 +140,8 @@ class StopRequest:
 
     def _is_held(self) -> bool:
         """Return whether this rank has reached the held call, and the agreed call is not known."""
-        # _poll() sets the reporter to None when the host of the store has ended.
+        # _poll() sets _reporter to None when the process that hosts the store has ended. Then no
+        # rank can answer, and this rank is not held any longer.
         if self._call_count < self._held_call or self._reporter is None:
             return False
         return self._agreed_call == math.inf
@@ -248,7 +249,8 @@ class StopRequest:
 
         May be called from any thread, and more than once.
         """
-        # In a thread that cannot restore handlers, _on_signal() does so at the next signal.
+        # Only the main thread can restore handlers. If this is another thread, _on_signal()
+        # restores the handler of a signal when the signal arrives.
         self._is_listening = False
         for number, previous_handler in self._previous_handlers.items():
             if isinstance(previous_handler, SignalHandler):
@@ -257,8 +259,8 @@ class StopRequest:
                 self._restore_handler(number)
         # A DistError means that the process that hosted the store has ended: nobody waits.
         with self._answer_lock, suppress(dist.DistError):
-            # A rank that was held has answered. A rank that never called is_due() has 0 as its held
-            # call, and does not answer.
+            # Infinity means that this rank listens and has not been held, so it has not answered
+            # yet. A rank that never called is_due() has 0 here, and does not answer.
             should_answer = self._held_call == math.inf
             if self._reporter is not None and should_answer:
                 self._answer(self._reporter.store)

@@ -327,7 +327,8 @@ class ControlThread(threading.Thread):
         A rank that waits for other ranks in a ``finally`` block has not sent its error yet. The
         stack is sent first, because the supervisor waits only for the message with the error.
         """
-        main_thread = threading.main_thread().ident or 0  # "or 0" only for the type checker
+        # The identifier of a thread that runs is not None: "or 0" is only for the type checker.
+        main_thread = threading.main_thread().ident or 0
         stack = traceback.format_stack(sys._current_frames()[main_thread])
         self.send("stack", "".join(stack))
         error: Any = sys._current_exceptions().get(main_thread)
@@ -385,13 +386,14 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     if sys.platform == "linux":
         _end_with_parent()
     if not faulthandler.is_enabled():
-        # The file is unbuffered because a crash flushes nothing. faulthandler refers to the file,
-        # so it stays open.
+        # The file is unbuffered because a crash flushes nothing. faulthandler keeps a reference to
+        # the file, so the file stays open.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
     control_thread.start()
     outcome = _run_payload(control_thread, payload)  # raises nothing
-    # Signals no longer raise: no ``finally`` block is left to run, and a signal that raises during
-    # send() would leave half a message in the pipe. A handler of the user stays.
+    # From now on signals are ignored and do not raise. No ``finally`` block is left to run, and a
+    # signal that raised during send() would leave half a message in the pipe. A handler that the
+    # user has installed stays.
     for number in ending_signals():
         if isinstance(signal.getsignal(number), SignalHandler):
             signal.signal(number, signal.SIG_IGN)
@@ -443,7 +445,7 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
         raise_on_signals(on_signal=partial(control_thread.send, "signal"))
         # Sent after the handlers are installed: from now on a signal runs ``finally`` blocks.
         control_thread.send("ready")
-        call = payload()
+        call = payload()  # prepares this process, and returns the function to run
         # Set after the payload is prepared: a script that is imported to find the function must not
         # detect that it runs in a rank.
         os.environ.update(config.variables)
@@ -606,7 +608,7 @@ def _wake_on_signals(
             return
         number = received[0]
         time.sleep(_WAKE_INTERVAL)  # usually enough for the main thread to run the handler
-        # The handler is installed until it raises, so it has not raised yet.
+        # The handler uninstalls itself when it raises. While it is installed, it has not raised.
         while signal.getsignal(number) is handler:
             # Listeners are also called from this thread, because the main thread may be unable to
             # run the handler for a long time.

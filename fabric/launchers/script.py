@@ -159,6 +159,7 @@ def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
     else:
         option = "hydra.run.dir"
         folder = config.runtime.output_dir
+    # In Hydra's grammar, quotes within a quoted value are escaped.
     escaped_folder = folder.replace("'", r"\'")
     # Hydra reads arguments such as key=value as overrides. All overrides must be consecutive, so
     # the new one is put after the last one, or at the end.
@@ -199,7 +200,7 @@ class ScriptLauncher(base.Launcher):
                 suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start another job from "
                 "within a rank",
             )
-        # Called only for its error: there may be no script that could be run again.
+        # Raises if there is no script that could be run again. The script itself is not used here.
         Script.of(sys.modules["__main__"])
 
     def launch(
@@ -299,11 +300,13 @@ def run_script(
         # The supervisor raises KeyboardInterrupt for every signal that ends a job.
         return ScriptEnd(128 + supervisor.signals[0].number, is_interrupted=True)
     except RankFailedError as error:
-        # Flushes what this process has printed, so that the report comes last. sys.stdout.flush()
-        # is not used, since the stream may be None.
+        # This flushes what this process has printed, so that the report comes last. The method
+        # sys.stdout.flush() is not used, since the stream may be None.
         print(end="", flush=True)
         print(f"\n{error}", file=sys.stderr, flush=True)
-        return ScriptEnd(exit_status(error.exit_code), is_interrupted=bool(supervisor.signals))
+        # A signal may have arrived while the supervisor ended the other ranks of the failed job.
+        is_interrupted = bool(supervisor.signals)
+        return ScriptEnd(exit_status(error.exit_code), is_interrupted)
     finally:
         if logs is not None:
             logs.close(supervisor.ranks)

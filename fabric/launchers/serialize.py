@@ -54,12 +54,12 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
             installed.
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
-    # _try_dump() returns the error if the call cannot be pickled.
+    # _try_dump() returns the bytes, or an error if the call cannot be pickled.
     if by_name:
         data = _try_dump(pickle.dumps, call)
         if isinstance(data, bytes):
-            # pickle stores the module name of every function and class. So without "__main__" in
-            # the bytes nothing refers to that module.
+            # pickle stores the module name of every function and class. So if the bytes do not
+            # contain "__main__", the call does not refer to that module.
             needs_main = b"__main__" in data
             if main_is_importable or not needs_main:
                 return PickledCall(data, needs_main)
@@ -85,7 +85,7 @@ def _call_error(
     function_name = getattr(call.fn, "__qualname__", call.fn)
     call_text = f"launch({function_name}, ...)"
     unpicklable = _find_unpicklable(call, dump)
-    # Without an error, the call can be pickled by name, but the ranks could not import the name.
+    # No error means that the call can be pickled by name, but a rank could not import the name.
     has_unimportable_name = unpicklable.error is None
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
     if has_unimportable_name or (is_definition and not by_value):
@@ -224,6 +224,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     """
     # Without the clone, a view would be pickled together with the whole storage of its base.
     detached = tensor.detach().cpu().clone()
+    # detach() turns a Parameter into a plain Tensor.
     is_parameter = type(tensor) is not type(detached)
     if is_parameter:
         detached = type(tensor)(detached, tensor.requires_grad)

@@ -176,7 +176,9 @@ def _check_oracles(communicator: Communicator) -> None:
         assert_same([value, rows], [values[rank], values_with_rows[rank]])
         for op in _reductions(dtype):
             buffer = value.clone()
-            assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
+            assert communicator.all_reduce(buffer, op) is buffer, (
+                "all_reduce returned another tensor"
+            )
             assert_same(buffer, oracles.all_reduce(values, op.value)[rank])
             reduced = communicator.reduce_scatter(rows.clone(), op)
             expected = oracles.reduce_scatter(values_with_rows, op.value)[rank]
@@ -204,10 +206,10 @@ def _check_one_rank(communicator: Communicator) -> None:
         buffer = values[rank].clone()
         output = torch.empty(shape)
         assert_same(communicator.gather(buffer, root), rows_of_root)
-        assert communicator.broadcast(buffer, root) is buffer, "broadcast returns its buffer"
+        assert communicator.broadcast(buffer, root) is buffer, "broadcast returned another tensor"
         assert_same(buffer, values[root])
         is_output = communicator.scatter(rows_of_root, output, root) is output
-        assert is_output, "scatter returns its output"
+        assert is_output, "scatter returned another tensor"
         assert_same(output, values[rank])
 
 
@@ -257,9 +259,9 @@ def _check_groups(communicator: Communicator) -> None:
     for members in selections:
         group = communicator.new_group(members)
         if communicator.rank not in members:
-            assert not group, "a rank outside gets no group"
+            assert not group, "a rank outside of the group got a group"
             continue
-        assert group, "a member gets its group"
+        assert group, "a member got no group"
         members = sorted(members)
         assert_same((group.rank, group.size), (members.index(communicator.rank), len(members)))
         total = group.all_reduce(torch.tensor([communicator.rank]), Reduce.SUM)
@@ -312,6 +314,8 @@ def _check_training(fabric: Fabric) -> None:
         plain_module(batch).square().mean().backward()
         plain_optimizer.step()
         optimizer.zero_grad()
+        # The chunks have equal sizes. So the mean of their gradients is the gradient of the global
+        # batch, whichever rank gets which chunks.
         chunks = batch.chunk(num_micro_batches * fabric.world_size)
         micro_batches = chunks[fabric.global_rank :: fabric.world_size]
         for number, micro_batch in enumerate(micro_batches, start=1):

@@ -221,7 +221,7 @@ def _reduce(leaves: Sequence[Leaf], reduce_op: str) -> Leaf:
         return number_type(reduction(numbers).item())
     rows = torch.stack(list(leaves))
     dtype = rows.dtype
-    # 16-bit floats are rounded once, at the end.
+    # 16-bit floats are reduced in float32, so that the result is rounded only once.
     if dtype.is_floating_point and dtype.itemsize < 4:
         rows = rows.float()
     return reduction(rows).to(dtype)

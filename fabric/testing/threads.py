@@ -197,11 +197,13 @@ class _ThreadedCall:
 
 def _timeout_report(rank: int, thread: threading.Thread, timeout: float) -> Report:
     """Return the report of a rank whose thread was still running after ``timeout`` seconds."""
+    # A thread that was started has an identifier: "or 0" is only for the type checker.
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.StackSummary()
     # There is no frame if the thread has ended since the timeout.
     if frame is not None:
         stack = traceback.extract_stack(frame)
+    # A rank that waits for another rank is in _Mailbox.take().
     is_waiting = False
     for summary in stack:
         if summary.filename == __file__ and summary.name == _Mailbox.take.__name__:
@@ -228,7 +230,7 @@ class ThreadedStrategy(Strategy):
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         """Start the runtime with the communicator and the store of the threads, on each rank."""
-        assert runtime is not None, "Fabric passes a runtime; None is for scripts without Fabric"
+        assert runtime is not None, "no runtime was passed: this strategy works only with Fabric"
         runtime.start(self._thread_communicator, self._thread_store)
         self._runtime = runtime
 
@@ -291,8 +293,8 @@ class _Mailbox:
             self._changed.wait_for(lambda: values or sender in self._outcomes)
             if values:
                 return values.popleft()
-            # Not another type: is_secondary() knows that a ConnectionError results from the failure
-            # of another rank, so this rank is not blamed.
+            # The type matters: is_secondary() takes a ConnectionError for the result of another
+            # rank's failure, so that this rank is not blamed.
             raise ConnectionError(
                 f"{call_text} on rank {receiver}: rank {sender} {self._outcomes[sender]} and did"
                 " not call it; look for a branch on the rank before it"
@@ -372,7 +374,7 @@ class ThreadCommunicator(Communicator):
         receiver = self._world_ranks[destination]
         queue = (self._name, "messages")  # separate from the queue of the collectives
         if self._world_rank == sender:
-            # A copy, since the sender may change its buffer as soon as send() returns.
+            # The buffer is copied, since the sender may change it as soon as send() returns.
             self._mailbox.put(queue, sender, [receiver], collective.buffer.clone())
             return None
         call_text = f"recv(src={collective.peer})"
