@@ -512,7 +512,7 @@ class Fabric:
 
         The arguments and errors are described in :meth:`setup`.
         """
-        self._ensure_session("setup_module")  # for its error, which names this method
+        self._ensure_session("setup_module")  # called for its error, which names this method
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
@@ -730,7 +730,7 @@ class Fabric:
                 function()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
-            session.strategy._explain(error)  # may add a note to the error; does not raise
+            session.strategy._explain(error)  # may add a note to the error
             for function in hooks.after:
                 function(tensor, error)
             raise
@@ -1411,7 +1411,7 @@ class Fabric:
         world = self._plan.world or World()
         must_draw_on_rank0 = seed is None and world.world_size > 1
         if must_draw_on_rank0:
-            self._ensure_session("seed_everything")  # for its error, which names this method
+            self._ensure_session("seed_everything")  # called for its error, which names this method
             if self.is_global_zero:
                 seed = seed_everything(None)
             seed = self.broadcast(seed)
@@ -1465,7 +1465,7 @@ class Fabric:
                 file.
             OSError: on rank 0, this rank cannot write the file.
         """
-        from fabric.tools.timeline import profile  # few programs need it
+        from fabric.tools.timeline import profile  # imported late: few programs need it
 
         return profile(self._ensure_session("profile"), path, steps)
 
@@ -1477,7 +1477,7 @@ class Fabric:
         Steps are measured only under ``Fabric(timings=True)``. See
         :class:`fabric.tools.timeline.Timings`.
         """
-        from fabric.tools.timeline import timings  # few programs need it
+        from fabric.tools.timeline import timings  # imported late: few programs need it
 
         return timings(self._ensure_session("timings"))
 
@@ -1636,7 +1636,7 @@ class Fabric:
                 raise self._not_running_error(method_name)
             self._session = Session(self._plan, world, check_training=self._should_check_training)
             if self._should_measure_timings:
-                from fabric.tools.timeline import Timeline  # few programs need it
+                from fabric.tools.timeline import Timeline  # imported late: few programs need it
 
                 self._session.attach(Timeline(self._session))
             atexit.register(self._close_at_exit)

@@ -47,7 +47,7 @@ _DDP_START_METHODS = {
     "ddp_spawn": "spawn",
     "ddp_fork": "fork",
     "ddp_forkserver": "forkserver",
-    # Safe in a notebook: the forked server never touched CUDA or a thread pool.
+    # A fork server is safe in a notebook, since it has never used CUDA or a thread pool.
     "ddp_notebook": "forkserver",
 }
 
@@ -278,7 +278,7 @@ def _merge_options(
     for argument in _DURATIONS:
         if options[argument] is not None:
             options[argument] = _parse_duration(argument, options[argument])
-    # Called before the strategy is made: `fabric run` may give the strategy's name, and the
+    # This comes before the strategy is made: `fabric run` may give the strategy's name, and the
     # precision that the strategy's constructor takes.
     _add_run_options(options, env)
     # The caller parses the precision again, since a strategy object may bring a precision.
@@ -531,7 +531,7 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
     Raises:
         ConfigurationError: ``value`` is not a duration in the valid range.
     """
-    # Not a number if `value` is not a duration: to_seconds() returns other objects unchanged.
+    # to_seconds() returns an object that is not a duration unchanged, so this may not be a number.
     seconds = to_seconds(value)
     can_be_zero = argument == "watchdog"
     is_number = isinstance(seconds, int | float)

@@ -143,7 +143,7 @@ def full_tensor(tensor: Any) -> Tensor:
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor
-    # Imported here, since it takes a second. A program with a DTensor has imported it already.
+    # The import is here, since it takes a second unless the program has a DTensor already.
     from torch.distributed.tensor import Replicate
 
     # Each step gathers one more dimension of the mesh, beginning with the outermost, and the call
@@ -182,7 +182,7 @@ def clear_mesh_caches() -> None:
     mesh. Meshes are equal if their ranks are equal, but a cached entry refers to process groups by
     name. The next job in this process may use the same names for other groups.
     """
-    # Looked up instead of imported, which takes a second. Without the module there are no caches.
+    # The module is looked up, since an import takes a second. Without it there are no caches.
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
     if dtensor is None:
         return

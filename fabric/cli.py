@@ -405,7 +405,7 @@ def _run(options: argparse.Namespace) -> int:
     _check_nodes(options)
     _prepare_log_dir(options)
     worlds = _resolve_worlds(options)
-    # Imported after the checks, whose errors are then printed sooner.
+    # These imports follow the checks, whose errors are then printed sooner.
     from fabric.launchers.logs import RankLogs
     from fabric.launchers.script import Script, run_script
 
@@ -467,8 +467,8 @@ def _find_option_after_script(options: argparse.Namespace, name: str) -> str | N
     """
     # A pattern that matches --num-nodes and --num_nodes.
     option_pattern = f"--{name.replace('_', '[-_]')}"
-    # Joined by newlines, so that "--devices=2" and "--devices", "2" are found alike. A value must
-    # not look like another option, but may be negative: "-1" means all devices.
+    # The arguments are joined by newlines, so that "--devices=2" and "--devices", "2" are found
+    # alike. A value must not look like another option, but may be negative: "-1" means all devices.
     arguments = "\n".join(options.arguments)
     match = re.search(rf"(?m)^{option_pattern}[=\n](?P<value>-?[^-\n].*)", arguments)
     if match is None:
@@ -554,7 +554,7 @@ def _prepare_log_dir(options: argparse.Namespace) -> None:
         return
     try:
         options.log_dir.mkdir(parents=True, exist_ok=True)
-        # Called for its error: whether a file can be created in the folder.
+        # Raises if no file can be created in the folder. The file is removed at once.
         tempfile.TemporaryFile(dir=options.log_dir).close()
     except OSError as error:
         options.parser.error(f"--log-dir {options.log_dir}: {error}")
@@ -594,7 +594,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         address=options.main_address,
         port=options.main_port,
     )
-    # Called for its error: the strategy may not run on several machines. The plan above is for one
+    # This call raises if the strategy does not run on several machines. The plan above is for one
     # machine, since fabric's own launchers start no processes on others.
     resolve_plan(**arguments, num_nodes=num_nodes, env=worlds[0].to_env())
     return worlds

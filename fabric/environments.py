@@ -262,7 +262,7 @@ class _VariableEnvironment:
             id_parts.append(id_part)
         if not id_parts:
             return None
-        # Not hash(), which differs between processes.
+        # hash() would differ between processes.
         checksum = zlib.crc32(".".join(id_parts).encode())
         return _FIRST_PORT + checksum % _PORT_COUNT
 
@@ -331,10 +331,11 @@ class TorchrunEnvironment(_VariableEnvironment):
         """Return the rank of this process in its job. See :meth:`Environment.detect`."""
         world = World.from_env(env)
         if world is None:
-            self._refuse_missing_world_size(env)  # does nothing if RANK is not set, either
+            self._refuse_missing_world_size(env)  # raises only if RANK is set
         elif world.store is None:
-            # Called for its error. World does not check the address and the port, since a single
-            # process needs none. Processes with a store, which fabric started, need none either.
+            # This call is made for its error. World does not check the address and the port, since
+            # a single process needs none. Processes with a store, which fabric started, need none
+            # either.
             self._find_rendezvous(env, world.world_size, world.local_world_size)
         return world
 

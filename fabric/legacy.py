@@ -290,8 +290,8 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             "return trainer.callback_metrics from the launched function",
         )
         metrics = map_tensors(_copy_to_cpu, dict(trainer.callback_metrics))
-        # Pickled here: torch passes tensors in a queue of multiprocessing through shared memory,
-        # which another process can open only while this one lives.
+        # The metrics are pickled here: torch passes tensors in a queue of multiprocessing through
+        # shared memory, which another process can open only while this process lives.
         queue.put(pickle.dumps(metrics))
 
     def get_from_queue(self, trainer: Any, queue: Any) -> None:

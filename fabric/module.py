@@ -91,7 +91,7 @@ class FabricModule(nn.Module):
             registered_buffers(user_module),
             registered_modules(user_module),
         )
-        # In the attribute dict itself, since __setattr__ sets attributes of the user's module.
+        # Written to the attribute dict, since __setattr__ sets attributes of the user's module.
         vars(self).update(
             _fabric_module=module,
             _fabric_uncompiled=user_module,
@@ -151,7 +151,7 @@ class FabricModule(nn.Module):
                 ``forward``.
         """
         user_module = self._fabric_uncompiled
-        name = str(getattr(method, "__name__", method))  # a method has a name, and a text is one
+        name = str(getattr(method, "__name__", method))  # a text is the name itself
         if name == "forward" or not callable(getattr(user_module, name, None)):
             raise ArgumentTypeError(
                 f"mark_forward_method({method!r})",
@@ -173,7 +173,7 @@ class FabricModule(nn.Module):
         A forward method is returned as a function that runs the method through the prepared module.
         Other methods are returned with checks of bypass calls if the strategy needs the checks.
         """
-        # Not self._fabric_uncompiled: without the attribute, Python would call this method again.
+        # If the attribute is missing, self._fabric_uncompiled would call this method without end.
         user_module = self.__dict__["_fabric_uncompiled"]
         value = getattr(user_module, name)
         # An attribute may also be a method of another object, which is returned as it is.
@@ -296,7 +296,7 @@ class FabricModule(nn.Module):
             with _forward_replaced(self._fabric_uncompiled, method):
                 return self(*args, **kwargs)
 
-        run.__name__ = method.__name__  # for mark_forward_method(model.name)
+        run.__name__ = method.__name__  # mark_forward_method() reads the name of a method
         return run
 
 

@@ -96,7 +96,7 @@ class LossScale:
                 f"LossScale(init_scale={self.init_scale!r})",
                 expected="a power of two in the range of float32, such as 2.0**16",
             )
-        # Not isinstance(), since a bool would be an int. The kernel counts steps in 32 bits.
+        # isinstance() would accept a bool. The kernel counts steps in 32 bits.
         is_integer = type(self.growth_interval) is int
         if not is_integer or not 1 <= self.growth_interval < 2**31:
             raise ConfigurationError(
@@ -283,9 +283,10 @@ def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
     Everything else in the output is returned unchanged.
     """
     if not isinstance(output, Tensor):
-        # Called again for each tensor in the container.
+        # map_tensors() calls this function again for each tensor in the container.
         return map_tensors(partial(cast_outputs, dtype), output)
     if output.dtype not in (torch.float16, torch.bfloat16):
         return output
-    # By keyword: otherwise torch first tries other signatures of to(), which takes a microsecond.
+    # The dtype is passed by keyword: otherwise torch first tries other signatures of to(), which
+    # takes a microsecond.
     return output.to(dtype=dtype)

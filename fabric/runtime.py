@@ -124,7 +124,7 @@ class Runtime:
         # The context prints that this rank waits if others take longer than `watchdog`.
         with announce_wait(rank, size, self.watchdog):
             if store is None:
-                store = self._connect()
+                store = self._connect()  # creates the process group, too
         self.store = JobStore(store, rank, size)
         if communicator is None:
             default_group = None  # torch's name for the group of all processes
@@ -330,7 +330,7 @@ class Runtime:
         self._closers.close()
         # The runtimes in this set use a process group that one of them has created. The set is
         # empty if the group existed before.
-        used_group_of_runtime = self in self._sharers_of_group
+        used_group_of_a_runtime = self in self._sharers_of_group
         self._sharers_of_group.discard(self)
         self._is_started = False
         self._background_communicators.clear()
@@ -339,7 +339,7 @@ class Runtime:
             clear_mesh_caches()
         self.meshes.clear()
         self.store.close()
-        is_group_unused = used_group_of_runtime and not self._sharers_of_group
+        is_group_unused = used_group_of_a_runtime and not self._sharers_of_group
         # The user may have destroyed the group already.
         return is_group_unused and dist.is_initialized()
 

@@ -37,7 +37,7 @@ class JobStore:
         self._store = store
         self.rank = rank
         self.size = size
-        self._existing_keys: set[str] = set()  # those that read() has found, to ask only once
+        self._existing_keys: set[str] = set()  # found by read(), which asks for each only once
 
     def from_rank0(self, key: str, value: bytes) -> bytes:
         """Return rank 0's value for a key on every rank. Other ranks wait for rank 0.

@@ -288,7 +288,7 @@ def _split_one_level(tree: Tree) -> _Level | None:
         The path format, the keys, the children and the rebuild function; see ``_Node``.
     """
     kind = type(tree)
-    if isinstance(tree, Tensor):  # a subclass may be registered or a dataclass, and is a leaf
+    if isinstance(tree, Tensor):  # a leaf, even if its class is registered or a dataclass
         return None
     if kind is dict:
         return _split_mapping(tree, build=_identity)  # the built dict is the result

@@ -66,7 +66,8 @@ class World:
 
         The number is 1 only if all processes are on this node, so that loopback connects them.
         """
-        # Rounded up, so that 3 processes on this node and 2 on another one are two nodes.
+        # The quotient is rounded up, so that 3 processes on this node and 2 on another one are two
+        # nodes.
         return -(-self.world_size // self.local_world_size)
 
     @property
@@ -112,7 +113,7 @@ class World:
             )
         if local_world_size is None:
             local_world_size = world_size
-        # Missing variables follow from the others, if all nodes have equally many processes. A
+        # Missing values are derived as if all nodes had equally many processes. A
         # number below 1 must not lead to a division by zero: the constructor refuses the number.
         ranks_per_node = max(1, local_world_size)
         if local_rank is None:

@@ -58,19 +58,19 @@ class Progress(Generic[T]):
         try:
             for batch in self.batches:
                 yield batch
-                # Here the body of the user's loop has run: the batch counts as done.
+                # The body of the user's loop has run for this batch when execution comes here.
                 num_batches += 1
                 num_samples += _count_samples(batch)
                 now = monotonic()
                 if now - last_write > writer.interval:
                     last_write = now
-                    writer.update(self._line(num_batches, num_samples, seconds=now - start))
+                    writer.update(self._format_line(num_batches, num_samples, seconds=now - start))
         finally:
-            # Also after a break or an error in the loop.
+            # The last line is written also after a break or an error in the loop.
             seconds = monotonic() - start
-            writer.finish(self._line(num_batches, num_samples, seconds))
+            writer.finish(self._format_line(num_batches, num_samples, seconds))
 
-    def _line(self, num_batches: int, num_samples: int, seconds: float) -> str:
+    def _format_line(self, num_batches: int, num_samples: int, seconds: float) -> str:
         """Return the text of the line.
 
         Args:
@@ -93,7 +93,7 @@ class Progress(Generic[T]):
             fields.append(str(position))
         for name, value in self._read_metrics().items():
             fields.append(f"{name} {value:.4g}")
-        fields.append(self._speed(num_batches, num_samples, seconds))
+        fields.append(self._format_speed(num_batches, num_samples, seconds))
         has_estimate = num_batches > 0 and position < total
         if has_estimate:
             seconds_left = seconds / num_batches * (total - position)
@@ -110,7 +110,7 @@ class Progress(Generic[T]):
             metrics = metrics()
         return metrics_as_floats(metrics or {})
 
-    def _speed(self, num_batches: int, num_samples: int, seconds: float) -> str:
+    def _format_speed(self, num_batches: int, num_samples: int, seconds: float) -> str:
         """Return the samples per second of all processes, as a text.
 
         If the number of samples is unknown (``num_samples`` is 0), return the batches per second of
