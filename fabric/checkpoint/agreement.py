@@ -63,11 +63,12 @@ def run_on_all_ranks(
     if largest_priority == 0:
         return result
     failed_rank = size - largest_priority
-    # The class that the other ranks raise. Callers handle the classes in _ERROR_CLASSES.
+    # The class that the other ranks raise. Callers catch the classes in _ERROR_CLASSES, so these
+    # have to be the same on all ranks.
     error_class = CheckpointError
     if type(error) in _ERROR_CLASSES:
         error_class = type(error)
-    # Every rank has to pass a message, but only the message of failed_rank is sent.
+    # broadcast_object() needs an argument on every rank, but sends only that of failed_rank.
     message = (f"{type(error).__name__}: {error}", error_class)
     text, error_class = communicator.broadcast_object(message, failed_rank)
     if error is not None:

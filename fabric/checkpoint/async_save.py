@@ -129,8 +129,8 @@ class StagingBuffers:
                 for leaf in leaves:
                     if isinstance(leaf, Tensor):
                         copied_tensors[id(leaf)] = self._copy_tensor(leaf)
-            # deepcopy() takes the copy of an object from its memo, the second argument, if the memo
-            # has the object's id. So it uses the copies of tensors, and copies other objects.
+            # The second argument is deepcopy's memo: for the id of an object, the copy to use. So
+            # deepcopy() uses these copies of tensors, and copies all other objects itself.
             return copy.deepcopy(state, copied_tensors)
         finally:
             # Also after an error: the next copy must not take the values of this one.
@@ -167,7 +167,7 @@ class StagingBuffers:
         if is_dtensor:
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
-            # Without a gradient at first: an integer tensor, which is valid here, refuses one.
+            # False, since the default is True, which nn.Parameter refuses for integers.
             copied = nn.Parameter(copied, requires_grad=False)
         # torch.save() writes the attributes that were set on a tensor, too.
         vars(copied).update(copy.deepcopy(vars(tensor)))
@@ -185,6 +185,7 @@ class StagingBuffers:
             self._copies[key] = self._copy_storage(local)
         buffer = self._copies[key].buffer
         view = torch.empty(0, dtype=local.dtype)
+        # set_() has the empty tensor share the buffer, with the layout of ``local``.
         return view.set_(
             buffer.untyped_storage(), local.storage_offset(), local.size(), local.stride()
         )
@@ -206,6 +207,7 @@ class StagingBuffers:
         word = torch.int64
         if kind.nbytes % 8 != 0:
             word = torch.uint8
+        # A view of the whole storage as bytes.
         source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
         buffer.view(word).copy_(source.view(word))
         # The source keeps the storage alive: no other storage gets its address during this copy.

@@ -63,7 +63,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
         # error, the next save removes the file.
         with suppress(OSError):
             os.unlink(file.name)
-        # close() retries a flush that failed, and would hide the error of the first try.
+        # If a flush failed above, close() tries it again. A second error must not hide the first.
         with suppress(OSError):
             file.close()
     with write_errors(request):

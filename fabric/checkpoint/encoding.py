@@ -181,7 +181,7 @@ def to_json(
     tag = f"${kind.__name__}"
     if _is_exact_in_json(value):
         return value
-    # A scalar that needs a tag, such as a complex number or a dtype.
+    # The value is a scalar that needs a tag, such as a complex number or a dtype.
     if kind in _SCALARS:
         return {tag: _SCALARS[kind].write(value)}
     # A subclass of the user's may have the name of a collection, and so the same tag.
@@ -297,6 +297,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     # The array does not own the memory: this attribute keeps the tensor alive.
     array.owner = tensor
+    # The format of a ctypes array is "<B". "B" is the usual format of bytes.
     return memoryview(array).cast("B")
 
 

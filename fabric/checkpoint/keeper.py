@@ -126,7 +126,7 @@ class Checkpoints:
         # The last background save, which may be running.
         self._pending: PendingSave | None = None
         # Names of checkpoints that the next _publish() removes.
-        self._stale: list[str] = []
+        self._stale_names: list[str] = []
         with running_session("checkpoints").checkpoints(phase="setup") as coordinator:
             # A pending save may write to this folder.
             coordinator.join_pending()
@@ -198,7 +198,8 @@ class Checkpoints:
     def _path_of(self, title: str) -> Location | None:
         """Return the path of the checkpoint ``latest`` or ``best``, or None if there is none.
 
-        The names are known only after the end of a background save, which may have failed.
+        ``title`` is ``"latest"`` or ``"best"``. A background save may change both when it ends, so
+        this method waits for its end.
         """
         # is_raised says that the save has ended, and that a caller has received its error, if any.
         if self._pending is not None and not self._pending.is_raised:
@@ -315,15 +316,15 @@ class Checkpoints:
         metrics_files: dict[str, str] = {}
         if metrics:
             metrics_files[f"{name}.json"] = json.dumps(metrics)
-        # Older checkpoints are removed before the save, too: a killed job may have left one
-        # checkpoint too many.
+        # Writes the metrics. It also removes older checkpoints, as the call after the save does,
+        # since a killed job may have left one checkpoint too many.
         self._rotate(communicator, metrics_files)
         # If the block raises, the name stays here, and the next save removes what was written.
-        self._stale.append(name)
+        self._stale_names.append(name)
         yield
         # A format of the user's may write in the background, and wait() raises its error.
         run_on_all_ranks(communicator, self._request, self._io.wait)
-        self._stale.remove(name)
+        self._stale_names.remove(name)
         self._metrics[name] = metrics
         self._rotate(communicator)
         values = {"step": _step_number(name), **metrics}
@@ -343,12 +344,12 @@ class Checkpoints:
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
         retained: set[str | None] = set(newest[-self._keep :])
-        # None if there is no best checkpoint. No checkpoint has this name.
+        # Adds None if there is no best checkpoint, which does no harm: no checkpoint is named None.
         retained.add(self._best_checkpoint())
         for name in list(self._metrics):
             if name not in retained:
                 del self._metrics[name]
-                self._stale.append(name)
+                self._stale_names.append(name)
         self._publish(communicator, metrics_files)
 
     def _publish(
@@ -367,11 +368,11 @@ class Checkpoints:
             texts = self._latest_and_best()
             if metrics_files is not None:
                 texts.update(metrics_files)
-            self._folder.publish(texts, self._stale)
+            self._folder.publish(texts, self._stale_names)
 
         # Raises on every rank if rank 0 fails. The next call then removes the stale checkpoints.
         run_on_all_ranks(communicator, self._request, publish_on_first_rank)
-        self._stale.clear()
+        self._stale_names.clear()
 
     def _latest_and_best(self) -> dict[str, str]:
         """Return the names of the checkpoints ``latest`` and ``best``, if there are any."""

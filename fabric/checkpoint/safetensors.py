@@ -68,7 +68,7 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
     # The widest dtypes come first. So each chunk begins at a multiple of its own item size, and can
     # be used in a memory mapping without a copy.
     names = sorted(chunks, key=lambda name: -chunks[name].tensor.itemsize)
-    stored_chunks, header = _layout({name: chunks[name] for name in names})
+    stored_chunks, header = _lay_out_file({name: chunks[name] for name in names})
     file.write(header)
     checksum = zlib.crc32(header)
     for name in names:
@@ -79,7 +79,7 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
     return DataFile(checksum, stored_chunks)
 
 
-def _layout(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], bytes]:
+def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], bytes]:
     """Lay out a safetensors file.
 
     Args:

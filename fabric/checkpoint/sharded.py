@@ -140,11 +140,11 @@ class ShardedCheckpoint:
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         write_on_all_ranks = partial(_write_on_all_ranks, communicator, request)
         flat: FlatState = write_on_all_ranks(flatten_state, entries)
-        # If anything raises before _commit(), the stack leaves the context of _replace_folder()
-        # with the error, and the old checkpoint stays.
+        # _begin_on_first_rank() enters the context of the save on the stack. If anything raises
+        # before the commit, the context ends with the error, and the old checkpoint stays.
         with ExitStack() as stack:
             # None on all ranks but rank 0.
-            save = write_on_all_ranks(_begin, stack, request, path, is_first)
+            save = write_on_all_ranks(_begin_on_first_rank, stack, request, path, is_first)
             # Rank 0 describes the save, and every rank gets this description.
             target = None
             if save is not None:
@@ -153,7 +153,9 @@ class ShardedCheckpoint:
             files = write_on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
             # Empty on all ranks but rank 0, which commits the save by closing the stack.
             files_of_ranks = gather_on_first(communicator, files)
-            write_on_all_ranks(_commit, stack, request, save, flat, files_of_ranks, metadata)
+            write_on_all_ranks(
+                _commit_on_first_rank, stack, request, save, flat, files_of_ranks, metadata
+            )
 
     def load(self, path: Location) -> PlainState:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU.
@@ -219,7 +221,9 @@ def _write_on_all_ranks(
     return run_on_all_ranks(communicator, request, step_with_converted_errors)
 
 
-def _begin(stack: ExitStack, request: str, path: Location, is_first: bool) -> _FolderSave | None:
+def _begin_on_first_rank(
+    stack: ExitStack, request: str, path: Location, is_first: bool
+) -> _FolderSave | None:
     """Begin a save into a folder on rank 0, and return the save. Return None on other ranks.
 
     The save is committed when ``stack`` is closed. If the block of ``stack`` raises, nothing is
@@ -384,7 +388,7 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
     sync_folder(folder)
 
 
-def _commit(
+def _commit_on_first_rank(
     stack: ExitStack,
     request: str,
     save: _FolderSave | None,
@@ -395,7 +399,7 @@ def _commit(
     """Write the index and commit the save, on rank 0. Other ranks do nothing.
 
     Args:
-        stack: the stack that :func:`_begin` entered the save's context on.
+        stack: the stack that :func:`_begin_on_first_rank` entered the save's context on.
         request: what the user asked for, for errors.
         save: the save, or None on other ranks.
         flat: the content of the checkpoint, as rank 0 has it.

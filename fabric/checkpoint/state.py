@@ -140,8 +140,8 @@ class StateDicts:
                 content[name] = self.of_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
-        # Called for its error. to_json() calls _refuse_loop() for a collection that contains
-        # itself, from which gather_shards() would never return.
+        # Called for its error: to_json() has _refuse_loop() raise for a collection that contains
+        # itself. From such a collection gather_shards() would never return.
         to_json(content, _refuse_loop)
         return content
 
@@ -363,6 +363,7 @@ def uncompiled_state(state: Any, expected: Iterable[str] = ()) -> Any:
         expected: the names in the state dict of the module to load into. A value gets the expected
             name with the same plain name. If there is no such name, the value gets its plain name.
     """
+    # The expected names by their plain names.
     expected_names = {_plain_name(name): name for name in expected}
     # A shallow copy keeps the versions of layers that torch attaches to a state dict.
     renamed = copy.copy(state)

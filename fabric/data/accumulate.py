@@ -92,7 +92,7 @@ class Windows:
             for index, batch in enumerate(batches):
                 number = index % self.steps + 1
                 is_last = number == self.steps or position.is_final
-                # No window is open at its last micro-batch, so the user may save there.
+                # None at the last micro-batch of a window, so that the user may save there.
                 position.micro_batch = None
                 if not is_last:
                     position.micro_batch = MicroBatch(number, window_length=self.steps)

@@ -96,7 +96,7 @@ class OverlappedCopies:
         """
         buffers = _buffers_in(batch)
         if not all(map(_can_be_tracked, buffers)):
-            # On the compute stream, which is in order with whatever uses the batch.
+            # Copied on the compute stream, on which everything that uses the batch runs later.
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
             if any(map(_is_pinned, buffers)):

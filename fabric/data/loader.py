@@ -238,7 +238,7 @@ class FabricDataLoader(_Base):
         loaded_position = self._loaded_position
         self._loaded_position = None
         position = self._begin_position(loaded_position)
-        self._announce(position)
+        self._announce_iteration(position)
         if loaded_position is None:
             batches = self._begin_batches()
         else:
@@ -272,7 +272,7 @@ class FabricDataLoader(_Base):
             self._spec.sharded_sampler.position = position
         return position
 
-    def _announce(self, position: EpochPosition) -> None:
+    def _announce_iteration(self, position: EpochPosition) -> None:
         """Announce an iteration to the other ranks, before anything is drawn or fetched.
 
         Ranks that share a batch get the same random streams: collective among these ranks. The

@@ -204,8 +204,8 @@ class Lockstep:
         batch_number = 0  # of the current batch, from 1
         first_flags = self._start_exchange(loop_number, batch_number, remaining).result()
         # None unless all ranks know their numbers of batches.
-        total = _total(first_flags, choose)
-        has_batch = _has_next(first_flags, choose)
+        total = _total_batches(first_flags, choose)
+        has_batch = _all_continue(first_flags, choose)
         batch = _END_OF_BATCHES
         if has_batch:
             # The batch to repeat if this rank never has one. All ranks take part in sending it.
@@ -237,7 +237,7 @@ class Lockstep:
         """Wait until the other ranks have answered the last exchange, or have exited."""
         self._thread.shutdown()
 
-    def _group(self) -> Communicator:
+    def _flags_communicator(self) -> Communicator:
         """Return the communicator that exchanges flags. Collective at the first call."""
         assert self._connect is not None, "called with a single rank"
         return self._connect(_GROUP)
@@ -260,7 +260,7 @@ class Lockstep:
         # For errors and hang reports: the user's line that asked for the batch.
         call = CallDescription("the next batch", call_site=user_call(sys._getframe(1)))
         # Connects in the calling thread, so that all ranks create their groups in the same order.
-        group = self._group()
+        group = self._flags_communicator()
         return self._thread.submit(_gather_flags, group, message, call)
 
     def _first_repeat(self, flags: list[_Flag], remaining: RemainingBatches) -> Any:
@@ -275,7 +275,7 @@ class Lockstep:
         ranks_with_batch = [rank for rank, flag in enumerate(flags) if flag.has_next]
         if len(ranks_with_batch) == len(flags):
             return _END_OF_BATCHES
-        group = self._group()
+        group = self._flags_communicator()
         source = ranks_with_batch[0]
         batch = None
         if group.rank == source:
@@ -320,7 +320,7 @@ class _SavedBuffer(NamedTuple):
     values: Tensor
 
 
-def _total(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> int | None:
+def _total_batches(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> int | None:
     """Return the number of batches that every rank will yield in the loop.
 
     None unless every rank knows its own number.
@@ -335,7 +335,7 @@ def _total(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> int | 
     return choose(counts)
 
 
-def _has_next(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> bool:
+def _all_continue(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> bool:
     """Return whether all ranks go on: all have a batch (``min``), or at least one (``max``)."""
     return choose(flag.has_next for flag in flags) > 0
 
@@ -355,7 +355,7 @@ def _wait_for_next(
         choose: ``min`` or ``max``.
     """
     if next_exchange is not None:
-        return _has_next(next_exchange.result(), choose)
+        return _all_continue(next_exchange.result(), choose)
     assert total is not None, "neither an exchange nor a total"
     return batch_number < total
 

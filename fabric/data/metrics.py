@@ -76,7 +76,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     _check_counts(call_text, sent_by_rank)
     with ExitStack() as undo:
         for index, metric in enumerate(metrics_by_path.values()):
-            # One list of tensors per rank becomes one tuple of ranks per tensor.
+            # zip() turns a list of tensors for each rank into a tuple of ranks for each tensor.
             tensors_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
             ranks_by_tensor = zip(*tensors_by_rank, strict=True)
             states = list(map(_GatheredState, sent[index], ranks_by_tensor))
@@ -116,9 +116,9 @@ def _use_gathered_states(
     """
     for name in _SYNC_ATTRIBUTES:
         undo.callback(setattr, metric, name, getattr(metric, name))
-    metric.dist_sync_fn = partial(_replay, call_text, iter(states))
+    metric.dist_sync_fn = partial(_gathered_tensors, call_text, iter(states))
     metric.distributed_available_fn = _is_available
-    metric._to_sync = True  # also with sync_on_compute=False
+    metric._to_sync = True  # for a metric with sync_on_compute=False, too
     # Drops the cached result: other ranks may have been updated since.
     metric._computed = None
 
@@ -300,10 +300,10 @@ def _tensors_to_gather(metric: Any) -> list[Tensor]:
     return tensors
 
 
-def _replay(
+def _gathered_tensors(
     call_text: str, states: Iterator[_GatheredState], tensor: Tensor, group: Any = None
 ) -> list[Tensor]:
-    """Return the gathered tensors of a state, in place of a collective of the metric.
+    """Return the tensors of all ranks for a state, in place of a collective of the metric.
 
     torchmetrics calls it with the last two arguments, once for each state.
 

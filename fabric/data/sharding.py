@@ -178,8 +178,10 @@ class ShardedSampler:
         if inspect.isgeneratorfunction(sampler_iter):
             order = iter(self.sampler)
         else:
-            order = shard._draw(_BEGIN, partial(iter, self.sampler))
-        draw_entries = partial(shard._draw, _DRAW, partial(shard._entries, order))
+            order = shard._draw_and_record(_BEGIN, partial(iter, self.sampler))
+        draw_entries = partial(
+            shard._draw_and_record, _DRAW, partial(shard._entries_of_rank, order)
+        )
         # This iterator calls draw_entries() when the first item is asked for, and yields its
         # entries. A chain, since a generator function of ours would be resumed for every item.
         return chain.from_iterable(draw() for draw in [draw_entries])
@@ -204,7 +206,7 @@ class ShardedSampler:
         batch_sampler.sampler = self.without_batches(position)
         return batch_sampler
 
-    def _draw(self, phase: str, action: Callable[[], T]) -> T:
+    def _draw_and_record(self, phase: str, action: Callable[[], T]) -> T:
         """Run ``action``, which draws random numbers, and record the states that it draws from.
 
         If the position was loaded, the numbers are drawn again from the saved states of the phase.
@@ -218,7 +220,7 @@ class ShardedSampler:
         self.position.drawn_states[phase] = state
         return result
 
-    def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
+    def _entries_of_rank(self, order: Iterator[Any]) -> Iterable[Any]:
         """Return this rank's entries of an order, without the entries that were received before.
 
         Every random number that depends on the streams is drawn before this method returns,
@@ -260,7 +262,7 @@ class ShardedSampler:
         remaining = islice(chain(first_round, order), self.position.skipped_entries, None)
         next_round = list(islice(remaining, self.num_replicas))
         global_streams = RandomStreams(self._streams.streams.global_streams)
-        return self._rounds(
+        return self._entries_by_round(
             next_round,
             remaining,
             padding=first_round,
@@ -268,7 +270,7 @@ class ShardedSampler:
             private_state=global_streams.state(),
         )
 
-    def _rounds(
+    def _entries_by_round(
         self,
         entries: list[Any],
         remaining: Iterator[Any],

@@ -465,7 +465,7 @@ def _streams_of(sampler: Any, loader_generators: tuple[torch.Generator, ...]) ->
     # A subclass may draw from more streams, so types are compared exactly.
     sampler_type = type(sampler)
     has_fixed_order = sampler_type in (SequentialSampler, list, tuple, range)
-    # A sampler that shards by itself has to draw the same order on all ranks, without fabric.
+    # A sampler that shards by itself draws the same order on all ranks without fabric's help.
     shards_itself = _sampler_shard(sampler) is not None
     if has_fixed_order or shards_itself:
         return RandomStreams()

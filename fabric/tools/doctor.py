@@ -337,7 +337,9 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         # Rank 0 may serve this store, and faster ranks may use it for the process group already. So
         # the store has to live as long as this function.
         store = _open_store(world, seconds)
-        descriptions = _meet(store, world, title=title, device_count=device_count, seconds=seconds)
+        descriptions = _meet_ranks(
+            store, world, title=title, device_count=device_count, seconds=seconds
+        )
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     remedy = (
         f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
@@ -388,7 +390,7 @@ def _open_store(world: World, seconds: float) -> "Store":
     )
 
 
-def _meet(
+def _meet_ranks(
     store: "Store", world: World, *, title: str, device_count: int, seconds: float
 ) -> list[str]:
     """Meet the other ranks in a store, and return the description that each rank gives of itself.

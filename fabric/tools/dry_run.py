@@ -436,7 +436,7 @@ class _Trace(DispatchMode):
         # FSDP frees and allocates the memory of unsharded parameters by resizing their storages,
         # which no operation shows. So their sizes are read again at each new peak.
         self._unsharded: set[_Storage] = set()
-        self._nbytes = 0  # of all live storages
+        self._live_nbytes = 0  # of all live storages
         self.peak = 0
         # The storages that were live at the peak, with their bytes at that time.
         self._at_peak: list[tuple[_Storage, int]] = []
@@ -458,7 +458,7 @@ class _Trace(DispatchMode):
         self.see(output)
         collective = collective_of(func, args)
         if collective is not None:
-            self._count(collective, (*args, output))
+            self._count_collective(collective, (*args, output))
         self._update_peak()
         return output
 
@@ -534,19 +534,19 @@ class _Trace(DispatchMode):
 
     def _update_peak(self) -> None:
         """Record the live storages if they need more than ever. Called after each operator."""
-        if self._nbytes > self.peak:
+        if self._live_nbytes > self.peak:
             # The sum may be too large: FSDP may have freed unsharded parameters since they were
             # seen. Their sizes are read only now, since a new peak is rare.
             for storage in list(self._unsharded):
                 torch_storage = storage.storage_ref()
                 if torch_storage is not None:
                     self._resize(storage, torch_storage.nbytes())
-        if self._nbytes > self.peak:
-            self.peak = self._nbytes
+        if self._live_nbytes > self.peak:
+            self.peak = self._live_nbytes
             self._at_peak = [(storage, storage.nbytes) for storage in self._live.values()]
 
     def _resize(self, storage: _Storage, nbytes: int) -> None:
-        self._nbytes += nbytes - storage.nbytes
+        self._live_nbytes += nbytes - storage.nbytes
         storage.nbytes = nbytes
 
     def _forget(self, key: int, _: object) -> None:
@@ -555,7 +555,7 @@ class _Trace(DispatchMode):
         self._resize(storage, 0)
         self._unsharded.discard(storage)
 
-    def _count(self, collective: IssuedCollective, values: tuple[Any, ...]) -> None:
+    def _count_collective(self, collective: IssuedCollective, values: tuple[Any, ...]) -> None:
         """Count a collective. Its message is the largest of its arguments and its output.
 
         Args:
@@ -566,11 +566,13 @@ class _Trace(DispatchMode):
         group = collective.group
         # torch's description of a group is "default_pg", or "mesh_" and the name of a dimension.
         axis = group.group_desc.replace("default_pg", "world").removeprefix("mesh_")
-        key = _CollectiveKey(operation=_operation(collective.name), axis=axis, ranks=group.size())
-        self.calls[key].append(max(_nbytes(value) for value in values))
+        key = _CollectiveKey(
+            operation=_fabric_operation(collective.name), axis=axis, ranks=group.size()
+        )
+        self.calls[key].append(max(_nbytes_of_tensors(value) for value in values))
 
 
-def _operation(torch_name: str) -> str:
+def _fabric_operation(torch_name: str) -> str:
     """Return fabric's name of a collective, which torch writes in several ways.
 
     An operator may be called ``allgather_``, ``all_gather_into_tensor`` or ``_allgather_base_``.
@@ -583,7 +585,7 @@ def _operation(torch_name: str) -> str:
     return torch_name
 
 
-def _nbytes(tree: Any) -> int:
+def _nbytes_of_tensors(tree: Any) -> int:
     """Return the bytes of all tensors in a collection."""
     nbytes = 0
     leaves, _ = flatten(tree)

@@ -145,7 +145,7 @@ class Throughput:
             self._first_samples = samples
             self._first_tokens = tokens
         self._steps += 1
-        # Not in place, which would change the caller's tensor.
+        # Not ``+=``, which cannot add a float tensor to an integer tensor.
         self._samples = self._samples + samples
         self._tokens = self._tokens + tokens
         measured_steps = self._steps - self._warmup
@@ -157,7 +157,7 @@ class Throughput:
         # At the end of the warm-up there is no window yet, and only the clock starts.
         if measured_steps > 0:
             rates = self._rates(now - self._window_start)
-        # Without loggers, log_dict would warn. The caller may want no more than the result.
+        # Without loggers, log_dict would warn, although the caller may need only the result.
         if rates and self._fabric.loggers:
             if step is None:
                 step = self._steps

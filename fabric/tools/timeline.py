@@ -203,19 +203,19 @@ class Timeline(SessionObserver):
             return
         for parameter in contract.parameters().values():
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                handle = parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
                 undo(handle.remove)
         # DDP broadcasts the buffers at the start of a forward pass.
         has_buffers = next(contract.module.buffers(), None) is not None
         if contract.needs_forward and has_buffers:
-            undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
+            undo(contract.module.register_forward_pre_hook(self._record_buffers_wait).remove)
 
     @override
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the same batches. Fetching each of them is a phase, as long as this is active."""
-        return self._timed(batches) if self.is_active else batches
+        return self._with_timed_fetches(batches) if self.is_active else batches
 
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _with_timed_fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches. The time in which each is fetched is a span ``"data"``."""
         # fetch(batches, default) is next(batches, default) within a new span "data".
         fetch = self.during("data")(next)
@@ -230,7 +230,7 @@ class Timeline(SessionObserver):
         self, name: str, context: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
         """Return a context around ``context`` that is recorded as a span, if this is active."""
-        return self._recorded(name, context) if self.is_active else context
+        return self._recorded_context(name, context) if self.is_active else context
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -242,7 +242,7 @@ class Timeline(SessionObserver):
             self._exit(name)
 
     @contextmanager
-    def _recorded(self, name: str, context: AbstractContextManager[None]) -> Iterator[None]:
+    def _recorded_context(self, name: str, context: AbstractContextManager[None]) -> Iterator[None]:
         """Enter ``context``, and record the time from before it to after it as a span."""
         with self.during(name), context:
             yield
@@ -312,26 +312,28 @@ class Timeline(SessionObserver):
             return
         end = self.now()
         closed_name = None
-        # Inner spans are open only if an error skipped their end.
+        # Usually this is one span. Inner spans are still open only if an error skipped their end.
         while closed_name != name:
             closed_name, begin = self._open.pop()
             outer = _OTHER
             if self._open:
                 outer = self._open[-1].name
-            self._add(_Span(closed_name, outer=outer, begin=begin, end=end))
+            self._keep_span(_Span(closed_name, outer=outer, begin=begin, end=end))
         if name == "backward" and self._last_gradient is not None:
             # After its last gradient, the rank only waits for the reduction of gradients.
-            self._add(_Span(Wait("gradients"), outer=name, begin=self._last_gradient, end=end))
+            self._keep_span(
+                _Span(Wait("gradients"), outer=name, begin=self._last_gradient, end=end)
+            )
 
-    def _add(self, span: _Span) -> None:
+    def _keep_span(self, span: _Span) -> None:
         self._spans.append(span)
         self.trace.append(span)
 
-    def _note_gradient(self, *_: object) -> None:
+    def _record_gradient_time(self, *_: object) -> None:
         """Record the time. A hook of each parameter, which runs when its gradient is computed."""
         self._last_gradient = self.now()
 
-    def _note_buffers(self, *_: object) -> None:
+    def _record_buffers_wait(self, *_: object) -> None:
         """Record the time since the forward pass began as a wait.
 
         A hook before the forward of the user's module, which DDP runs once it has broadcast the
@@ -339,7 +341,7 @@ class Timeline(SessionObserver):
         """
         if self._open and self._open[-1].name == "forward":
             begin = self._open[-1].begin
-            self._add(_Span(Wait("buffers"), outer="forward", begin=begin, end=self.now()))
+            self._keep_span(_Span(Wait("buffers"), outer="forward", begin=begin, end=self.now()))
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
         """Begin the span of an optimizer's step. A hook of torch for all optimizers.
@@ -688,7 +690,7 @@ class _Profile:
         self._add_metadata("thread_name", "phases")
         # The calls to make at the end, in reverse order: the trace is written last.
         self._at_end = ExitStack()
-        self._at_end.callback(self._write)
+        self._at_end.callback(self._publish_and_write)
         timeline.on_step = self._on_step
         # As after a step: this begins the recording if the steps begin at 0.
         self._on_step(timeline.steps)
@@ -715,11 +717,11 @@ class _Profile:
         # The device must be idle, so that the mark and time_ns() below are the same moment.
         timeline.wait()
         timeline.trace = deque(maxlen=_MAX_TRACE_SPANS)
-        self._at_end.callback(self._add_recorded, timeline.now(), time_ns())
+        self._at_end.callback(self._add_recorded_events, timeline.now(), time_ns())
         self._at_end.enter_context(profiled(self._device, self._collectives))
         self._at_end.callback(timeline.wait)
 
-    def _add_recorded(self, mark: Mark, began: int) -> None:
+    def _add_recorded_events(self, mark: Mark, began: int) -> None:
         """Add the events of the spans and collectives that were recorded.
 
         Args:
@@ -729,14 +731,14 @@ class _Profile:
         for span in self._timeline.trace:
             begin = began + _nanoseconds(mark, span.begin)
             duration = _nanoseconds(span.begin, span.end)
-            self._add("X", span.name, begin, track=0, dur=duration / 1e3)
+            self._add_event("X", span.name, begin, track=0, dur=duration / 1e3)
         # Collectives may overlap, so each of them is a pair of events with the same id.
         for number, collective in enumerate(self._collectives):
             pair = f"{self._store.rank}/{number}"
-            self._add("b", collective.name, collective.begin, track=1, id=pair)
-            self._add("e", collective.name, collective.end, track=1, id=pair)
+            self._add_event("b", collective.name, collective.begin, track=1, id=pair)
+            self._add_event("e", collective.name, collective.end, track=1, id=pair)
 
-    def _add(self, kind: str, name: str, time: float, track: int, **options: Any) -> None:
+    def _add_event(self, kind: str, name: str, time: float, track: int, **options: Any) -> None:
         """Add an event of the trace, in the format of ``chrome://tracing``.
 
         Args:
@@ -762,7 +764,7 @@ class _Profile:
         event = {"ph": "M", "name": kind, "pid": self._store.rank, "tid": 0, "args": {"name": name}}
         self._events.append(event)
 
-    def _write(self) -> None:
+    def _publish_and_write(self) -> None:
         """Publish the events of this rank in the job's store. Rank 0 writes those of all ranks.
 
         Runs once, at the end of the profile. Not collective: ranks may end early or not at all.
