@@ -150,8 +150,8 @@ def all_gather_ragged(
         buckets = pack(leaves, structure)
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
-    # The call describes the exchange of the lengths, which carries the signature. It reads its
-    # result, since the lengths are needed at once.
+    # The description of the user's call travels as a signature with the exchange of the lengths, so
+    # that the ranks notice if their calls differ. The lengths are read at once.
     call = CallDescription(
         "all_gather",
         arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {description}",
@@ -163,7 +163,7 @@ def all_gather_ragged(
         leaf = leaves[position]
         padding = leaf.new_zeros(max(lengths_of_ranks) - len(leaf), *leaf.shape[1:])
         leaves[position] = torch.cat([leaf, padding])
-    # Not signed: the exchange of the lengths has already compared the calls of the ranks.
+    # No signature: the exchange of the lengths has already compared the calls of the ranks.
     gathered = _exchange(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
@@ -513,7 +513,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         """Return the gradient of ``buffer``, from the gradient of the result. Collective.
 
-        The collective goes through ``apply``, so that this gradient can be differentiated again.
+        See ``[Note: Gradients]`` for the collective of the backward pass. It goes through
+        ``apply``, so that this gradient can be differentiated again.
         """
         (grad_of_result,) = grads
         communicator = ctx.communicator
@@ -529,13 +530,13 @@ class _Differentiable(torch.autograd.Function):
             case Operation.BROADCAST:
                 operation = Operation.ALL_REDUCE
                 op = Reduce.SUM
-            # All-reduce and all-to-all are their own backward passes.
+            # The backward pass of an all-reduce or all-to-all is the same collective.
         backward_collective = Collective(operation, grad_of_result, op)
         grad = _Differentiable.apply(communicator, backward_collective, grad_of_result)
         if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
             grad = grad / communicator.size
         is_broadcast = collective.operation is Operation.BROADCAST
-        if is_broadcast and communicator.rank != collective.peer:
+        if is_broadcast and communicator.rank != collective.peer:  # the peer is the source
             # Only the source's buffer has an effect on the result. These zeros are computed from
             # the gradient, so that this rank takes part if the gradient is differentiated again.
             everywhere = torch.ones((), dtype=torch.bool, device=grad.device)

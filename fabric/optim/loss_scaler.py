@@ -193,6 +193,8 @@ class LossScaler:
             device = grads[0].device
             # to() returns the tensor itself, and not a copy, if the scale is on this device.
             found_inf_on_device = found_inf.to(device)
+            # Multiplies the gradients in place, and sets found_inf_on_device to 1 after an
+            # overflow.
             unscale_and_check(grads, found_inf_on_device, inverse.to(device))
             is_copy = found_inf_on_device is not found_inf
             if is_copy:

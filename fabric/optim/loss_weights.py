@@ -226,8 +226,8 @@ class LossWeights:
         self._running_pass = _BackwardPass()
         if error is not None:
             return
-        # These are the optimizers that the loss is not for. A change of their gradients shows that
-        # the loss has reached their parameters all the same.
+        # The optimizers that the loss is not for. If their gradients have changed, the loss has
+        # reached their parameters all the same.
         for optimizer, fingerprint_before in finished.fingerprints.items():
             fingerprint = _gradient_fingerprint(optimizer)
             if fingerprint != fingerprint_before:

@@ -543,8 +543,8 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         module: the root of the tree.
         shares_buffers: whether the copy shares the buffers, too. Otherwise it has copies of them.
     """
-    # __new__ makes an empty module. copy.copy would use the __reduce__ or __getstate__ of a class,
-    # which may leave attributes out.
+    # __new__ makes a module without attributes. They are copied below, and not by copy.copy, which
+    # uses the __reduce__ or __getstate__ of a class: these may leave attributes out.
     replicas = {original: type(original).__new__(type(original)) for original in module.modules()}
     # The copy of each buffer: submodules that share a buffer share the copy, too.
     copied_buffers: dict[Tensor, Tensor] = {}
@@ -557,7 +557,8 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         if not shares_buffers:
             buffers = _copy_buffers(buffers, copied_buffers)
         vars(replica).update(vars(original))
-        # After the update, which has copied references to the original's own dicts.
+        # The update has also copied references to the original's dicts of parameters, buffers and
+        # children. They are replaced by dicts of the replica.
         set_registered_members(replica, dict(registered_parameters(original)), buffers, children)
         _rebind_methods(original, replica)
     return replicas[module]

@@ -201,8 +201,8 @@ class DDPStrategy(ParallelStrategy):
             if self.ddp_comm_wrapper is not None:
                 hook = self.ddp_comm_wrapper(hook)
             wrapper.register_comm_hook(self._unpickled_hook_state(), hook)
-        # Python frees the attributes of an object in the order in which they were set. The group
-        # must be freed after the wrapper's reducer, so this attribute is set after all others.
+        # The group must be freed after the wrapper's reducer, see _GroupReference. Python frees the
+        # attributes of an object in the order in which they were set, so this one is set last.
         vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
         self._parameter_names[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper

@@ -129,6 +129,7 @@ class MappedMemory(DispatchMode):
     ) -> Any:
         """Run an operator, and move its new outputs to files. torch calls it for every operator."""
         result = func(*args, **(kwargs or {}))
+        # Outputs that are arguments, or views of arguments, keep their memory.
         if allocates_outputs(func):
             has_values = func not in _OPERATORS_WITHOUT_VALUES
             result = map_tensors(partial(self._move_to_file, has_values), result)

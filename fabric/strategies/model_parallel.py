@@ -402,6 +402,7 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in contract.parameters().items():
             if not is_split(parameter):
                 replicated[name] = parameter
+        # The scope is the name of the set of ranks that compare these parameters.
         return replace(contract, replicated=lambda: replicated, scope="parts of layers")
 
     @override
@@ -430,6 +431,7 @@ class ModelParallelStrategy(FSDPStrategy):
             **arguments: the arguments of ``fully_shard``.
         """
         self._split_layers(module)
+        # The user's parameters that splitting has replaced. shard_module() frees them.
         originals: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
             if parameter in self._original_parameters:
@@ -437,7 +439,10 @@ class ModelParallelStrategy(FSDPStrategy):
         shard_module(self.runtime.communicator, module, originals, **arguments)
 
     def _split_layers(self, module: nn.Module) -> None:
-        """Split the layers in a module that are not split yet, with rank 0's values. Collective."""
+        """Split the layers in a module that are not split yet, with rank 0's values. Collective.
+
+        Records the user's parameter of each split one, which :meth:`_shard_module` frees later.
+        """
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
         mesh = self._running_topology.mesh["tensor_parallel"]
@@ -532,16 +537,17 @@ def _check_parallelized(
     Returns:
         The error. None if the model has the same parameters as before, all with values.
     """
-    # Names that exist only before or only after the call.
-    wrong = sorted(names_before ^ parameters_after.keys())
+    # Names that exist only before or only after the call. The name of a parameter that was untied
+    # is among them, since tied parameters have one name.
+    wrong_names = sorted(names_before ^ parameters_after.keys())
     for name, parameter in parameters_after.items():
         if parameter.is_meta:
-            wrong.append(f"{name} on meta")
-    if result is root and not wrong:
+            wrong_names.append(f"{name} on meta")
+    if result is root and not wrong_names:
         return None
     return UsageError(
         f"parallelize_fn({type(root).__name__}, mesh), which returned a {type(result).__name__}",
         problem="these parameters were added, removed or untied, or have no values: "
-        f"{', '.join(sorted(wrong)) or 'none'}",
+        f"{', '.join(sorted(wrong_names)) or 'none'}",
         expected="the model itself, with all its parameters, split in place",
     )

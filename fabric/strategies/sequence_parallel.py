@@ -146,8 +146,9 @@ def _common_length(lengths_by_path: Mapping[str, int], dim: int, ranks: int) -> 
     """
     distinct_lengths = set(lengths_by_path.values())
     length = max(distinct_lengths, default=0)
-    # Without tensors the set is empty, and not {0}.
-    if distinct_lengths != {length} or length < ranks:
+    # False without tensors, since the set is then empty.
+    has_one_length = distinct_lengths == {length}
+    if not has_one_length or length < ranks:
         raise ConfigurationError(
             f"{_BLOCK} with {dim=}",
             problem=f"the lengths are {dict(lengths_by_path)}",
@@ -190,7 +191,8 @@ def _check_same_batch(
         return
     # One row per rank.
     rows = gathered.tolist()
-    if rows.count(rows[0]) != len(rows):
+    has_equal_rows = rows.count(rows[0]) == len(rows)
+    if not has_equal_rows:
         raise CollectiveMismatchError(
             key,
             problem=f"the bytes of these tensors have the sums {rows}, by rank of the group",
@@ -381,8 +383,8 @@ class _SequenceParallelAttention(TorchFunctionMode):
         else:
             key, value = self._gather([key, value])
         if is_causal and attn_mask is None:
-            # is_causal of torch aligns the first query with the first key. Here the last query
-            # belongs to the last key that it may attend to, and a mask has to say so.
+            # With is_causal, torch takes the first query for the token of the first key. Here the
+            # queries are the last tokens before `end`, so a mask says what each may attend to.
             end = sum(self._lengths[: self._communicator.rank + 1])
             key = key[..., :end, :]
             value = value[..., :end, :]

@@ -363,13 +363,15 @@ class FSDPStrategy(ParallelStrategy):
         Raises:
             UsageError: rank 0's block raised.
         """
+        # Returns the value that rank 0 has stored. The value of this rank is not used.
         states_of_rank0 = self.runtime.store.from_rank0(key, states)
         if not states_of_rank0:
             raise UsageError(
                 f'init_module(source="rank0") on rank {self.global_rank}',
                 problem="rank 0 failed in it",
             )
-        if states_of_rank0.startswith(state_before):
+        had_same_state = states_of_rank0.startswith(state_before)
+        if had_same_state:
             state_after = states_of_rank0.removeprefix(state_before)
             torch.set_rng_state(torch.tensor(list(state_after), dtype=torch.uint8))
 

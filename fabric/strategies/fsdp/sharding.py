@@ -488,7 +488,7 @@ def shard_module(
             gathered = slot.parameters[slot.name]
             _share_attributes(slot.parameter, gathered)
 
-    # Dynamo must not trace the hook, which changes the module.
+    # Dynamo must not trace the hook, because the hook changes the module.
     outside_of_graphs: Any = torch.compiler.disable(share_with_gathered)
     handle = module.register_forward_pre_hook(outside_of_graphs)
 
@@ -560,8 +560,8 @@ def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], num_ahead
         first = max(0, index - num_ahead)
         previous = forward_order[first:index]
         previous.reverse()
-        # A module that prefetches itself prefetches nothing, since it is gathered by then. An empty
-        # list would mean torch's default, which is to prefetch one module.
+        # Without previous modules, the module is told to prefetch itself. This does nothing, since
+        # it is gathered by then. An empty list would mean torch's default: to prefetch one module.
         module.set_modules_to_backward_prefetch(previous or [module])
 
 

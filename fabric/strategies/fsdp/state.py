@@ -197,7 +197,7 @@ def _shard_like(sharded: Any, value: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor  # slow; a DTensor has imported it
 
     mesh = sharded.device_mesh
-    # Every rank has the full tensor: without a source rank, nothing is sent.
+    # Without a source rank, nothing is sent: every rank cuts its shard from its own full tensor.
     shard = distribute_tensor(
         value.to(mesh.device_type), mesh, sharded.placements, src_data_rank=None
     )
@@ -267,9 +267,9 @@ class UnshardedState:
             if was_replaced_by_user:
                 continue
             parameter: Any = slot.parameter
-            plain = parameter.to_local()
-            # Python finds an instance attribute before nn.Module looks for a parameter.
-            # _restore_parameters() removes the attribute.
+            plain = parameter.to_local()  # in the graph, so that the parameter gets a gradient
+            # An instance attribute hides the parameter of the same name, because Python finds it
+            # before nn.Module looks for a parameter. _restore_parameters() removes it.
             vars(slot.module)[slot.name] = plain
             self._watch_backward([plain])
 
