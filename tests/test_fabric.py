@@ -440,7 +440,7 @@ def test_what_the_user_drops_is_freed(strategy: str) -> None:
         loss = model(torch.ones(1, 4)).sum()
         fabric.backward(loss)
         references = list(map(weakref.ref, (net, model, optimizer, loader, data)))
-        del net, model, optimizer, loader, data
+        del net, model, optimizer, loader, data, loss
         gc.collect()
         for reference in references:
             assert reference() is None
