@@ -895,9 +895,9 @@ class Fabric:
                 number of processes that still have batches.
 
         Raises:
-            UsageError: the strategy does not support different numbers of batches, as FSDP does
-                not. Within the context: a collective of the whole job, or a forward pass without
-                gradients.
+            UsageError: the strategy does not support different numbers of batches. FSDP, for
+                example, does not. Within the context: a collective of the whole job, or a forward
+                pass without gradients.
         """
         models = find_fabric_modules("join", module)
         session = self._ensure_session("join")
@@ -1597,7 +1597,8 @@ class Fabric:
         """Return the attributes that a started rank gets, when the launcher pickles this object.
 
         They include the attributes of a subclass. The launcher and the session belong to the
-        launching process alone, and the launcher may not be picklable.
+        launching process alone, and the launcher may not be picklable. The Fabric of a rank is
+        always open at first.
         """
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**vars(self), "_plan": plan, "_session": None, "_is_closed": False}
@@ -1606,7 +1607,8 @@ class Fabric:
         """Connect a process that a function launcher has started to the job. Collective.
 
         Args:
-            world: the rank of this process.
+            world: the rank of this process. None if the environment contains no rank, for which
+                this method raises.
         """
         self._plan = replace(self._plan, world=world)
         self._ensure_session("launch")  # connects this process to the others

@@ -221,7 +221,7 @@ def reset_iterator(loader: data.DataLoader[Any]) -> None:
 
     A DataLoader with persistent workers keeps its iterator in ``_iterator``, so that a copy of the
     loader would share the workers. torchdata's StatefulDataLoader also reads its state from
-    ``_iterator``. ``object.__setattr__`` passes by the ``__setattr__`` of a user's subclass.
+    ``_iterator``. ``object.__setattr__`` bypasses the ``__setattr__`` of a user's subclass.
     """
     object.__setattr__(loader, "_iterator", None)
 

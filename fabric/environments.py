@@ -123,7 +123,7 @@ class _VariableEnvironment:
     def detect(self, env: Mapping[str, str]) -> World | None:
         """Return the rank of this process in its job. See :meth:`Environment.detect`."""
         rank = read_integer_variable(env, *self._rank_names)
-        if rank is None:
+        if rank is None:  # this launcher did not start the process
             return None
         world_size = self._read_required_integer(env, self._world_size_names)
         # These are the values of a job of one process, in which launchers may leave the variables

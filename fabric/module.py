@@ -140,7 +140,7 @@ class FabricModule(nn.Module):
         """Run a method of the user's module through the prepared module, as a forward pass.
 
         To type checkers the result of ``setup`` is an object of the user's class, which lacks this
-        method. Write ``FabricModule.mark_forward_method(model, "loss")`` to satisfy them, for which
+        method. Write ``FabricModule.mark_forward_method(model, "loss")``, which they accept because
         ``self`` is declared as ``Any``.
 
         Args:

@@ -253,6 +253,7 @@ class CSVLogger(_RunLogger):
             )
         row = {"step": _as_integer(step), **values}
         path = self._ensure_folder() / "metrics.csv"
+        # Also true at the first write, before which _columns is empty.
         has_new_column = not row.keys() <= set(self._columns)
         if has_new_column:
             self._columns = _rewrite_with_columns(path, row)

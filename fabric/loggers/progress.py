@@ -133,7 +133,7 @@ class _LineWriter:
     """
 
     def __init__(self) -> None:
-        """Choose how lines are written, from the kind of the present ``sys.stderr``."""
+        """Choose how lines are written, from the kind of the current ``sys.stderr``."""
         self._stream = sys.stderr
         is_notebook = type(self._stream).__module__.startswith("ipykernel")
         # A dumb terminal, such as that of an editor, cannot return to the beginning of a line.
