@@ -585,13 +585,13 @@ class _RunFolder:
         with read_errors(f"read {str(path)!r}"):
             return json.loads(path.read_bytes())
 
-    def publish(self, texts: Mapping[str, str], stale: Iterable[str]) -> None:
+    def publish(self, texts: Mapping[str, str], stale_names: Iterable[str]) -> None:
         """Write text files, and then remove stale checkpoints.
 
         Args:
             texts: the content of text files by name. A text that this object has written before
                 is not written again.
-            stale: names of checkpoints.
+            stale_names: the names of the checkpoints to remove.
 
         Raises:
             CheckpointError: another job has taken the folder.
@@ -610,7 +610,7 @@ class _RunFolder:
             with atomic_write(self._path / name) as file:
                 file.write(f"{text}\n".encode())
             self._written[name] = text
-        for name in stale:
+        for name in stale_names:
             self._remove(name)
 
     def _remove(self, name: str) -> None:

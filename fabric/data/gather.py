@@ -76,8 +76,8 @@ def gather_batch(
     if is_uneven:
         leaves = [_without_repeat(leaf, spec, position) for leaf in leaves]
 
-    # The title is a key of the collection, and all_gather compares keys between ranks: an error is
-    # raised if results of different iterations would be combined.
+    # all_gather compares the keys of a collection between ranks. The title is such a key, so that
+    # results of different iterations raise an error and are not combined.
     title = f"of iteration {position.epoch}" if spec.order_streams else "of a fixed order"
     collection = {title: leaves}
     if is_uneven or spec.unit == "batches":
@@ -88,7 +88,7 @@ def gather_batch(
         gathered = all_gather(communicator, collection)[title]
         join_ranks = _interleave
     else:
-        # The batch of a rank is a single sample, without a dim of samples.
+        # Each rank has a single sample, without a dim of samples.
         gathered = all_gather(communicator, collection)[title]
         join_ranks = _drop_repetitions
     for index, rank_values in enumerate(gathered):

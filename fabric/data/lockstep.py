@@ -306,7 +306,8 @@ class Lockstep:
             position.is_repeat = False
             set_rng_state(streams)
             for saved in buffers:
-                # The forward pass may have put another tensor in the place of the buffer.
+                # The forward pass may have replaced the buffer by another tensor. This is the
+                # module's own dict of buffers.
                 registered_buffers(saved.module)[saved.name] = saved.buffer
                 saved.buffer.detach().copy_(saved.values)
 
