@@ -167,7 +167,7 @@ class ProcessGroupCommunicator(Communicator):
         """
         # Every floating-point value fits into a double without rounding.
         integers = _ordered_integers(buffer.double().view(torch.int64))
-        # As doubles, the largest and the least integer are NaNs again.
+        # Converted back to doubles, the largest and the least integer are NaNs.
         integer_of_nan = _MAX_INT64 if op is Reduce.MAX else ~_MAX_INT64
         integers.masked_fill_(buffer.isnan(), integer_of_nan)
         dist.all_reduce(integers, op=_TORCH_REDUCTIONS[op], group=self._group)
@@ -289,7 +289,8 @@ class ProcessGroupCommunicator(Communicator):
         Raises:
             UsageError: the barrier has failed, usually because a rank did not call it in time.
         """
-        # Without a device, torch guesses a device from the rank, and may guess another process's.
+        # The device is passed because torch otherwise guesses one from the rank, which may be the
+        # device of another process.
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         try:
             dist.barrier(self._group, device_ids=device_ids)

@@ -195,15 +195,16 @@ class CollectiveChecker:
             self._latest = published_call
             started = {**record.started, entry.group: entry.number}
             self._publish(_Record(started, (*record.calls, published_call), end_reason=""))
-        # Without the lock, so that other threads can make calls while this one waits.
+        # The wait is outside of the lock, so that other threads can make calls meanwhile.
         try:
             self._wait(full_call, entry.number)
         except dist.DistError as error:
             host = "the process that hosted it, rank 0 as a rule"
             self._raise_and_stop(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
-            # Not published: the other ranks need the record until this rank starts its next call.
-            # Compared by identity, since another thread may be in an equal call.
+            # The shorter record is not published: the other ranks need this call until the next call
+            # of this rank. The call is found by identity, since another thread may be in an equal
+            # call.
             calls = [call for call in self._record.calls if call is not published_call]
             self._record = self._record._replace(calls=tuple(calls))
 
@@ -257,9 +258,9 @@ class CollectiveChecker:
         Raises:
             CollectiveMismatchError: a member never starts the call, or starts another one.
         """
-        started = monotonic()
+        start_time = monotonic()
         pause = _MIN_PAUSE
-        next_search = started + _SEARCH_INTERVAL
+        next_search = start_time + _SEARCH_INTERVAL
         # A short wait reads only the records of the members. A search for the reason of a long wait
         # reads the records of all ranks, and looks whether the processes of missing ranks have
         # ended.
@@ -294,7 +295,7 @@ class CollectiveChecker:
                 self._raise_and_stop(call, f"rank {rank} makes no further calls: {reason}")
             self._check_missing(call, missing, ended_processes, records)
             now = monotonic()
-            if missing and now - started > self._timeout:
+            if missing and now - start_time > self._timeout:
                 self._raise_timeout(call, missing, records)
             is_searching = bool(stopped) or now > next_search
             if is_searching:
@@ -364,6 +365,7 @@ class CollectiveChecker:
             number: the number of the call in its group.
         """
         with self._lock:
+            # The record has a shortened copy of this call, which is found by its group.
             full_calls = []
             for open_call in self._record.calls:
                 is_this_call = open_call.group == call.group

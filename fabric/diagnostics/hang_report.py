@@ -346,7 +346,7 @@ class HangReporter:
             return
         self._stop.set()
         self._thread.join(_JOIN_TIMEOUT)
-        # Without the store, nothing can be published.
+        # If the store is gone, nothing can be published.
         if not self._store_error:
             activity = f"makes no further calls: {exit_reason()}"
             state = self._state()._replace(activity=activity, is_inside=False, stack="")

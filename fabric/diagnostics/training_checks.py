@@ -166,6 +166,7 @@ class TrainingChecks:
             # step.
             self._record_gradients(optimizer)
             self._check_replicas()
+            # synchronizes() is false inside of no_backward_sync.
             if any(contract.synchronizes() for contract in self._contracts):
                 self._synchronized_backwards += 1
             # Called after the count has changed: the check compares it with the count of another
@@ -255,6 +256,7 @@ class TrainingChecks:
             contract: the contract of a set-up module.
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
+        # unreduced() returns the parameters whose gradients a step cannot see yet.
         unreduced_ids = _ids(contract.unreduced()) & trained_ids
         if unreduced_ids:
             self._raise_usage_error(
@@ -282,6 +284,7 @@ class TrainingChecks:
         if have_all_or_none or contract.expects_unused or self._backwards == 0:
             return
         names = _names_of(contract, without_gradient)
+        # Such a strategy, like DDP, synchronizes only when all parameters have their gradients.
         if contract.needs_forward:
             self._raise_usage_error(
                 problem=f"no gradient has arrived at {names}, and without these the others are not "

@@ -45,6 +45,7 @@ class RankLogs:
     """
 
     def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
+        """Start the thread that shows lines, if ``tee`` is true. :meth:`open` opens the files."""
         self._folder = folder
         self._suffix = ".log"
         if restart > 0:

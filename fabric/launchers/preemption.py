@@ -64,6 +64,7 @@ class StopRequest:
     """
 
     def __init__(self, runtime: Runtime, deadline: float, margin: timedelta | None) -> None:
+        """Prepare the count. Signals are noted only from the first call of :meth:`is_due` on."""
         self._runtime = runtime
         self._deadline = deadline
         self._margin = margin
@@ -277,7 +278,7 @@ class StopRequest:
         Returns:
             Whether the handler was that of this object, and has been replaced.
         """
-        # Not `is`: every access to a method makes a new object.
+        # Compared by != and not by `is not`: every access to a method makes a new object.
         if signal.getsignal(number) != self._on_signal:
             return False
         # The previous handler is None if it was installed from C. Python cannot restore it.

@@ -262,6 +262,7 @@ class ControlThread(threading.Thread):
     """
 
     def __init__(self, control: Connection, config: RankConfig) -> None:
+        """Prepare the thread in the process of the rank. ``start()`` starts it."""
         super().__init__(name="fabric-control", daemon=True)
         self.config = config
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -658,7 +659,7 @@ def _flush_files() -> None:
     # Text files first: they write to the buffered files.
     for file_type in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
         for candidate in objects:
-            # Not isinstance(): it reads __class__, which runs code in some objects.
+            # isinstance() is not used: it reads __class__, which runs code in some objects.
             if not issubclass(type(candidate), file_type):
                 continue
             # The file may be closed, detached or on a full disk. Finalization ignores these errors,

@@ -134,7 +134,8 @@ class _PrivateFile:
     def __init__(self) -> None:
         self._file = self._open_file()
         if sys.platform == "linux":
-            # Not os.getpid(): in a container, /proc may show the process ids of an outer namespace.
+            # os.getpid() is not used: in a container, /proc may show the process ids of an outer
+            # namespace.
             self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
             self.path = self._file.name
@@ -375,7 +376,9 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        _open_standard_streams()  # before any file is opened here
+        """Open the file of the store. Signal handlers are installed by the ``with`` statement."""
+        # Called before any file is opened, which would otherwise take the place of a closed stream.
+        _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
         self._store = _PrivateFile()  # through which the ranks find each other
@@ -388,7 +391,8 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         """Install signal handlers, which record signals instead of ending this process."""
-        # Only the main thread may install handlers. In another thread the handlers do not change.
+        # Only the main thread may install handlers. If this is another thread, the handlers stay,
+        # and a signal ends this process as usual.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
                 if self._should_handle(number):

@@ -262,12 +262,13 @@ def _check_groups(communicator: Communicator) -> None:
             assert not group, "a rank outside of the group got a group"
             continue
         assert group, "a member got no group"
-        members = sorted(members)
-        assert_same((group.rank, group.size), (members.index(communicator.rank), len(members)))
+        ordered_members = sorted(members)
+        expected_rank = ordered_members.index(communicator.rank)
+        assert_same((group.rank, group.size), (expected_rank, len(members)))
         total = group.all_reduce(torch.tensor([communicator.rank]), Reduce.SUM)
         assert_same(total, torch.tensor([sum(members)]))
         last_member = group.broadcast_object(communicator.rank, src=len(members) - 1)
-        assert_same(last_member, members[-1])
+        assert_same(last_member, ordered_members[-1])
         group.close()
         group.close()  # a second call does nothing
     no_members: list[int] = []

@@ -87,10 +87,12 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
+        """Check the options. The first call of :meth:`run` starts the processes."""
         self.size = world_size
         self.timeout = timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
-        # Created here, so that invalid options raise here. The fabric is sent to the ranks.
+        # The fabric is sent to the ranks. It is created here, so that invalid options raise at
+        # once.
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
         self._supervisor: Supervisor | None = None  # None while there are no processes
         self._sender_threads: list[threading.Thread] = []
@@ -168,6 +170,7 @@ class RankPool:
             # _end() calls this finalizer. It is also called when the pool is garbage-collected, and
             # when this process exits.
             self._close_supervisor = weakref.finalize(self, _close, os.getpid(), supervisor)
+            # Each rank runs _serve(), which makes the calls that the pool sends.
             payload = payload_of_call(Call(_serve, (self._fabric,), {}))
             supervisor.start(fork_server().start_rank, node_worlds(self.size), payload)
             # Waits until all ranks are connected: each of them then sends a first reply, as if to a

@@ -158,7 +158,7 @@ class _ThreadedCall:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # A copy, since a rank that returns after the timeout still writes to self.reports.
+        # The list is copied, since a rank that returns after the timeout writes to self.reports.
         reports = list(self.reports)
         for rank, thread in enumerate(threads):
             if thread.is_alive():
@@ -189,7 +189,7 @@ class _ThreadedCall:
         strategy = ThreadedStrategy(communicator, self.store)
         options = {"accelerator": "cpu", "devices": size, **self.fabric_options}
         fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
-        # As if a launcher had started this thread as a rank.
+        # The fabric connects as if a launcher had started this thread as a rank.
         world = World(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
         fabric._join_job(world)
         return fabric
@@ -333,6 +333,7 @@ class ThreadCommunicator(Communicator):
         world_ranks: Sequence[int],
         name: Hashable = "world",
     ) -> None:
+        """Make the communicator of one member. Not a collective."""
         self._mailbox = mailbox
         self._world_rank = world_rank
         self._world_ranks = list(world_ranks)
