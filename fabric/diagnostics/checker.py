@@ -202,9 +202,9 @@ class CollectiveChecker:
             host = "the process that hosted it, rank 0 as a rule"
             self._raise_and_stop(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
-            # The shorter record is not published: the other ranks need this call until the next call
-            # of this rank. The call is found by identity, since another thread may be in an equal
-            # call.
+            # The shorter record is not published: the other ranks need this call until this rank
+            # starts its next call. The call is found by identity, since another thread may be in an
+            # equal call.
             calls = [call for call in self._record.calls if call is not published_call]
             self._record = self._record._replace(calls=tuple(calls))
 

@@ -74,9 +74,9 @@ class StopRequest:
         self._reporter = runtime.reporter
         # The number of calls of is_due().
         self._call_count = 0
-        # The call at which this rank is held. Before that call is_due() only counts. It is 0 until
-        # the first call, which starts to listen, and without a reporter; and infinity while the
-        # rank is not held.
+        # The number of the call at which this rank is held. Before that call, is_due() only counts.
+        # It is 0 before the first call, which starts to listen, and always 0 without a reporter. It
+        # is infinity as long as no rank is asked to stop.
         self._held_call = 0.0
         # The call at which all ranks stop. Infinity until it is known.
         self._agreed_call = math.inf

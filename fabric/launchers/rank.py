@@ -410,6 +410,7 @@ def _end_with_parent() -> None:
     until its ranks have ended. Forks of this process's main thread, such as DataLoader workers, end
     with this process. Daemons, which fork twice, do not. Call this function in the main thread.
     """
+    # CDLL(None) has the functions of the C library, which this process has loaded.
     set_parent_death_signal = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
     set_parent_death_signal()
     rank_pid = os.getpid()
