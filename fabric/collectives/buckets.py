@@ -205,6 +205,7 @@ class Bucket:
 
         See :meth:`unpack` for the arguments. The buffer has no gradient.
         """
+        # All tensors were stacked, so they have one device.
         device = self.tensors[0].device
         values = buffer.to(device, self.dtype)
         if num_ranks is not None:
@@ -274,7 +275,8 @@ def pack(
     Raises:
         ConfigurationError: a leaf cannot travel, or looks like data and would not travel.
     """
-    bucket_of_all = _pack_alike(leaves, sends_numbers)  # None unless all leaves are of one kind
+    # A shortcut for many leaves of one kind. None if it does not apply.
+    bucket_of_all = _pack_alike(leaves, sends_numbers)
     if bucket_of_all is not None:
         return [bucket_of_all]
     buckets: dict[torch.dtype, Bucket] = {}

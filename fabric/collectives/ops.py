@@ -259,7 +259,7 @@ def _exchange(
         ]
 
     reduction_text = "" if op is None else f"{op.value} of "
-    # Not read in describe_arguments(): a collective may call it while autograd is off.
+    # Read now, because describe_arguments() may be called later, while autograd is off.
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:

@@ -122,6 +122,7 @@ def _maximum_norm(grads: Sequence[Any]) -> Tensor:
     maxima: list[Tensor] = []
     for grad in grads:
         local = local_tensor(grad)
+        # An empty shard has no maximum. Absolute values are at least 0.
         maximum = local.abs().max() if local.numel() else local.new_zeros(())
         maxima.append(maximum.to(device))
     # NaN becomes infinity, since a maximum over ranks may lose NaN. Infinity stays as it is:

@@ -140,7 +140,7 @@ class ExponentialMovingAverage(nn.Module):
                 problem="the weights are the averages themselves",
             )
         if self._updates == 0:
-            for average, weight in self._pairs():
+            for average, weight in self._averages_with_weights():
                 average.copy_(weight)
         else:
             self._update_averages()
@@ -162,7 +162,7 @@ class ExponentialMovingAverage(nn.Module):
         # below.
         averages: list[Tensor] = []
         weights: list[Tensor] = []
-        for average, weight in self._pairs():
+        for average, weight in self._averages_with_weights():
             can_be_averaged = average.is_floating_point() or average.is_complex()
             if not can_be_averaged:
                 average.copy_(weight)
@@ -189,13 +189,13 @@ class ExponentialMovingAverage(nn.Module):
         # A copy of the values of each weight, and the weight itself. The weights are not looked up
         # again at the end, since a forward pass within the context may replace buffers.
         own_values: list[tuple[Tensor, Tensor]] = []
-        for _, weight in self._pairs():
+        for _, weight in self._averages_with_weights():
             own_values.append((weight.detach().clone(), weight))
         # True if this context is within another one.
         was_applied = self._is_applied
         self._is_applied = True
         try:
-            self._write(self._pairs())
+            self._write(self._averages_with_weights())
             with torch.no_grad():
                 yield
         finally:
@@ -220,7 +220,7 @@ class ExponentialMovingAverage(nn.Module):
             weights.update(self._contract.module.named_buffers())
         return weights
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def _averages_with_weights(self) -> list[tuple[Tensor, Tensor]]:
         """Return a pair of an average and its weight for each weight of the model.
 
         For sharded weights, both tensors are this rank's shards.
@@ -230,9 +230,9 @@ class ExponentialMovingAverage(nn.Module):
         """
         weights = self._current_weights()
         # The names that only the model has, or that only the averages have.
-        changed = weights.keys() ^ self._averages.keys()
-        if changed:
-            names = ", ".join(sorted(changed))
+        changed_names = weights.keys() ^ self._averages.keys()
+        if changed_names:
+            names = ", ".join(sorted(changed_names))
             raise UsageError(
                 "an average of the weights",
                 problem=f"these were added to the model or removed from it since: {names}",

@@ -119,7 +119,7 @@ class LossScaler:
             if not state.is_scaled:
                 # The optimizer may hold gradients that were unscaled. They are scaled again, since
                 # this pass adds scaled gradients to them.
-                for grads in local_gradients(optimizer):
+                for grads in local_gradients(optimizer):  # each list has one device
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
         if loss.dtype is torch.float16:
@@ -156,6 +156,7 @@ class LossScaler:
         state = self._states[optimizer]
         if not state.is_scaled:
             return bool(state.found_inf)
+        # Each list has one device and one dtype.
         grads_by_kind = local_gradients(optimizer)
         for grads in grads_by_kind:
             if grads[0].dtype is torch.float16:

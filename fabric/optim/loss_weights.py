@@ -260,7 +260,7 @@ class LossWeights:
             self._reduce_window(window)  # sets the factor and the next divisor
         assert window.factor is not None
         state.divisor = window.next_divisor
-        for grads in local_gradients(optimizer):
+        for grads in local_gradients(optimizer):  # each list has one device and one dtype
             _multiply(grads, window.factor)
         state.window = _DIVIDED
 

@@ -485,7 +485,7 @@ def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Ca
             stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_grad))
             for kind, dtype, is_enabled in autocast_modes:
-                # Without the cache of autocast, which all threads would share.
+                # The cache of autocast is off, because all threads would share it.
                 autocast = torch.autocast(kind, dtype, enabled=is_enabled, cache_enabled=False)
                 stack.enter_context(autocast)
             stack.enter_context(forward_context())
@@ -530,8 +530,8 @@ def _chunk(start: int, size: int, tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor
     rows = tensor[start : start + size]
-    # With gradients, a copy. Views of one tensor share their autograd history, and two replicas
-    # that change their chunks in place would both change this history. Without gradients, a view
+    # Views of one tensor share their autograd history, and two replicas that change their chunks in
+    # place would both change this history. So a tensor with gradients is copied. For others, a view
     # without a history is enough.
     return rows.clone() if rows.requires_grad else rows.detach()
 

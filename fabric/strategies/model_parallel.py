@@ -459,7 +459,7 @@ class ModelParallelStrategy(FSDPStrategy):
             # Taken out, so that an outer FSDP module, which is made later, does not split it again.
             style_of_plan = self._unsplit_layers.pop(layer)
             for style in torch_styles(layer, style_of_plan):
-                # None: this rank has rank 0's values already, and torch need not send them.
+                # Without a source rank, torch sends nothing: this rank has rank 0's values already.
                 parallelize_module(layer, mesh, style, src_data_rank=None)
             registered = registered_parameters(layer)
             for name, original in originals.items():

@@ -184,7 +184,7 @@ def _check_same_batch(
             checksums.append(int(checksum))
     # all_gather compares the keys of all ranks. So ranks with other paths or lengths raise.
     key = f"{_BLOCK} of {dict(lengths_by_path)}"
-    # Without tensors on the CPU, a zero is sent, for the comparison of the keys.
+    # Without tensors on the CPU, a zero is sent, so that the keys are compared all the same.
     message = torch.tensor(checksums or [0], device=communicator.device)
     gathered = all_gather(communicator, {key: message})[key]
     if not checksums:
@@ -410,6 +410,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
 
         The messages of all ranks must have the same size.
         """
+        # The first rank has the most tokens.
         missing_tokens = self._lengths[0] - tensor.shape[-2]
         # From the last dimension on, a pair for each: before and after.
         return pad(tensor, (0, 0, 0, missing_tokens))

@@ -364,18 +364,20 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
         root: the model.
         layers: the layers to split, each with its style.
     """
-    # For each parameter, its names, each with the split lines: "rows", "columns" or "" for none.
-    lines_by_name: dict[nn.Parameter, dict[str, str]] = {}
+    # For each name of a parameter: the lines that are split, "rows" or "columns", or "" for none.
+    lines_by_parameter: dict[nn.Parameter, dict[str, str]] = {}
     for path, layer in root.named_modules():
+        # The empty style, of layers that are not in the plan, splits nothing.
         split = _split_dimension(layer, layers.get(layer, ""))
         lines = ""
         if split is not None:
             lines = split.lines
         for name, parameter in layer.named_parameters(path, recurse=False):
-            lines_by_name.setdefault(parameter, {})[name] = lines
-    for names in lines_by_name.values():
-        if len(set(names.values())) > 1:
-            yield f"{' and '.join(names)} are one tensor, and have to be split in one way"
+            lines_by_parameter.setdefault(parameter, {})[name] = lines
+    for lines_by_name in lines_by_parameter.values():
+        is_split_differently = len(set(lines_by_name.values())) > 1
+        if is_split_differently:
+            yield f"{' and '.join(lines_by_name)} are one tensor, and have to be split in one way"
 
 
 def _remainder_problems(
@@ -447,6 +449,7 @@ class PartRandomStreams:
 
     def __init__(self, mesh: DeviceMesh, requires_rowwise: bool) -> None:
         """Choose the generators: the one of the CPU, and the one of the current device."""
+        # The number of the part that this rank computes.
         self._part = mesh.get_local_rank("tensor_parallel")
         self._requires_rowwise = requires_rowwise
         # None outside of a split computation.
@@ -474,7 +477,7 @@ class PartRandomStreams:
             if is_colwise:
                 layer.register_forward_hook(start_part)
             elif is_rowwise:
-                # Before the users' hooks, which run with the streams that all ranks share.
+                # Prepended, so that the users' hooks run with the streams that all ranks share.
                 layer.register_forward_pre_hook(end_part, prepend=True)
         # Called after an error, too, so that the next forward pass starts with the shared streams.
         root.register_forward_hook(disable(self._end_forward), always_call=True)

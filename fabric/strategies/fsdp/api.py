@@ -263,7 +263,7 @@ class FSDPStrategy(ParallelStrategy):
         """Start the runtime in this process, and check the mesh against the job. Collective."""
         super().setup_environment(runtime)
         check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
-        # Otherwise the process may keep the memory of parameters that a step gathers and frees.
+        # Without this call, the process may keep the memory of parameters that a step has freed.
         self.runtime.accelerator.return_freed_memory()
         self._sharded_forwards = WeakValueDictionary()
         # A change in place of a view is correct, or raises an error that _EXPLANATIONS explains.
@@ -346,7 +346,7 @@ class FSDPStrategy(ParallelStrategy):
         finally:
             if is_from_rank0 and self.is_global_zero:
                 self.runtime.store.set(key, states)
-        # Not reached if the block raised on this rank, which then does not wait for rank 0.
+        # A rank whose block raised does not get here, and so does not wait for rank 0.
         if is_receiver:
             self._receive_rng_state(key, state_before, states)
 
@@ -411,8 +411,7 @@ class FSDPStrategy(ParallelStrategy):
         try:
             plan = self._check_model(root)
         except FabricError as raised:
-            # Not raised here: the other ranks wait in check_same_model(), which raises the error on
-            # all ranks.
+            # Raised below by check_same_model(), on all ranks: the other ranks wait in it.
             error = raised
         check_same_model(self.runtime.communicator, root, error=error, plan=plan)
 

@@ -313,11 +313,11 @@ def check_optimizers(
         module: the model that is about to be sharded with them. None if there is none.
         models: the models that are sharded already.
     """
-    to_shard: set[nn.Parameter] = set()
+    parameters_to_shard: set[nn.Parameter] = set()
     if module is not None:
-        to_shard.update(module.parameters())
+        parameters_to_shard.update(module.parameters())
     for optimizer in optimizers:
-        problem = _problem_of_optimizer(optimizer, num_shards, to_shard, models)
+        problem = _problem_of_optimizer(optimizer, num_shards, parameters_to_shard, models)
         if problem is not None:
             raise UsageError(
                 f"setup of {type(optimizer).__name__} with FSDP",
@@ -332,7 +332,7 @@ def check_optimizers(
 def _problem_of_optimizer(
     optimizer: Optimizer,
     num_shards: int,
-    to_shard: set[nn.Parameter],
+    parameters_to_shard: set[nn.Parameter],
     models: Sequence[nn.Module],
 ) -> str | None:
     """Return why an optimizer cannot train sharded parameters. None if it can.
@@ -340,8 +340,8 @@ def _problem_of_optimizer(
     Args:
         optimizer: the optimizer.
         num_shards: the number of shards of a parameter.
-        to_shard: the parameters that are about to be sharded. The optimizer may hold them: setup
-            then gives it the shards.
+        parameters_to_shard: the parameters that are about to be sharded. The optimizer may hold
+            them: setup then gives it the shards.
         models: the models that are sharded already.
     """
     parameters = parameters_of(optimizer)
@@ -361,9 +361,9 @@ def _problem_of_optimizer(
     if _holds_gathered(parameters, models):
         return "it holds parameters that a forward pass gathered, and that are freed again"
     for parameter in parameters:
-        if parameter in to_shard and _has_history(optimizer.state.get(parameter)):
+        if parameter in parameters_to_shard and _has_history(optimizer.state.get(parameter)):
             return "it has state for whole parameters, and these are about to be sharded"
-    if not _has_step_for_shards(optimizer, num_shards, to_shard):
+    if not _has_step_for_shards(optimizer, num_shards, parameters_to_shard):
         return 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
     return None
 
@@ -391,39 +391,39 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
     return False
 
 
-def _has_history(slots: Mapping[str, Any] | None) -> bool:
+def _has_history(state: Mapping[str, Any] | None) -> bool:
     """Return whether an optimizer's state of a parameter holds more than initial values.
 
     Adagrad fills in initial values when the optimizer is made, with a step of 0.
 
     Args:
-        slots: the state by name. None if the parameter has no state.
+        state: the state by name. None if the parameter has no state.
     """
-    if not slots:
+    if not state:
         return False
     # State without an entry "step" counts as the state after a step.
-    has_stepped = bool(slots.get("step", 1))
+    has_stepped = bool(state.get("step", 1))
     if has_stepped:
         return True
     # Initial values of parameters on the meta device are on this device, too, and cannot be
     # sharded. So they are refused like history.
-    return any(getattr(value, "is_meta", False) for value in slots.values())
+    return any(getattr(value, "is_meta", False) for value in state.values())
 
 
 def _has_step_for_shards(
-    optimizer: Optimizer, num_shards: int, to_shard: set[nn.Parameter]
+    optimizer: Optimizer, num_shards: int, parameters_to_shard: set[nn.Parameter]
 ) -> bool:
     """Return whether torch can compute an optimizer's step with its sharded parameters.
 
     Args:
         optimizer: the optimizer.
         num_shards: the number of shards of a parameter.
-        to_shard: the parameters that are about to be sharded.
+        parameters_to_shard: the parameters that are about to be sharded.
     """
     sharded: list[Tensor] = []
     for parameter in parameters_of(optimizer):
         is_dtensor = local_tensor(parameter) is not parameter
-        if is_dtensor or parameter in to_shard:
+        if is_dtensor or parameter in parameters_to_shard:
             sharded.append(parameter)
     if not sharded:
         return True

@@ -159,7 +159,7 @@ def owners_by_name(
     # The owner of the parameters directly in a module, by the path of the module.
     owner_at = {"": root}
     owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
-    # With duplicates, since a shared module has several paths. Parents come before children.
+    # A shared module is visited once under each of its paths. Parents come before children.
     for path, module in root.named_modules(remove_duplicate=False):
         if module in fsdp_module_set:
             owner_at[path] = module
