@@ -1656,7 +1656,7 @@ class Fabric:
             f"fabric.{method_name}",
             problem=f"this Fabric is for {self.world_size} processes, and they are not connected "
             "before launch()",
-            expected="everything that needs a device or other ranks, after fabric.launch()",
+            expected="calls that need a device or other ranks come after fabric.launch()",
             suggestion="fabric.launch() right after Fabric(...); or fabric.launch(main) with "
             "main(fabric)",
         )

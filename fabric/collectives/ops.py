@@ -306,6 +306,7 @@ def _run_for_buckets(
         leaves: the leaves of the collection. The list is changed in place.
         detach: whether to cut the results off from the graph. Default: False.
     """
+    # The results of these two operations have a row for each rank, which unpack() separates.
     num_ranks = None
     if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
         num_ranks = communicator.size
@@ -313,12 +314,14 @@ def _run_for_buckets(
         bucket, buffer = buffered.pop(0)
         collective = template._replace(buffer=buffer.detach())
         if buffer.requires_grad and not detach:
-            # Records the collective in the graph. The backward pass makes a collective, too.
+            # Records the collective in the graph. The backward pass makes a collective, too. The
+            # buffer is passed twice, since autograd sees only arguments that are tensors.
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
         bucket.unpack(result, leaves, num_ranks)
         if template.call is not None:
+            # Without a text, the communicator sends no signature.
             call_without_signature = template.call._replace(text=None)
             template = template._replace(call=call_without_signature)
 

@@ -70,10 +70,13 @@ class Reduce(Enum):
         Raises:
             ConfigurationError: there is no such reduction.
         """
-        # A torch.distributed.ReduceOp has an attribute ``op``, a member of torch's own enum. The
-        # member has a name, such as "SUM". A string has neither attribute.
-        torch_op = getattr(value, "op", value)
-        name = str(getattr(torch_op, "name", value)).upper()
+        if isinstance(value, str):
+            name = value.upper()
+        else:
+            # A torch.distributed.ReduceOp has an attribute ``op``, a member of torch's own enum.
+            # The member has a name, such as "SUM". Other objects have no name of a reduction.
+            torch_op = getattr(value, "op", value)
+            name = str(getattr(torch_op, "name", value)).upper()
         if value is None or name == "AVG":
             return cls.MEAN
         if name in cls.__members__:

@@ -171,6 +171,7 @@ class ProcessGroupCommunicator(Communicator):
         integer_of_nan = _MAX_INT64 if op is Reduce.MAX else ~_MAX_INT64
         integers.masked_fill_(buffer.isnan(), integer_of_nan)
         dist.all_reduce(integers, op=_TORCH_REDUCTIONS[op], group=self._group)
+        # A second call of _ordered_integers() undoes the first one.
         doubles = _ordered_integers(integers).view(torch.float64)
         return buffer.copy_(doubles)
 

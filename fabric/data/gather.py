@@ -181,7 +181,9 @@ def _order_length(spec: LoaderSpec) -> int | None:
 
 
 def _refuse_order(order_source: Any, problem: str) -> NoReturn:
-    """Raise the error for an order whose repetitions are not known.
+    """Raise the error for a loader of which it is not known which samples were repeated.
+
+    Samples are repeated where the ranks would otherwise get unequal numbers of samples.
 
     Args:
         order_source: the user's sampler, batch sampler or dataset.
@@ -192,8 +194,8 @@ def _refuse_order(order_source: Any, problem: str) -> NoReturn:
         problem=f"the {type(order_source).__name__} {problem}: which samples are repetitions is "
         "not known",
         expected="a loader that fabric shards, with a sampler that has a length",
-        suggestion='setup_dataloaders(DataLoader(dataset)), uneven="drop"; with repetitions '
-        "fabric.all_gather(x, concat=True)",
+        suggestion='setup_dataloaders(DataLoader(dataset)), uneven="drop"; or keep the repetitions '
+        "with fabric.all_gather(x, concat=True)",
     )
 
 

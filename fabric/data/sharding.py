@@ -360,12 +360,14 @@ class InterleavedIterable(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of samples of this rank, from the length of the user's dataset."""
-        # The index in a round of the sample that the dataset must have, so that the round counts:
-        # of the last sample or, if incomplete rounds count, of this rank's sample.
+        # A round has one sample for each rank. It counts for this rank if the dataset has the
+        # round's last sample, or, if incomplete rounds count, the sample of this rank.
         needed_index = self._num_replicas - 1
         if self._includes_incomplete:
             needed_index = self._rank
-        return len(range(needed_index, len(self._dataset), self._num_replicas))
+        # The indices in the dataset of that sample of each round.
+        needed_samples = range(needed_index, len(self._dataset), self._num_replicas)
+        return len(needed_samples)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's dataset. Called for a name that this object lacks."""

@@ -86,7 +86,7 @@ class _PerNeighbor(NamedTuple):
     peers: int
     non_peers: int
 
-    def of(self, is_peer: bool) -> int:
+    def number_for(self, is_peer: bool) -> int:
         """Return the number for a neighbor.
 
         Args:
@@ -383,7 +383,7 @@ class UnevenInputDetector:
         for neighbor, end in self._read_ends(neighbors).items():
             is_peer = self._is_peer(neighbor)
             if _would_wait(step, end, is_peer):
-                number = step.steps.of(is_peer)
+                number = step.steps.number_for(is_peer)
                 self._raise_uneven_inputs(
                     f"step {number} of rank {self._rank}",
                     step=number,
@@ -409,8 +409,8 @@ class UnevenInputDetector:
         loop = step.loop
         for neighbor, neighbor_step in self._read_steps(neighbors).items():
             is_peer = self._is_peer(neighbor)
-            number = step.steps.of(is_peer)
-            is_same_step = neighbor_step.steps.of(is_peer) == number
+            number = step.steps.number_for(is_peer)
+            is_same_step = neighbor_step.steps.number_for(is_peer) == number
             neighbor_loop = neighbor_step.loop
             is_same_loop = (
                 neighbor_loop.loader == loop.loader and neighbor_loop.iteration == loop.iteration
@@ -468,8 +468,9 @@ class UnevenInputDetector:
     def _check_ends(self, later_collectives: int = 0) -> None:
         """Raise if an iteration has ended and a neighbor takes one more step.
 
-        Only iterations that have ended since the latest call count. Neighbors that are peers, which
-        gather parameters with this rank, compare another number of steps than the other neighbors.
+        Considers only the iterations that have ended since the latest call. For a peer, which is a
+        neighbor that gathers parameters with this rank, the number of all steps is compared. For
+        another neighbor, the number of the steps that all ranks take is compared.
 
         Args:
             later_collectives: the number of collectives that the recorder has not counted yet.
@@ -481,10 +482,12 @@ class UnevenInputDetector:
         has_unread_count = any(iteration.unread_ranks for iteration in iterations)
         if not self._counts_differ and not has_unread_count:
             return
+        # The error names the batches of one loader, the one that ended first.
+        first_ended = iterations[0]
         end = _End(
             steps=self._step_numbers(),
             collectives=self._recorder.counts[JOB] + later_collectives,
-            batches=iterations[0].position.received_batches,
+            batches=first_ended.position.received_batches,
         )
         # Published before the neighbors are read. In the other order, each of two ranks could miss
         # the other one.
@@ -492,7 +495,7 @@ class UnevenInputDetector:
         for neighbor, step in self._read_steps(self._neighbors).items():
             is_peer = self._is_peer(neighbor)
             if _would_wait(step, end, is_peer):
-                number = end.steps.of(is_peer)
+                number = end.steps.number_for(is_peer)
                 self._raise_uneven_inputs(
                     f"a collective, or the end of the job, after step {number} of rank "
                     f"{self._rank}",
@@ -588,6 +591,6 @@ def _would_wait(step: _Step, end: _End, is_peer: bool) -> bool:
         end: the end of an iteration on its neighbor.
         is_peer: whether these two ranks gather together.
     """
-    is_next_step = step.steps.of(is_peer) == end.steps.of(is_peer) + 1
+    is_next_step = step.steps.number_for(is_peer) == end.steps.number_for(is_peer) + 1
     # Otherwise, the first rank has made the collective of the other one before its step.
     return is_next_step and step.collectives < end.collectives

@@ -36,13 +36,16 @@ def clip_gradients(
         The norm before clipping, a plain tensor of shape ``()`` on the gradients' device.
 
     Raises:
-        ConfigurationError: there are no limits or two, or a number is not positive.
+        ConfigurationError: there are no limits or two, a number is not positive, or the limit is
+            infinite.
         NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite`` is
             true. The gradients have not changed.
     """
     limits = [limit for limit in (clip_val, max_norm) if limit is not None]
     # NaN is refused, too, since comparisons with NaN are false.
-    if len(limits) != 1 or not 0 < limits[0] < math.inf or not norm_type > 0:
+    has_valid_limit = len(limits) == 1 and 0 < limits[0] < math.inf
+    has_valid_norm = norm_type > 0
+    if not has_valid_limit or not has_valid_norm:
         raise ConfigurationError(
             f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, "
             f"norm_type={norm_type!r})",
@@ -59,6 +62,7 @@ def clip_gradients(
         grads.append(parameter.grad)
         mesh = getattr(parameter.grad, "device_mesh", None)
         parameters_by_mesh.setdefault(mesh, []).append(parameter)
+    # torch computes the norm of gradients on one mesh only.
     norm = _total_norm(grads, num_meshes=len(parameters_by_mesh), norm_type=norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteGradientError(

@@ -160,11 +160,12 @@ def apply_checks(run: Callable[[Callable[..., None]], Any], *checks: Callable[..
 def _check_oracles(communicator: Communicator) -> None:
     """Check that reductions, all_gather and all_to_all agree with their oracles.
 
-    Only all_reduce writes into its argument.
+    all_gather and all_to_all must leave their argument as it is. all_reduce writes into its
+    argument, and reduce_scatter may.
     """
     rank = communicator.rank
     for dtype, shape in product(_DTYPES, _SHAPES):
-        # One tensor per rank for all_reduce and all_gather. For the other two operations, one
+        # One tensor per rank for all_reduce and all_gather. For all_to_all and reduce_scatter, one
         # tensor per rank with a row for each rank.
         values = _rank_values(communicator.size, dtype, shape)
         values_with_rows = _rank_values(communicator.size, dtype, (communicator.size, *shape))

@@ -305,17 +305,17 @@ def _check_results(launcher: Launcher, size: int) -> None:
     kwargs = {"factor": 2}
     doubled = torch.full((2,), 2.0)
     spec = LaunchSpec(num_processes=size, results="all")
-    results = launcher.launch(_multiply_and_clear, args, kwargs, spec)
+    results = launcher.launch(_multiply_and_zero_argument, args, kwargs, spec)
     assert_same(results, [doubled] * size)
     assert not results[0].requires_grad, "a tensor of the results requires a gradient"
     spec = replace(spec, results="first")
-    assert_same(launcher.launch(_multiply_and_clear, args, kwargs, spec), doubled)
+    assert_same(launcher.launch(_multiply_and_zero_argument, args, kwargs, spec), doubled)
     spec = replace(spec, results="none")
-    assert_same(launcher.launch(_multiply_and_clear, args, kwargs, spec), None)
+    assert_same(launcher.launch(_multiply_and_zero_argument, args, kwargs, spec), None)
     assert_same(tensor.detach(), torch.ones(2))
 
 
-def _multiply_and_clear(tensor: Tensor, factor: int) -> Tensor:
+def _multiply_and_zero_argument(tensor: Tensor, factor: int) -> Tensor:
     """Return ``tensor * factor``, and set ``tensor`` to 0. Runs in each launched process.
 
     The caller of the launch sees no change, since each process has its own copy of the tensor.

@@ -297,8 +297,8 @@ class _Job:
     def _train(self, fabric: Fabric, trace: "_Trace") -> tuple[type[nn.Module], ...]:
         """Build the model and make some steps, which ``trace`` records.
 
-        Called within the modes of a dry run. Afterwards the trace has the collectives of the last
-        step, and the peak of all steps but the first.
+        Called under fake tensors and with fake ranks. Afterwards the trace has the collectives of
+        the last step, and the peak of all steps but the first.
 
         Returns:
             The types of the layers that FSDP would wrap.
@@ -314,8 +314,8 @@ class _Job:
         if self.steps_together:
             for optimizer in optimizers:
                 _step_together(optimizer)
-        # Rank0Chunks makes sharding fast. With a scheduler, setup() returns a tuple even if there
-        # are no optimizers; a dry run needs no real scheduler.
+        # Rank0Chunks makes sharding fast. With a scheduler, which may be any object, setup() always
+        # returns a tuple, even if there are no optimizers.
         with Rank0Chunks():
             model, *_ = fabric.setup(model, *optimizers, scheduler="none")
         trace.mark([*model.parameters()], "parameters")
@@ -324,7 +324,7 @@ class _Job:
             optimizer.register_step_post_hook(trace.after_step)
         for index in range(_STEPS):
             trace.calls.clear()
-            # Forgets the peak of building the model, and then the peak of the first step.
+            # Forgets the peak of building before step 0, and the peak of step 0 before step 1.
             if index <= _FIRST_STEP_OF_PEAK:
                 trace.peak = 0
             self.step(fabric, model, *optimizers)

@@ -714,10 +714,13 @@ class _Profile:
         end the profile of collectives, and add the events of spans and collectives.
         """
         timeline = self._timeline
-        # The device must be idle, so that the mark and time_ns() below are the same moment.
+        # The device must be idle, so that its mark and the clock of the host are read at the same
+        # moment.
         timeline.wait()
+        start_mark = timeline.now()
+        start_ns = time_ns()
         timeline.trace = deque(maxlen=_MAX_TRACE_SPANS)
-        self._at_end.callback(self._add_recorded_events, timeline.now(), time_ns())
+        self._at_end.callback(self._add_recorded_events, start_mark, start_ns)
         self._at_end.enter_context(profiled(self._device, self._collectives))
         self._at_end.callback(timeline.wait)
 

@@ -158,6 +158,7 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
     parameters_by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     state: dict[int, dict[str, Any]] = {}
     for number, slots in state_dict["state"].items():
+        # None for state without a parameter, which shard_slots() returns as it is.
         parameter = parameters_by_number.get(number)
         state[number] = shard_slots(parameter, slots)
     return {**state_dict, "state": state}
