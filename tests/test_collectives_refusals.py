@@ -185,6 +185,16 @@ class Refusal(NamedTuple):
     on_rank_0: str
 
 
+def assert_refused(first: dict[str, Refusal], second: dict[str, Refusal]) -> None:
+    """Check the outcomes of ranks 0 and 1. A rank with a plain tensor learns of the mismatch."""
+    for name, refusal in first.items():
+        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
+        assert refusal.on_rank_0.startswith("ConfigurationError"), (name, refusal)
+    for name, refusal in second.items():
+        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
+        assert refusal.on_rank_0.startswith("CollectiveMismatchError"), (name, refusal)
+
+
 def collectives_of(fabric: Fabric) -> dict[str, Call]:
     return {
         "reduce": partial(fabric.all_reduce, reduce_op="sum"),
@@ -211,12 +221,7 @@ def refused_values(fabric: Fabric) -> dict[str, Refusal]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_value_that_does_not_travel_is_refused_also_where_one_rank_has_it() -> None:
     first, second = run_in_ranks(refused_values)
-    for name, refusal in first.items():
-        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
-        assert refusal.on_rank_0.startswith("ConfigurationError"), (name, refusal)
-    for name, refusal in second.items():
-        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
-        assert refusal.on_rank_0.startswith("CollectiveMismatchError"), (name, refusal)
+    assert_refused(first, second)
     assert "dequantize" in first["gather quantized"].everywhere
     assert "float(x)" in first["reduce Decimal"].everywhere
     assert "[0]" in first["reduce Holder"].everywhere
@@ -266,12 +271,7 @@ def refused_rows(fabric: Fabric) -> dict[str, Refusal]:
 @pytest.mark.timeout(60)
 def test_rows_that_are_not_one_for_each_rank_are_refused() -> None:
     first, second = run_in_ranks(refused_rows)
-    for name, refusal in first.items():
-        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
-        assert refusal.on_rank_0.startswith("ConfigurationError"), (name, refusal)
-    for name, refusal in second.items():
-        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
-        assert refusal.on_rank_0.startswith("CollectiveMismatchError"), (name, refusal)
+    assert_refused(first, second)
 
 
 # -- forward-mode derivatives ---------------------------------------------------------------------
@@ -316,12 +316,7 @@ def forward_mode_derivatives_of_scalars(fabric: Fabric) -> list[str]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_forward_mode_derivative_is_refused_also_where_one_rank_takes_it() -> None:
     first, second = run_in_ranks(forward_mode_derivatives)
-    for name, refusal in first.items():
-        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
-        assert refusal.on_rank_0.startswith("ConfigurationError"), (name, refusal)
-    for name, refusal in second.items():
-        assert refusal.everywhere.startswith("ConfigurationError"), (name, refusal)
-        assert refusal.on_rank_0.startswith("CollectiveMismatchError"), (name, refusal)
+    assert_refused(first, second)
     assert "torch.autograd.grad" in first["reduce jvp"].everywhere
     for outcomes in run_in_ranks(forward_mode_derivatives_of_scalars):
         for text in outcomes:

@@ -277,9 +277,9 @@ def _drop_repetitions(rank_values: Tensor, entries: int | None) -> Tensor:
 
     Args:
         rank_values: the value of each rank, with shape (ranks, ...).
-        entries: how many ranks, from rank 0 on, have a sample that is not a repetition. The samples
-            are dealt out in the order of the ranks, so repetitions are on the last ranks. None for
-            all ranks.
+        entries: how many ranks, from rank 0 on, have a sample that is not a repetition. Samples are
+            assigned in the order of the ranks, so repetitions are on the last ranks. None for all
+            ranks.
     """
     # A copy, so that the result does not keep the memory of the repetitions.
     return rank_values[:entries].clone()

@@ -189,6 +189,8 @@ def _dump_detached(value: Any) -> bytes:
     try:
         return _dump_with(pickle.Pickler, value)
     except Exception:
+        # Any error: pickle raises PicklingError, TypeError, AttributeError or RecursionError, and
+        # the user's __reduce__ may raise another one. Without cloudpickle, the error is the answer.
         if not has_cloudpickle():
             raise
         return _dump_with(import_module("cloudpickle").Pickler, value)
