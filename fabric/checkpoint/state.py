@@ -162,8 +162,8 @@ class StateDicts:
             full = self.gather_shards({name: value})[name]
             if not is_first:
                 continue
-            # Values with the same memory, such as tied weights, get the same copy. A value without
-            # memory of its own has no memory key, and shares no copy.
+            # Values with the same memory, such as tied weights, get the same copy. A tensor that
+            # is empty here, or of another library's class, has no memory key and shares no copy.
             key = memory_key(value) or name
             if key not in copies:
                 copies[key] = map_tensors(_copy_to_cpu, full)

@@ -482,12 +482,12 @@ class UnevenInputDetector:
         has_unread_count = any(iteration.unread_ranks for iteration in iterations)
         if not self._counts_differ and not has_unread_count:
             return
-        # The error names the batches of one loader, the one that ended first.
-        first_ended = iterations[0]
+        # The error names the batches of one loader: the loader whose iteration began last.
+        latest_iteration = iterations[0]
         end = _End(
             steps=self._step_numbers(),
             collectives=self._recorder.counts[JOB] + later_collectives,
-            batches=first_ended.position.received_batches,
+            batches=latest_iteration.position.received_batches,
         )
         # Published before the neighbors are read. In the other order, each of two ranks could miss
         # the other one.

@@ -84,7 +84,7 @@ class LossScaler:
         self._pending_found_inf: Tensor | None = None
         self._growth_interval = settings.growth_interval
         self._max_over_ranks = max_over_ranks
-        # The session sets these two. See the attributes of the class.
+        # Set to True by the session and by Fabric. See the attributes of the class.
         self.gradients_differ = False
         self.accumulates = False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
