@@ -422,7 +422,7 @@ def test_every_collective_carries_what_the_user_called_and_what_has_to_agree() -
         ("reduce_scatter", "mean of 1 float32[1, 2]"),
         ("all_to_all", "1 float32[1, 2]"),
         ("all_gather", "sync_grads=False of range(0, 1): 1 int64"),
-        ("all_gather", "sync_grads=False of ragged, concat=False, 1 float32[*, 2]"),
+        ("all_gather", "ragged=True, concat=False, sync_grads=False, 1 float32[*, 2]"),
         ("all_gather", "sync_grads=False of range(0, 1): 1 float32[1, 2]"),
         ("broadcast", "src=0"),
         ("scatter", "src=0"),

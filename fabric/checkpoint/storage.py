@@ -143,6 +143,7 @@ def locate(path: str | os.PathLike[str]) -> Any:
     match = _PATH.fullmatch(text)
     assert match is not None, "the pattern has to match any text"
     _check_path(text, match)
+    # A colon alone is a part of a file name, as in "runs/12:30".
     has_scheme = match["slashes"] == "//"
     if not has_scheme:
         return Path(text).absolute()

@@ -150,18 +150,19 @@ def all_gather_ragged(
         buckets = pack(leaves, structure)
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
-    # The description of the user's call travels as a signature with the exchange of the lengths, so
-    # that the ranks notice if their calls differ. The lengths are read at once.
+    # The text travels as a signature with the exchange of the lengths, so that the ranks notice if
+    # their calls differ. The arguments are for errors and hang reports, and made only there. The
+    # lengths are read at once.
     call = CallDescription(
         "all_gather",
-        arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {description}",
+        arguments=lambda: f"ragged=True, {concat=}, {sync_grads=}, {description}",
         text=f"all_gather({concat=}, {description})",
         reads_result=True,
     )
     lengths_by_position = _gather_lengths(communicator, leaves, call)
-    for position, lengths_of_ranks in lengths_by_position.items():
+    for position, lengths in lengths_by_position.items():
         leaf = leaves[position]
-        padding = leaf.new_zeros(max(lengths_of_ranks) - len(leaf), *leaf.shape[1:])
+        padding = leaf.new_zeros(max(lengths) - len(leaf), *leaf.shape[1:])
         leaves[position] = torch.cat([leaf, padding])
     # No signature: the exchange of the lengths has already compared the calls of the ranks.
     gathered = _exchange(
@@ -169,6 +170,7 @@ def all_gather_ragged(
     )
     for position, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
+            # None for a tensor without dimensions.
             lengths_of_ranks = lengths_by_position.get(position)
             gathered[position] = _cut_rows(rows, lengths_of_ranks, concat)
     return unflatten(structure, gathered)

@@ -153,6 +153,8 @@ class ProcessGroupCommunicator(Communicator):
         if op in BITWISE:
             # gloo has bitwise reductions, and nccl has none.
             return not self._is_gloo
+        if not self._is_gloo:
+            return False
         # gloo gathers a small buffer in one round of messages. A reduction by gloo takes two
         # rounds, unless the buffer is tiny.
         is_tiny = buffer.nbytes <= _MAX_ONE_ROUND_BYTES

@@ -213,10 +213,11 @@ class StopRequest:
                 raise
 
     def _read_store(self, store: JobStore, now: float) -> None:
-        """Hold this rank if any rank is asked to stop, and read the agreed call if it is known.
+        """Choose the call that holds this rank, if any rank is asked to stop. Read the agreed call.
 
-        Called in the reporter's thread, with ``_answer_lock``. See ``[Note: Stopping]`` in
-        preemption.py.
+        The main thread waits in the chosen call of :meth:`is_due` until the ranks have agreed on
+        the call at which all of them stop. This method runs in the reporter's thread, with
+        ``_answer_lock``. See ``[Note: Stopping]`` in this file.
         """
         has_held_call = self._held_call < math.inf
         if not has_held_call:
@@ -225,7 +226,8 @@ class StopRequest:
                 return
             # After _call_count is read here, and before _held_call is assigned, the main thread may
             # make the chosen call and not wait in it. So a call is chosen until one lies ahead.
-            while not self._call_count < self._held_call < math.inf:
+            self._held_call = self._call_count + 1
+            while self._call_count >= self._held_call:
                 self._held_call = self._call_count + 1
             store.set("stop/requested", "yes")
             # Published before the answer, since the last rank to answer reads all held calls.

@@ -88,7 +88,8 @@ def _call_error(
     # No error means that the call can be pickled by name, but a rank could not import the name.
     has_unimportable_name = unpicklable.error is None
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
-    if has_unimportable_name or (is_definition and not by_value):
+    needs_cloudpickle = has_unimportable_name or is_definition
+    if needs_cloudpickle and not by_value:
         return MissingDependencyError(
             call_text,
             problem="it is defined where another process cannot import it, and cloudpickle is not "

@@ -66,7 +66,7 @@ class ExponentialMovingAverage(nn.Module):
     def __init__(
         self, model: FabricModule, decay: float | Callable[[int], float], buffers: bool
     ) -> None:
-        """Add one buffer for each weight, with a copy of the weight."""
+        """Register a copy of each weight as a buffer of this module."""
         super().__init__()
         # None for a copy of a set-up module.
         contract = model._fabric_contract
@@ -86,6 +86,7 @@ class ExponentialMovingAverage(nn.Module):
         for path, weight in self._current_weights().items():
             self._averages[path] = self._add_average(path, weight)
         if contract.is_sharded:
+            # A state dict holds full averages, of which this rank keeps its shards.
             self._shard_when_loading()
 
     def _add_average(self, path: str, weight: Tensor) -> _Buffer:

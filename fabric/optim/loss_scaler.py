@@ -108,8 +108,8 @@ class LossScaler:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the scale. Called at the start of each backward pass.
 
-        A float16 loss is returned as float32, so that it does not overflow. Collective if ranks
-        hold different gradients.
+        A float16 loss is returned as float32, so that it does not overflow. This method is
+        collective if parameters are sharded: ranks then update the scale for overflows of any rank.
         """
         pending = self._pending_found_inf  # None if there was no step
         # The scale must not change while gradients are scaled by it.

@@ -467,10 +467,12 @@ class LossWeights:
             self._refuse_loss(
                 f"the loss reached parameters of {type(optimizer).__name__}, whose gradients are "
                 "of other weighted losses",
-                "x.detach() where the loss enters these parameters, or the step() of their "
-                f"optimizer before; {_NAME_OPTIMIZERS}",
+                "pass x.detach() to the modules that hold these parameters, or call the step() of "
+                f"{type(optimizer).__name__} before this backward pass; {_NAME_OPTIMIZERS}",
             )
-        if window is not None:
+        # Gradients of a loss without a weight are never divided, so they need no record.
+        has_weight = window is not None
+        if has_weight:
             state = self._states.setdefault(optimizer, _OptimizerState())
             state.window = _FOREIGN
             state.fingerprint = fingerprint

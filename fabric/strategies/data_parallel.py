@@ -560,6 +560,7 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         # The update has also copied references to the original's dicts of parameters, buffers and
         # children. They are replaced by dicts of the replica.
         set_registered_members(replica, dict(registered_parameters(original)), buffers, children)
+        # A method in the attributes, such as a replaced forward, would run on the original.
         _rebind_methods(original, replica)
     return replicas[module]
 

@@ -104,7 +104,8 @@ class MappedMemory(DispatchMode):
         DispatchMode.__init__(self)
         # The storages in files, which may be freed before the mode ends.
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
-        # The bytes of large tensors in all operators since pages were last given back.
+        # The bytes of the large tensors that operators have read or returned since _release_pages()
+        # was last called.
         self._used_bytes = 0
         # Called for its error: a folder without any room is refused before the model is built.
         _unnamed_file(_SMALLEST_MAPPED_BYTES)

@@ -261,15 +261,17 @@ def _check_worlds(environment: Environment, variables: Sequence[Mapping[str, str
 
 
 def _check_purity(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
-    """Check that Environment.detect reads only its argument, and changes nothing."""
+    """Check that Environment.detect changes nothing and returns the same world each time."""
     process_variables = dict(os.environ)
     for env in variables:
         passed_variables = dict(env)
         world = environment.detect(passed_variables)
         second_world = environment.detect(dict(env))
-        assert_same(world == second_world, True)
+        assert world == second_world, f"detect() returned {world}, and then {second_world}"
         assert_same(passed_variables, dict(env))
-    assert_same(dict(os.environ) == process_variables, True)
+    # The error does not print the variables, which may hold secrets.
+    is_unchanged = dict(os.environ) == process_variables
+    assert is_unchanged, "detect() changed os.environ"
 
 
 # -- launcher -------------------------------------------------------------------------------------

@@ -158,10 +158,12 @@ class _ThreadedCall:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        # Before the reports are copied: a thread that has ended has written its report.
+        has_timed_out = [thread.is_alive() for thread in threads]
         # The list is copied, since a rank that returns after the timeout writes to self.reports.
         reports = list(self.reports)
         for rank, thread in enumerate(threads):
-            if thread.is_alive():
+            if has_timed_out[rank]:
                 reports[rank] = _timeout_report(rank, thread, timeout)
         # From here on, ranks that wait for any rank raise, so that their threads end.
         for report in reports:

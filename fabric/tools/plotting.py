@@ -35,7 +35,7 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         A matplotlib ``Figure``, which a notebook shows.
 
     Raises:
-        ConfigurationError: there are no metrics in a folder.
+        ConfigurationError: a folder has no table, or no table has a metric.
         MissingDependencyError: matplotlib is not installed.
     """
     remedy = 'pip install "torch-fabric[plot]"'

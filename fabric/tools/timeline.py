@@ -795,5 +795,8 @@ class _Profile:
         self._target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
         missing = set(ranks) - events_by_rank.keys()
         if missing:
-            text = f"{self._target} lacks {ranks_in_words(missing)}, which did not get to its end"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(
+                f"{self._target} lacks {ranks_in_words(missing)}, which did not reach the end of "
+                "the profiled block in time",
+                stacklevel=2,
+            )

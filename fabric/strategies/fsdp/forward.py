@@ -228,7 +228,8 @@ class ShardedForward:
         A forward pass that is not followed by a backward pass leaves gathered parameters in place.
         """
         for slot in self._slots:
-            is_gathered = slot.parameters[slot.name] is not slot.parameter
+            shard = slot.parameter
+            is_gathered = slot.owner_parameters[slot.name] is not shard
             if is_gathered:
                 self.reshard()
                 return

@@ -485,7 +485,7 @@ def shard_module(
         """
         handle.remove()
         for slot in slots:
-            gathered = slot.parameters[slot.name]
+            gathered = slot.owner_parameters[slot.name]
             _share_attributes(slot.parameter, gathered)
 
     # Dynamo must not trace the hook, because the hook changes the module.

@@ -56,13 +56,13 @@ class ParameterSlot(NamedTuple):
 
     Attributes:
         module: the module.
-        parameters: the dict in which the module holds its parameters.
+        owner_parameters: the dict in which the module holds its parameters.
         name: the name in that dict.
         parameter: the parameter that was in the dict when the slot was made.
     """
 
     module: nn.Module
-    parameters: dict[str, nn.Parameter | None]
+    owner_parameters: dict[str, nn.Parameter | None]
     name: str
     parameter: nn.Parameter
 
@@ -264,7 +264,7 @@ class UnshardedState:
         # Reset, since autograd drops the callback of a backward pass that raises.
         self._awaits_backward_end = False
         for slot in self._slots:
-            was_replaced_by_user = slot.parameters.get(slot.name) is not slot.parameter
+            was_replaced_by_user = slot.owner_parameters.get(slot.name) is not slot.parameter
             if was_replaced_by_user:
                 continue
             parameter: Any = slot.parameter
