@@ -703,12 +703,12 @@ class Fabric:
         """
         session = self._session
         if session is not None:
-            for spec, position in session.active_loops:
-                if spec.uneven == "longest":
+            for loop in session.active_loops:
+                if loop.spec.uneven == "longest":
                     # A rank that has run out of batches repeats one to stay in step with the other
                     # ranks. The loss and the weight of a repeated batch become zero. Those of any
                     # other batch are not changed.
-                    tensor, weight = without_repeats(position, tensor, weight)
+                    tensor, weight = without_repeats(loop.position, tensor, weight)
         needs_loss_weights = weight is not None or optimizer is not None
         # After the first weight, all losses pass through the loss weights, which refuse to add up
         # losses with and without a weight.
@@ -1004,7 +1004,7 @@ class Fabric:
             )
         return collectives.all_gather(communicator, data, sync_grads=sync_grads)
 
-    def gather_for_metrics(self, data: T) -> T:
+    def gather_for_metrics(self, data: T, *, loader: FabricDataLoader | None = None) -> T:
         """Collect values computed from a batch from all processes, each sample once. Collective.
 
         Call the method in the body of a loop over a set-up loader. An evaluation over n samples
@@ -1014,17 +1014,24 @@ class Fabric:
         Args:
             data: a collection of tensors of shape ``(n, *s)``, for the n samples of this process's
                 batch. Under ``batch_size=None`` each tensor is one sample.
+            loader: the set-up loader that yielded the batch. None is the loader that yielded a
+                batch last, which is the loader of the innermost loop.
 
         Returns:
             The same collection, with new, detached tensors of shape ``(m, *s)``, for the m samples
             of the batches of all processes, in the order of the loader's sampler.
+
+        Raises:
+            UsageError: no loop over the loader is active; fabric does not shard its data; or loops
+                take turns, as in ``zip(first, second)``, and ``loader`` is not given.
+            ConfigurationError: a tensor has no entry for each sample of the batch.
         """
         session = self._ensure_session("gather_for_metrics")
         # This communicator connects only ranks that read different batches: each sample counts
         # once.
         communicator = session.strategy._data_parallel_communicator()
         # The running loops know which samples of a batch repeat earlier ones and must be removed.
-        return gather_batch(communicator, session.active_loops, data)
+        return gather_batch(communicator, session.active_loops, data, loader)
 
     def compute_metrics(self, metrics: Any) -> Any:
         """Compute metrics over the samples of all processes, in one exchange. Collective.

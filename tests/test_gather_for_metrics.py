@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from fabric import Fabric
-from fabric.errors import RankFailedError
+from fabric.errors import RankFailedError, UsageError
 from fabric.testing import ThreadedWorld
 from tests.datasets import samples_of
 from tests.ranks import outcome, run_in_ranks
@@ -166,6 +166,121 @@ def test_an_order_without_a_length_does_not_say_what_it_repeated() -> None:
     with pytest.raises(RankFailedError, match=r"Unsized has no length(.|\n)*drop"):
         gathered(2, unsized_loader)
     assert gathered(2, unsized_loader, "drop") == [0, 1, 2, 3]
+
+
+# -- several loops ---------------------------------------------------------------------------------
+
+
+def two_loaders(fabric: Fabric, first: int, second: int) -> list[Any]:
+    """Set up two loaders with batches of 4: of ``first`` and of ``second`` numbers."""
+    loaders = []
+    for count in (first, second):
+        plain_loader = DataLoader(range(count), 4)
+        loader = fabric.setup_dataloaders(plain_loader)
+        loaders.append(loader)
+    return loaders
+
+
+def gather_from_zip(fabric: Fabric, counts: tuple[int, int], names_loader: bool) -> list[Any]:
+    """Return the samples that each of two zipped loaders has counted, or the error."""
+    loaders = two_loaders(fabric, *counts)
+    samples: list[list[int]] = [[], []]
+    for batches in zip(*loaders, strict=False):
+        for index, batch in enumerate(batches):
+            loader = None
+            if names_loader:
+                loader = loaders[index]
+            try:
+                gathered_batch = fabric.gather_for_metrics(batch, loader=loader)
+            except UsageError as error:
+                return [str(error)]
+            samples[index] += gathered_batch.tolist()
+    return samples
+
+
+@pytest.mark.parametrize("counts", [(9, 7), (7, 9), (7, 8), (20, 19)])
+def test_zipped_loaders_count_every_sample_once_if_the_loader_is_named(
+    counts: tuple[int, int],
+) -> None:
+    # The loop ends with the shorter loader. A batch of all ranks has 8 samples.
+    steps = -(-min(counts) // 8)
+    expected = [list(range(min(count, 8 * steps))) for count in counts]
+    for samples in ThreadedWorld(2).run(gather_from_zip, counts, True):
+        assert samples == expected
+
+
+def test_zipped_loaders_are_refused_if_it_is_not_known_whose_batch_it_is() -> None:
+    for samples in ThreadedWorld(2).run(gather_from_zip, (9, 7), False):
+        [text] = samples
+        assert "batch 1 of a loader of a range with 9 samples" in text
+        assert "batch 1 of a loader of a range with 7 samples" in text
+        assert "fabric.gather_for_metrics(results, loader=loader)" in text
+
+
+def test_zipped_loaders_of_equally_many_samples_need_not_be_told_apart() -> None:
+    for samples in ThreadedWorld(2).run(gather_from_zip, (7, 7), False):
+        assert samples == [list(range(7)), list(range(7))]
+
+
+def gather_beside_another_loop(fabric: Fabric) -> dict[str, list[int]]:
+    outer, inner = two_loaders(fabric, 9, 7)
+    samples: dict[str, list[int]] = {"outer": [], "inner": [], "outer in inner": []}
+    # An iterator that is kept, and that takes no turns with the loops below.
+    kept_iterator = iter(inner)
+    next(kept_iterator)
+    for outer_batch in outer:
+        samples["outer"] += fabric.gather_for_metrics(outer_batch).tolist()
+        for inner_batch in inner:
+            samples["inner"] += fabric.gather_for_metrics(inner_batch).tolist()
+            in_inner = fabric.gather_for_metrics(outer_batch, loader=outer)
+            samples["outer in inner"] += in_inner.tolist()
+        samples["outer"] += fabric.gather_for_metrics(outer_batch).tolist()
+    kept_iterator.close()
+    return samples
+
+
+def test_nested_loops_and_kept_iterators_do_not_take_turns() -> None:
+    first_batch = list(range(8))
+    for samples in ThreadedWorld(2).run(gather_beside_another_loop):
+        assert samples["outer"] == [*first_batch, *first_batch, 8, 8]
+        assert samples["inner"] == [*range(7), *range(7)]
+        assert samples["outer in inner"] == [*first_batch, 8]
+
+
+def gather_in_turns(fabric: Fabric) -> dict[str, str]:
+    def gather(batch: Any, loader: Any = None) -> str:
+        return outcome(lambda: fabric.gather_for_metrics(batch, loader=loader))
+
+    first, second = two_loaders(fabric, 9, 7)
+    plain_loader = DataLoader(range(9), 4)
+    unsharded = fabric.setup_dataloaders(plain_loader, use_distributed_sampler=False)
+    errors = {}
+    outer = iter(first)
+    next(outer)
+    inner = iter(first)
+    batch = next(inner)
+    errors["nested"] = gather(batch, first)
+    batch = next(outer)
+    errors["in turns"] = gather(batch, first)
+    for batch, _ in zip(first, unsharded, strict=False):
+        errors["unsharded"] = gather(batch)
+        break
+    # The next batch is fetched before the results of a batch are gathered.
+    ahead = iter(second)
+    batch = next(ahead)
+    next(ahead, None)
+    errors["fetched ahead"] = gather(batch, second)
+    errors["plain"] = gather(batch, plain_loader)
+    return errors
+
+
+def test_a_batch_whose_loop_is_not_known_is_refused() -> None:
+    for errors in ThreadedWorld(2).run(gather_in_turns):
+        assert errors["nested"] == "fine"
+        assert "a set-up loader for each loop" in errors["in turns"]
+        assert "several loops take turns" in errors["unsharded"]
+        assert "its last batch was fetched" in errors["fetched ahead"]
+        assert "the loader that fabric.setup_dataloaders returned" in errors["plain"]
 
 
 # -- on real ranks ---------------------------------------------------------------------------------

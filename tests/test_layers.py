@@ -43,7 +43,7 @@ ORDER = {
     "collectives": "buckets objects ops",
     "communicators": "base process_group checked",
     "data": (
-        "metrics position sharding spec saved_position gather copies lockstep loader accumulate join"
+        "metrics position sharding spec saved_position copies lockstep loader gather accumulate join"
     ),
     "diagnostics": (
         "call_site stacks recorder checker hang_report bypass batch_counts uneven_inputs "

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Number
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch.utils.data import DistributedSampler
 
 from fabric.collectives import all_gather, all_gather_ragged
 from fabric.communicators import Communicator
+from fabric.data.loader import FabricDataLoader
 from fabric.data.position import EpochPosition, length_of
 from fabric.data.spec import ActiveLoop, LoaderSpec
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.tree import flatten, leaf_paths, unflatten
 
 __all__ = ["gather_batch"]
@@ -43,8 +44,29 @@ class _BatchSize(NamedTuple):
 _UNKNOWN = _BatchSize(entries=None, samples_of_rank=None)
 
 
+class _BatchLayout(NamedTuple):
+    """How the rows of the results are assigned to samples.
+
+    Loops whose latest batches have equal layouts need not be told apart.
+
+    Attributes:
+        unit: what a rank gets: samples that form a batch, a single sample, or a batch.
+        size: the size of the batch.
+        is_uneven: whether ranks may have batches of different lengths, or none.
+        is_repeat: whether this rank's batch is a repeat, of which no sample counts.
+    """
+
+    unit: str
+    size: _BatchSize
+    is_uneven: bool
+    is_repeat: bool
+
+
 def gather_batch(
-    communicator: Communicator, active_loops: Sequence[ActiveLoop], results: Any
+    communicator: Communicator,
+    active_loops: Sequence[ActiveLoop],
+    results: Any,
+    loader: FabricDataLoader | None = None,
 ) -> Any:
     """Gather the results of all ranks for this step's batches, without repeated samples.
 
@@ -52,39 +74,47 @@ def gather_batch(
 
     Args:
         communicator: all processes of the job.
-        active_loops: the active loops over loaders; the last one is the innermost.
+        active_loops: the active loops over loaders.
         results: any collection of tensors, computed from this process's batch.
+        loader: the loader of the batch. None is the loader that yielded a batch last.
 
     Returns:
         The collection, with the rows of all ranks in each tensor. Other leaves are unchanged.
 
     Raises:
-        UsageError: no loop over a set-up loader is active, fabric does not shard the loader's data,
-            or it is unknown which entries were repeated.
+        UsageError: no loop over a set-up loader is active, the batch may be of several loops,
+            fabric does not shard the loader's data, or it is unknown which entries were repeated.
         ConfigurationError: a leaf cannot be assigned to samples.
+        ArgumentTypeError: ``loader`` is not set up.
     """
-    spec, position = _innermost_loop(communicator, active_loops)
-    # worker_seed_streams is set if fabric shards an iterable dataset in rounds. Under "longest" the
-    # last round may be incomplete, so that only some ranks have a sample of it.
-    has_equal_batches = spec.has_equal_counts and spec.worker_seed_streams is None
-    # Ranks may have batches of different lengths, or none.
-    is_uneven = spec.ends_in_lockstep and not has_equal_batches
-    size = _UNKNOWN if is_uneven else _batch_size(spec, position)
+    if not isinstance(loader, FabricDataLoader | None):
+        raise ArgumentTypeError(
+            f"fabric.gather_for_metrics(..., loader={type(loader).__name__})",
+            expected="the loader that fabric.setup_dataloaders returned",
+        )
+    loop = _latest_loop(active_loops, loader)
+    _check_concurrent_loops(loop, active_loops, loader)
+    _check_shared(communicator, loop.spec)
+    _check_order(loop.spec)
+    layout = _layout(loop)
+    size = layout.size
     leaves, structure = flatten(results)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-        _check_leaf(path, leaf, spec, size.samples_of_rank)
-    if is_uneven:
-        leaves = [_without_repeat(leaf, spec, position) for leaf in leaves]
+        _check_leaf(path, leaf, layout)
+    if layout.is_uneven:
+        leaves = [_without_repeat(leaf, layout) for leaf in leaves]
 
     # all_gather compares the keys of a collection between ranks. The title is such a key, so that
     # results of different iterations raise an error and are not combined.
-    title = f"of iteration {position.epoch}" if spec.order_streams else "of a fixed order"
+    title = "of a fixed order"
+    if loop.spec.order_streams:
+        title = f"of iteration {loop.position.epoch}"
     collection = {title: leaves}
-    if is_uneven or spec.unit == "batches":
+    if layout.is_uneven or layout.unit == "batches":
         # Ranks may have different numbers of rows.
         gathered = all_gather_ragged(communicator, collection)[title]
         join_ranks = _concatenate
-    elif spec.unit == "samples":
+    elif layout.unit == "samples":
         gathered = all_gather(communicator, collection)[title]
         join_ranks = _interleave
     else:
@@ -97,34 +127,115 @@ def gather_batch(
     return unflatten(structure, leaves)
 
 
-def _innermost_loop(communicator: Communicator, active_loops: Sequence[ActiveLoop]) -> ActiveLoop:
-    """Return the loop whose batch the results are of.
+def _latest_loop(active_loops: Sequence[ActiveLoop], loader: FabricDataLoader | None) -> ActiveLoop:
+    """Return the loop that yielded a batch last, among the loops over ``loader`` if it is given.
 
     Raises:
-        UsageError: no loop is active, or the ranks do not share its data. They share the data if
-            fabric or the sampler shards it, or if a policy of ``uneven`` says that the user does.
+        UsageError: no such loop is active.
     """
-    expected = "the body of a loop over a loader that fabric shards"
-    if not active_loops:
-        raise UsageError(
-            _CALL_TEXT,
-            problem="no loop over a set-up loader is active",
-            expected=expected,
-            suggestion="for batch in fabric.setup_dataloaders(loader): "
-            "fabric.gather_for_metrics(model(batch))",
-        )
-    loop = active_loops[-1]
+    latest: ActiveLoop | None = None
+    for loop in active_loops:
+        is_of_loader = loader is None or loop.spec is loader._spec
+        if is_of_loader and (latest is None or loop.batch_number > latest.batch_number):
+            latest = loop
+    if latest is not None:
+        return latest
+    problem = "no loop over a set-up loader is active"
+    if loader is not None:
+        problem = "no loop over this loader is active: it has ended, or its last batch was fetched"
+    raise UsageError(
+        _CALL_TEXT,
+        problem=problem,
+        expected="the body of a loop over a loader that fabric shards, before the next batch is "
+        "fetched",
+        suggestion="for batch in fabric.setup_dataloaders(loader): "
+        "fabric.gather_for_metrics(model(batch))",
+    )
+
+
+def _check_concurrent_loops(
+    latest: ActiveLoop, active_loops: Sequence[ActiveLoop], loader: FabricDataLoader | None
+) -> None:
+    """Raise a UsageError if the results may be of a batch of another loop than the latest.
+
+    Between two batches of an inner loop, the outer loop yields none. But loops in a ``zip`` take
+    turns, and the results may be of the batch of any of them.
+    """
+    for loop in active_loops:
+        is_candidate = loop is not latest and (loader is None or loop.spec is loader._spec)
+        takes_turns = loop.batch_number > latest.number_before
+        if is_candidate and takes_turns and not _count_same_samples(loop, latest):
+            suggestion = "fabric.gather_for_metrics(results, loader=loader)"
+            if loader is not None:
+                suggestion = "a set-up loader for each loop"
+            raise UsageError(
+                _CALL_TEXT,
+                problem="several loops take turns, as in zip(first, second), and their batches "
+                "count different samples: whether the results are of batch "
+                f"{loop.position.received_batches} of {_describe(loop)}, or of batch "
+                f"{latest.position.received_batches} of {_describe(latest)}, is not known",
+                suggestion=suggestion,
+            )
+
+
+def _count_same_samples(first: ActiveLoop, second: ActiveLoop) -> bool:
+    """Return whether the results of the latest batches of two loops are gathered alike."""
+    for loop in (first, second):
+        if _find_order_problem(loop.spec) is not None:
+            return False
+    layout = _layout(first)
+    # If ranks may have batches of different lengths, the rows of each rank are not known.
+    return not layout.is_uneven and layout == _layout(second)
+
+
+def _describe(loop: ActiveLoop) -> str:
+    length = length_of(loop.spec.order_source)
+    name = type(loop.spec.dataset).__name__
+    if length is None:
+        return f"a loader of a {name}"
+    return f"a loader of a {name} with {length} {loop.spec.unit}"
+
+
+def _check_shared(communicator: Communicator, spec: LoaderSpec) -> None:
+    """Raise a UsageError if the ranks do not share the data of a loader.
+
+    They share the data if fabric or the sampler shards it, or if a policy of ``uneven`` says that
+    the user does.
+    """
     # A policy that ends the loop on all ranks together says that the user shards the data.
-    is_shared = loop.spec.num_replicas == communicator.size or loop.spec.ends_in_lockstep
-    if not is_shared:
-        raise UsageError(
-            _CALL_TEXT,
-            problem=f"this loader gives each of {communicator.size} processes all of the data, or "
-            "what you sharded",
-            expected=expected,
-            suggestion="the values as they are; or fabric.all_gather(x, concat=True)",
-        )
-    return loop
+    is_shared = spec.num_replicas == communicator.size or spec.ends_in_lockstep
+    if is_shared:
+        return
+    raise UsageError(
+        _CALL_TEXT,
+        problem=f"this loader gives each of {communicator.size} processes all of the data, or "
+        "what you sharded",
+        expected="the body of a loop over a loader that fabric shards",
+        suggestion="the values as they are; or fabric.all_gather(x, concat=True)",
+    )
+
+
+def _layout(loop: ActiveLoop) -> _BatchLayout:
+    """Return the layout of the batch that the user has received last from a loop."""
+    spec = loop.spec
+    is_uneven = _is_uneven(spec)
+    size = _UNKNOWN
+    if not is_uneven:
+        size = _batch_size(spec, loop.position)
+    return _BatchLayout(
+        unit=spec.unit,
+        size=size,
+        is_uneven=is_uneven,
+        is_repeat=loop.position.is_repeat,
+    )
+
+
+def _is_uneven(spec: LoaderSpec) -> bool:
+    """Return whether ranks may have batches of different lengths, or none."""
+    # worker_seed_streams is set if fabric shards an iterable dataset in rounds. Under "longest" the
+    # last round may be incomplete, so that only some ranks have a sample of it.
+    has_equal_batches = spec.has_equal_counts and spec.worker_seed_streams is None
+    return spec.ends_in_lockstep and not has_equal_batches
 
 
 def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
@@ -132,9 +243,6 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
 
     The result is ``_UNKNOWN`` on one rank, and for an iterable dataset in complete rounds: no
     sample is repeated there.
-
-    Raises:
-        UsageError: entries may be repeated, and it is unknown which.
     """
     if spec.num_replicas == 1 or spec.worker_seed_streams is not None:
         return _UNKNOWN
@@ -157,49 +265,54 @@ def _order_length(spec: LoaderSpec) -> int | None:
     """Return the length of the order, in which repetitions do not count.
 
     None if the order has no length. Then no entry is repeated.
-
-    Raises:
-        UsageError: entries may be repeated, and it is unknown which.
     """
     order_source: Any = spec.order_source
     is_sharded_by_fabric = spec.shard_count > 1
     if is_sharded_by_fabric:
-        length = length_of(order_source)
-        sampler = spec.sharded_sampler
-        repeats_entries = sampler is not None and sampler.pads
-        if length is None and repeats_entries:
-            _refuse_order(order_source, "has no length")
-        return length
-    # DistributedSampler gives rank r the entries r, r + num_replicas, ..., as fabric does. The
-    # entries of any other sampler that shards by itself are not known.
-    iterates_like_torch = (
-        getattr(type(order_source), "__iter__", None) is DistributedSampler.__iter__
-    )
-    if not iterates_like_torch:
-        _refuse_order(order_source, "shards the data itself")
+        return length_of(order_source)
     return length_of(order_source.dataset)
 
 
-def _refuse_order(order_source: Any, problem: str) -> NoReturn:
-    """Raise the error for a loader of which it is not known which samples were repeated.
+def _find_order_problem(spec: LoaderSpec) -> str | None:
+    """Return why it is not known which entries are repeated, as a verb phrase. None if it is.
 
-    Samples are repeated where the ranks would otherwise get unequal numbers of samples.
-
-    Args:
-        order_source: the user's sampler, batch sampler or dataset.
-        problem: what the object does, as a verb phrase such as "has no length".
+    Entries are repeated where the ranks would otherwise get unequal numbers of samples.
     """
+    if spec.num_replicas == 1 or spec.worker_seed_streams is not None or _is_uneven(spec):
+        return None
+    is_sharded_by_fabric = spec.shard_count > 1
+    if is_sharded_by_fabric:
+        sampler = spec.sharded_sampler
+        repeats_entries = sampler is not None and sampler.pads
+        if repeats_entries and length_of(spec.order_source) is None:
+            return "has no length"
+        return None
+    # DistributedSampler gives rank r the entries r, r + num_replicas, ..., as fabric does. The
+    # entries of any other sampler that shards by itself are not known.
+    iterates_like_torch = (
+        getattr(type(spec.order_source), "__iter__", None) is DistributedSampler.__iter__
+    )
+    if not iterates_like_torch:
+        return "shards the data itself"
+    return None
+
+
+def _check_order(spec: LoaderSpec) -> None:
+    """Raise a UsageError if it is not known which samples of a loader are repeated."""
+    problem = _find_order_problem(spec)
+    if problem is None:
+        return
     raise UsageError(
         _CALL_TEXT,
-        problem=f"the {type(order_source).__name__} {problem}: which samples are repetitions is "
-        "not known",
+        problem=f"the {type(spec.order_source).__name__} {problem}: which samples are repetitions "
+        "is not known",
         expected="a loader that fabric shards, with a sampler that has a length",
         suggestion='setup_dataloaders(DataLoader(dataset)), uneven="drop"; or keep the repetitions '
         "with fabric.all_gather(x, concat=True)",
     )
 
 
-def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> None:
+def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
     """Raise a ConfigurationError for a tensor or number that cannot be assigned to samples.
 
     A tensor needs a row for each sample of the batch, unless the batch is one sample. A number
@@ -208,11 +321,11 @@ def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> 
     Args:
         path: the path to the leaf, as in code. Empty if the collection is one leaf.
         leaf: a leaf of the results.
-        spec: the spec of the loader.
-        samples: number of samples in this rank's batch. None if unknown.
+        layout: the layout of the batch.
     """
+    samples = layout.size.samples_of_rank
     if isinstance(leaf, Tensor):
-        if spec.unit == "single samples":
+        if layout.unit == "single samples":
             return
         # If the number of samples is unknown, any number of rows may be right.
         has_row_per_sample = leaf.dim() > 0 and samples in (None, len(leaf))
@@ -234,7 +347,7 @@ def _check_leaf(path: str, leaf: Any, spec: LoaderSpec, samples: int | None) -> 
     )
 
 
-def _without_repeat(leaf: Any, spec: LoaderSpec, position: EpochPosition) -> Any:
+def _without_repeat(leaf: Any, layout: _BatchLayout) -> Any:
     """Return a leaf with one row for each sample of this rank, or no rows for a repeated batch.
 
     A rank whose batch is a repeat still takes part in the gathering, with empty tensors. Leaves
@@ -242,9 +355,9 @@ def _without_repeat(leaf: Any, spec: LoaderSpec, position: EpochPosition) -> Any
     """
     if not isinstance(leaf, Tensor):
         return leaf
-    if spec.unit == "single samples":
+    if layout.unit == "single samples":
         leaf = leaf[None]  # a row for the one sample
-    if position.is_repeat:
+    if layout.is_repeat:
         return leaf[:0]
     return leaf
 

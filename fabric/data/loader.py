@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_args
 
 import torch
@@ -62,7 +63,8 @@ class DataParallelJob:
             ranks, it returns rank 0's state. Not called if nothing random is drawn. None: the
             states are assumed to be equal.
         active_loops: the active loops over the loaders of the job. A loader adds and removes its
-            own loops. The last one is the loop that yielded a batch last.
+            own loops.
+        batch_numbers: numbers the batches of all loaders of the job; see :class:`ActiveLoop`.
         lockstep: ends loops on all ranks together.
         detector: records the start of each iteration. None if there are no other ranks.
         synchronize_rng: gives ranks that share a batch the same random streams. Called before
@@ -74,6 +76,7 @@ class DataParallelJob:
     num_replicas: int = 1
     from_rank0: FromRank0 | None = None
     active_loops: list[ActiveLoop] = field(default_factory=list)
+    batch_numbers: Iterator[int] = field(default_factory=count)
     lockstep: Lockstep = field(default_factory=Lockstep)
     detector: UnevenInputDetector | None = None
     synchronize_rng: Callable[[], None] = _do_nothing
@@ -247,7 +250,9 @@ class FabricDataLoader(_Base):
         if self._move_batch is not None:
             batches = map(self._move_batch, batches)
         batches = self._job.around_batches(batches)
-        return position, self._yield_batches(position, batches)
+        start_number = next(self._job.batch_numbers)
+        loop = ActiveLoop(self._spec, position, batch_number=start_number)
+        return position, self._yield_batches(loop, batches)
 
     def _begin_position(self, saved: Mapping[str, Any] | None) -> EpochPosition:
         """Return the position of a new iteration, and make it the latest.
@@ -560,7 +565,7 @@ class FabricDataLoader(_Base):
             return None
         return keeper.state_dict()
 
-    def _yield_batches(self, position: EpochPosition, batches: Iterator[Any]) -> Iterator[Any]:
+    def _yield_batches(self, loop: ActiveLoop, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches to the user, and update the position and the list of active loops.
 
         The position counts a batch before the user gets it, so that a state saved in the body of
@@ -568,18 +573,18 @@ class FabricDataLoader(_Base):
         """
         # Written through vars(), since __setattr__ would be a Python call for every batch.
         attributes = vars(self)
+        position = loop.position
         active_loops = self._job.active_loops
-        loop = ActiveLoop(self._spec, position)
+        batch_numbers = self._job.batch_numbers
         try:
             for batch in batches:
                 if not position.is_repeat:
                     position.received_batches += 1
                 attributes["_latest_position"] = position
-                # The loop that yielded a batch last has to be the last in the list.
-                if not active_loops or active_loops[-1] is not loop:
-                    if loop in active_loops:
-                        active_loops.remove(loop)
+                if loop.number_before < 0:
                     active_loops.append(loop)
+                loop.number_before = loop.batch_number
+                loop.batch_number = next(batch_numbers)
                 yield batch
             position.is_finished = True
             if self._loader_keeps_position and self._spec.ends_in_lockstep:

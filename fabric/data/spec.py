@@ -188,16 +188,25 @@ class LoaderSpec:
         }
 
 
-class ActiveLoop(NamedTuple):
+@dataclass(eq=False)
+class ActiveLoop:
     """A loop over a set-up loader that is running.
+
+    The batches of all loops of a job are numbered together, in the order in which the user gets
+    them. The start of a loop has a number of the same sequence.
 
     Attributes:
         spec: the loader's spec.
         position: the position of the loop.
+        batch_number: number of the latest batch. Before the first batch, number of the start.
+        number_before: number of the batch before the latest, or of the start. Negative before the
+            first batch.
     """
 
     spec: LoaderSpec
     position: EpochPosition
+    batch_number: int
+    number_before: int = -1
 
 
 class _Order(NamedTuple):
