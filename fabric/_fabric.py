@@ -14,8 +14,8 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -293,7 +293,8 @@ class Fabric:
 
         Nothing is started on one device, or in processes that torchrun, ``fabric run``, SLURM or
         MPI has started. The call may be left out in these cases: the first call that needs a device
-        or other ranks connects the processes.
+        or other ranks connects the processes. On one device, what is set up in ``function`` ends
+        with ``function``, as in processes that are started.
 
         With the start method ``popen`` every process runs the script again. The process that starts
         the others does not return from this call: it exits with the exit code of the ranks. With
@@ -341,13 +342,19 @@ class Fabric:
             no_kwargs: dict[str, Any] = {}
             return plan.launcher.launch(_run_in_rank, rank_args, no_kwargs, spec)
 
+        # A function in a job of this process alone is the whole job, as it is in started ranks.
+        is_whole_job = bool(function_and_args) and self._session is None and plan.world_size == 1
         self._ensure_session("launch")  # connects this rank to the others
-        result = function(self, *args, **kwargs)
-        if not return_result:
-            return None
-        if return_all:
-            return self._communicator("launch").gather_objects(result)
-        return result
+        context: AbstractContextManager[object] = nullcontext()
+        if is_whole_job:
+            context = self._ending_session()
+        with context:
+            result = function(self, *args, **kwargs)
+            if not return_result:
+                return None
+            if return_all:
+                return self._communicator("launch").gather_objects(result)
+            return result
 
     def _check_launch(self, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of ``launch()`` before a process is started.
@@ -1650,6 +1657,25 @@ class Fabric:
                 self._session.attach(Timeline(self._session))
             atexit.register(self._close_at_exit)
         return self._session
+
+    @contextmanager
+    def _ending_session(self) -> Iterator[None]:
+        """End the session after the block, so that no process group is left to a later launch.
+
+        The Fabric stays open: the next call that needs a device begins a new session.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._session is not None:
+                self.strategy.on_exception(error)
+            raise
+        finally:
+            # None if the function has called teardown().
+            if self._session is not None:
+                session = self._session
+                self._session = None
+                session.close()
 
     def _not_running_error(self, method_name: str) -> UsageError:
         """Return the error of a method that needs a session, after teardown or before launch."""

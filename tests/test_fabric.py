@@ -551,6 +551,31 @@ def test_launch_runs_a_function_here_and_returns_its_result() -> None:
         assert fabric.launch(lambda job: 5, return_result=False) is None
 
 
+def train_one_step(fabric: Fabric, should_fail: bool) -> float:
+    net = Net()
+    model, optimizer = fabric.setup(net, sgd(net))
+    loss = model(torch.ones(2, 4)).sum()
+    fabric.backward(loss)
+    optimizer.step()
+    if should_fail:
+        raise ValueError("in the function")
+    return loss.item()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "model_parallel"])
+def test_a_launch_in_this_process_leaves_no_process_group(strategy: str) -> None:
+    with single(strategy=strategy) as fabric:
+        with pytest.raises(ValueError, match="in the function"):
+            fabric.launch(train_one_step, should_fail=True)
+        assert not torch.distributed.is_initialized()
+        # The Fabric stays usable.
+        torch.manual_seed(0)
+        first_loss = fabric.launch(train_one_step, should_fail=False)
+        assert not torch.distributed.is_initialized()
+        torch.manual_seed(0)
+        assert fabric.launch(train_one_step, should_fail=False) == first_loss
+
+
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-mixed"])
 def test_modules_and_tensors_are_created_in_the_dtype_of_the_precision(precision: str) -> None:
     with single(precision=precision) as fabric:
