@@ -303,6 +303,21 @@ def sequence_numbers_behind(loss: Tensor) -> Iterator[int]:
 
     Comparing them with :data:`next_sequence_number` tells when an operation was recorded.
     """
+    for node in _nodes_behind(loss):
+        yield node._sequence_nr()
+
+
+def leaves_behind(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of the graph of ``loss``, whose gradients its backward pass computes."""
+    for node in _nodes_behind(loss):
+        # Only the node that accumulates the gradient of a leaf has this attribute.
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+
+
+def _nodes_behind(loss: Tensor) -> Iterator[Any]:
+    """Yield each node of the graph of ``loss`` once."""
     # next_functions has None in place of a node for an input that requires no gradient.
     seen_nodes: set[Any] = {None}
     nodes_to_visit: list[Any] = [loss.grad_fn]
@@ -311,7 +326,7 @@ def sequence_numbers_behind(loss: Tensor) -> Iterator[int]:
         if node in seen_nodes:
             continue
         seen_nodes.add(node)
-        yield node._sequence_nr()
+        yield node
         for predecessor, _ in node.next_functions:
             nodes_to_visit.append(predecessor)
 

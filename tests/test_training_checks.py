@@ -301,6 +301,28 @@ def test_an_optimizer_that_was_not_set_up_never_steps_with_scaled_gradients() ->
         )
 
 
+def step_plainly(net: nn.Module, times: int = 2) -> None:
+    optimizer = sgd(net.parameters())
+    for _ in range(times):
+        net(X).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+def test_a_short_run_without_teardown_leaves_other_optimizers_alone(precision: str) -> None:
+    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        model, optimizer = make(fabric)
+        step(fabric, model, optimizer, times=2)
+        model(X).sum().backward()
+        step_plainly(PartlyUnused())
+        # The optimizer is dropped first, as in a notebook whose cells run again.
+        del optimizer
+        step_plainly(PartlyUnused())
+        del model
+        gc.collect()
+        step_plainly(Net())
+
+
 def optimizer_made_before_the_setup(fabric: Fabric) -> None:
     net = Net()
     optimizer = sgd(net.parameters())

@@ -36,8 +36,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from fabric._torch import datasets_iterated_in_full, local_tensor, real_tensors
+from fabric._torch import (
+    datasets_iterated_in_full,
+    leaves_behind,
+    local_tensor,
+    real_tensors,
+)
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
 from fabric.errors import FabricError, UsageError
@@ -512,6 +518,9 @@ class SetupChecks:
         self._loaders = loaders
         self._check_setup = check_setup
         self._scales_loss = scales_loss
+        # The parameters of which fabric.backward() has computed scaled gradients.
+        # All values are None.
+        self._scaled_parameters = WeakTensorKeyDictionary()
         self._backwards = 0
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
@@ -581,6 +590,9 @@ class SetupChecks:
         The hooks are removed here, since they cannot be removed in a hook of an optimizer.
         """
         self._backwards += 1
+        if self._scales_loss and self._backwards <= _CHECKED_STEPS_OF_ALL:
+            for leaf in leaves_behind(loss):
+                self._scaled_parameters[leaf] = None
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:
             self._hooks.close()
 
@@ -609,14 +621,12 @@ class SetupChecks:
             optimizer: an optimizer that was not set up.
             trained: the parameters that it trains on this rank.
         """
-        with_gradient = _ids_with_gradient(trained)
-        if not with_gradient or not self._scales_loss or self._backwards == 0:
+        if not self._scales_loss or self._backwards == 0:
             return
-        # If there are set-up modules, only their gradients count: other gradients may come from a
-        # plain loss.backward(), which scales nothing. If there are none, all gradients count, since
-        # fabric.backward() has run.
-        is_outside = with_gradient.isdisjoint(_ids_of_modules(self._contracts))
-        if self._contracts and is_outside:
+        # Other gradients come from a plain loss.backward(), which scales nothing. The graph of a
+        # loss has the parameters of all modules but those of a sharded one.
+        scaled_ids = _ids(self._scaled_parameters) | _ids_of_modules(self._contracts)
+        if scaled_ids.isdisjoint(_ids_with_gradient(trained)):
             return
         raise UsageError(
             self._request(optimizer),
@@ -639,8 +649,11 @@ class SetupChecks:
             trained: the parameters that it trains on this rank.
         """
         without_gradient = _ids(trained) - _ids_with_gradient(trained)
-        are_all_in_modules = without_gradient <= _ids_of_modules(self._contracts)
-        if are_all_in_modules:
+        ids_of_modules = _ids_of_modules(self._contracts)
+        are_all_in_modules = without_gradient <= ids_of_modules
+        # An optimizer of a model that is trained without fabric has gradients of its own.
+        trains_another_model = bool(_ids_with_gradient(trained) - ids_of_modules)
+        if are_all_in_modules or trains_another_model:
             return
         # The ids of the parameters of all optimizers that are set up or have stepped.
         in_optimizers: set[int] = set()
