@@ -608,6 +608,33 @@ class Fabric:
             return prepared
         return prepared[0]
 
+    def sync_batchnorm(self, module: M) -> M:
+        """Let the BatchNorm layers of a module compute their statistics over all processes.
+
+        In training mode, the outputs, gradients and running statistics of these layers then equal
+        those of one process with the batches of all processes together. The batches may have
+        different lengths, also zero. A forward pass sends two messages for each layer, and so does
+        its backward pass. In evaluation mode nothing is sent. The layers keep their parameters,
+        buffers and hooks, and get their own classes back in :meth:`teardown`.
+
+        Call it before ``setup``, as in ``model = fabric.setup(fabric.sync_batchnorm(model))``. It
+        replaces torch's ``SyncBatchNorm.convert_sync_batchnorm``, whose layers run on GPUs only.
+        Nothing changes with one process.
+
+        Args:
+            module: the module. Its layers are changed in place.
+
+        Returns:
+            The same module.
+
+        Raises:
+            UsageError: the module has been set up already.
+            ConfigurationError: a layer has a forward pass of its own, or has no parameters yet. Or
+                the strategy is ``"dp"``, whose replicas run in one process.
+        """
+        self._ensure_session("sync_batchnorm").sync_batchnorm(module)
+        return module
+
     def init_module(
         self, empty_init: bool = False, source: _Source = "every_rank"
     ) -> AbstractContextManager[object]:

@@ -399,25 +399,26 @@ def test_the_contract_of_every_strategy_on_three_ranks() -> None:
         }
 
 
-def test_a_batch_norm_stays_the_same_object_and_gets_its_class_back() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    layer = net[1]
+def train_with_synchronized_norms(fabric: Fabric) -> list[torch.Tensor]:
+    layer = nn.BatchNorm1d(4)
     calls = []
     layer.register_forward_hook(lambda *call: calls.append(call))
-    strategy = DDPStrategy(sync_batchnorm=True)
-    strategy.setup_environment()
-    try:
-        # torch's batch norm raises on the CPU.
-        with pytest.raises(ValueError, match="only work with GPU modules"):
-            strategy.setup_module(net)
-        assert net[1] is layer
-        assert isinstance(layer, nn.SyncBatchNorm)
-        net.eval()(torch.ones(2, 4))
-    finally:
-        strategy.teardown()
+    model = fabric.setup(nn.Sequential(layer, nn.Linear(4, 4)))
+    assert model[0] is layer
+    model(torch.full((2, 4), float(fabric.global_rank)))
+    assert layer.running_mean is not None
+    mean = layer.running_mean.clone()
+    fabric.teardown()
     assert type(layer) is nn.BatchNorm1d
-    net.train()(torch.ones(2, 4))
+    layer(torch.ones(2, 4))
     assert len(calls) == 2
+    return [mean]
+
+
+def test_the_option_for_batch_norms_changes_their_class_until_teardown() -> None:
+    strategy = DDPStrategy(sync_batchnorm=True)
+    for (mean,) in run_in_ranks(train_with_synchronized_norms, strategy=strategy):
+        torch.testing.assert_close(mean, torch.full((4,), 0.05))
 
 
 def test_a_strategy_works_without_fabric() -> None:

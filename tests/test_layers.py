@@ -20,7 +20,7 @@ LAYERS = [
     ["communicators", "launchers"],
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
     ["collectives", "optim.loss_scaler", "optim.clipping"],
-    ["diagnostics"],
+    ["diagnostics", "batch_norm"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers", "launchers.preemption"],
     ["_plan", "checkpoint.keeper"],

@@ -285,12 +285,6 @@ REFUSALS = [
     ({"strategy": "dp", "num_nodes": "2"}, {}, ConfigurationError, ["num_nodes='2'"]),
     ({"strategy": "dp", "num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
     (
-        {"strategy": DDPStrategy(sync_batchnorm=True), "devices": 2},
-        {},
-        ConfigurationError,
-        ["sync_batchnorm", "CPU"],
-    ),
-    (
         {"precision": "16-mixed"},
         {"FABRIC_PRECISION": "32"},
         ConfigurationError,

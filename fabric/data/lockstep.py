@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric._torch import registered_buffers
+from fabric.batch_norm import has_sync_batch_norm
 from fabric.collectives import broadcast
 from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
 from fabric.data.position import EpochPosition
@@ -169,8 +170,8 @@ class Lockstep:
 
         Called at the start of a loop under ``"longest"``.
         """
-        for module in self._submodules():
-            if isinstance(module, nn.SyncBatchNorm):
+        for module in self._modules:
+            if has_sync_batch_norm(module):
                 raise UsageError(
                     'a loop under uneven="longest"',
                     problem="a repeated batch would count in the statistics that SyncBatchNorm "

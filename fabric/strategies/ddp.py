@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,6 +30,7 @@ from fabric._torch import (
     uncompiled,
 )
 from fabric.accelerators import Accelerator, AcceleratorName
+from fabric.batch_norm import has_sync_batch_norm, synchronize_batch_norms
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
@@ -82,7 +82,7 @@ class DDPStrategy(ParallelStrategy):
             ``"forkserver"`` run a function.
         precision_plugin: older name of ``precision``.
         sync_batchnorm: whether BatchNorm layers compute their statistics over all ranks, until
-            teardown. CUDA only.
+            teardown. ``fabric.sync_batchnorm(module)`` does the same under every strategy.
         num_nodes: the number of nodes of the job.
         **ddp_kwargs: passed to ``DistributedDataParallel``, such as
             ``find_unused_parameters=True``.
@@ -169,18 +169,6 @@ class DDPStrategy(ParallelStrategy):
             )
 
     @override
-    def check(
-        self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
-    ) -> None:
-        """Raise a ConfigurationError if ``sync_batchnorm`` is used on the CPU."""
-        if self.sync_batchnorm and accelerator.name == "cpu":
-            raise ConfigurationError(
-                "DDPStrategy(sync_batchnorm=True)",
-                problem="torch's SyncBatchNorm refuses inputs on the CPU",
-                expected="sync_batchnorm=False, or GroupNorm",
-            )
-
-    @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a module in DistributedDataParallel, which averages its gradients over the ranks.
 
@@ -194,7 +182,8 @@ class DDPStrategy(ParallelStrategy):
             self._broadcast_state(module)
             return module
         if self.sync_batchnorm:
-            self._convert_batchnorm_until_teardown(module)
+            communicator = self._data_parallel_communicator()
+            synchronize_batch_norms(module, communicator, self.root_device, self._cleanup)
         wrapper = self._wrap(module)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_hook
@@ -214,20 +203,6 @@ class DDPStrategy(ParallelStrategy):
         """
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.copy_(self.broadcast(tensor.data))
-
-    def _convert_batchnorm_until_teardown(self, module: nn.Module) -> None:
-        """Convert BatchNorm layers to SyncBatchNorm in place. :meth:`teardown` reverts it.
-
-        Only the class of a layer changes, so that the layer keeps its parameters, buffers and
-        hooks. torch's ``convert_sync_batchnorm`` replaces the layers.
-        """
-        for layer in module.modules():
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-                # Called by teardown().
-                self._cleanup.callback(setattr, layer, "__class__", type(layer))
-                # SyncBatchNorm.forward reads the group. None stands for all ranks.
-                vars(layer)["process_group"] = None
-                layer.__class__ = nn.SyncBatchNorm
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
         """Return a module in DistributedDataParallel. Collective, except in a dry run.
@@ -350,7 +325,8 @@ class DDPStrategy(ParallelStrategy):
                 wrappers.append(module)
         # Join answers only the collectives of the backward pass. Model averaging communicates in
         # the optimizer's step, and SyncBatchNorm in the forward pass.
-        has_other_collectives = self.model_averaging_period is not None or self.sync_batchnorm
+        averages_models = self.model_averaging_period is not None
+        has_other_collectives = averages_models or any(map(has_sync_batch_norm, modules))
         has_unwrapped_module = len(wrappers) < len(modules)
         if has_other_collectives or has_unwrapped_module:
             self._refuse_join()  # raises the UsageError
