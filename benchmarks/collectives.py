@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric._torch import all_gather_into
 from fabric.testing import RankPool
 
 __all__ = ["main"]
@@ -176,7 +175,7 @@ def contestants(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         dist.all_reduce(large.clone())
 
     def gathered_by_hand() -> None:
-        all_gather_into(large.new_empty(fabric.world_size * len(large)), large)
+        dist.all_gather_single(large.new_empty(fabric.world_size * len(large)), large)
 
     def loop() -> None:
         for tensor in loose:

@@ -45,17 +45,6 @@ untracked_views = torch._C._AutoDispatchBelowADInplaceOrView
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
-# Two collectives, which are called as ``(output, tensor, group=group)``. All tensors are contiguous
-# and have one dimension. The all-gather writes the ``n`` elements of every rank into an output of
-# ``size * n`` elements. The reduce-scatter sums tensors of ``size * n`` elements over the ranks,
-# and writes this rank's ``n`` elements into the output. torch 2.13 renamed both functions, and
-# warns when the old names are used.
-all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_into: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-
-
 # Called as ``(gradients, found_inf, inverse_scale)``: multiplies the gradients in place by
 # ``inverse_scale``, and sets ``found_inf`` to 1 if any of them is not finite. The gradients have
 # one device and one dtype. The other two are float32 tensors of one element on this device. This
@@ -186,34 +175,23 @@ def clear_mesh_caches() -> None:
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
     if dtensor is None:
         return
-    # The supported releases of torch differ in which of these functions they have.
-    clear_native_cache = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _do_nothing)
-    clear_native_cache()
-    propagator = dtensor.DTensor._op_dispatcher.sharding_propagator
-    for cached_function in (
-        propagator.propagate_op_sharding,
-        dtensor._redistribute._gen_transform_infos,
-    ):
-        clear_cache = getattr(cached_function, "cache_clear", _do_nothing)
-        clear_cache()
-
-
-def _do_nothing() -> None:
-    """Stand in for a function that this release of torch does not have."""
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    dtensor._redistribute._gen_transform_infos.cache_clear()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set how long collectives of an existing process group may wait.
 
-    The groups of a DeviceMesh have torch's default timeout, even if the job has another timeout,
-    and torch has no public way to change the timeout. Groups with neither a gloo nor an NCCL
-    backend are left unchanged: their backends have no such setting.
+    The groups of a DeviceMesh have torch's default timeout, even if the job has another timeout.
+    Groups with neither a gloo nor an NCCL backend are left unchanged: their backends have no such
+    setting. ``dist.set_timeout`` calls the same method, but is new in torch 2.14.
     """
     # A text such as "cpu:gloo,cuda:nccl".
     backend_config = dist.get_backend_config(group)
     names = backend_config.replace(",", ":").split(":")
     if "gloo" in names or "nccl" in names:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        group.set_timeout(timeout)
 
 
 def reset_iterator(loader: data.DataLoader[Any]) -> None:
@@ -478,12 +456,7 @@ def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
         if not hasattr(submodule, "set_requires_gradient_sync"):
             continue
         state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # fully_shard() adds it, too
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if not groups:
-            groups = [state._fsdp_param_group]  # up to torch 2.11: one group, or None
-        for group in groups:
-            if group is not None:
-                yield group
+        yield from state._fsdp_param_groups
 
 
 def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:

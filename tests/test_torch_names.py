@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import data
 
-from fabric import Fabric, _torch
+from fabric import _torch
 from fabric.tools import _torch as tool_names
 
 Pair = namedtuple("Pair", "left right")
@@ -119,30 +119,6 @@ def test_torchs_own_return_types_are_registered():
     values, rebuild = _torch.flatten_one_level(torch.max(torch.eye(2), 0))
     assert len(values) == 2
     assert type(rebuild(values)) is torch.return_types.max
-
-
-def gather_and_reduce_scatter(fabric):
-    rank = fabric.global_rank
-    gathered = torch.empty(4)
-    _torch.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]))
-    scattered = torch.empty(2)
-    _torch.reduce_scatter_into(scattered, torch.arange(4.0) * (rank + 1))
-    return gathered.tolist(), scattered.tolist()
-
-
-@pytest.mark.timeout(60)
-def test_renamed_collectives_fill_the_output_without_a_warning():
-    fabric = Fabric(devices=2, strategy="ddp_forkserver")
-    first, second = fabric.launch(gather_and_reduce_scatter, return_all=True)
-    assert first == ([0.0, 0.5, 1.0, 1.5], [0.0, 3.0])
-    assert second == ([0.0, 0.5, 1.0, 1.5], [6.0, 9.0])
-
-
-def test_renamed_collectives_do_not_warn_in_this_release(group):
-    output = torch.empty(2)
-    _torch.all_gather_into(output, torch.ones(2))
-    _torch.reduce_scatter_into(output, torch.full((2,), 3.0))
-    assert output.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

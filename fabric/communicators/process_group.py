@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from fabric._torch import all_gather_into, real_tensors, reduce_scatter_into
+from fabric._torch import real_tensors
 from fabric.communicators.base import (
     BITWISE,
     MIN_MAX_PRODUCT,
@@ -131,7 +131,7 @@ class ProcessGroupCommunicator(Communicator):
             copies = buffer.expand_as(output).contiguous()
             dist.all_to_all_single(output, copies, group=self._group)
         else:
-            all_gather_into(output.view(-1), buffer.reshape(-1), group=self._group)
+            dist.all_gather_single(output.view(-1), buffer.reshape(-1), group=self._group)
         return output
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
@@ -188,7 +188,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
         # torch's default reduction is the sum.
-        reduce_scatter_into(output.view(-1), buffer.view(-1), group=self._group)
+        dist.reduce_scatter_single(output.view(-1), buffer.view(-1), group=self._group)
         if op is Reduce.MEAN:
             output.div_(self.size)
         return output

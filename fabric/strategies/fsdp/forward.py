@@ -51,9 +51,8 @@ class ShardedForward:
         self._fsdp_modules: list[Any] = [*fsdp_modules, root]
         # The number of calls of the root that are running: a model may call itself.
         self._depth = 0
-        # False while a forward pass is running, and after one that raised and whose state torch
-        # cannot clear.
-        self._is_ready = True
+        # Whether the last forward pass did not raise. False while a forward pass is running.
+        self._has_succeeded = True
         self._backward_is_unfinished = unfinished_backward_check(root)
         # Like FSDP's own hooks, these are not part of a compiled graph.
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
@@ -149,11 +148,7 @@ class ShardedForward:
         """Prepare the model for a forward pass. The first forward pre-hook of the root.
 
         torch calls :meth:`_end_pass` at the end of each forward pass, even of one that raised. In
-        between, :meth:`_note_success` sets ``_is_ready`` again if the forward pass did not raise.
-
-        Raises:
-            UsageError: the forward or backward pass before raised, and this release of torch cannot
-                clear its state.
+        between, :meth:`_note_success` sets ``_has_succeeded`` if the forward pass did not raise.
         """
         # In a compiled model, Dynamo traces this hook, but not the steps that are skipped here.
         is_compiling = torch.compiler.is_dynamo_compiling()
@@ -163,24 +158,14 @@ class ShardedForward:
             # checkpointing calls the root in it.
             has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
             if has_failed_backward:
-                self._clear_failed_pass()
+                self.root.reset_iter_state()
             # Optimizers and loading change shards in place, which raises their versions.
             sum_of_versions = sum(map(in_place_version, self._shards))
             if sum_of_versions != self._sum_of_versions:
                 self._sum_of_versions = sum_of_versions
                 self._free_outdated_parameters()
-        if is_outermost and not self._is_ready:
-            raise UsageError(
-                f"model(...) on rank {self._rank} after a pass that raised",
-                problem="this release of torch cannot make the model forget that pass: gradients "
-                "would be wrong",
-                suggestion=(
-                    "fabric.load(...) into a model that is set up anew, or torch with "
-                    "reset_iter_state"
-                ),
-            )
         self._depth += 1
-        self._is_ready = False
+        self._has_succeeded = False
         if is_outermost and not self.unsharded.is_empty:
             self._before_forward()
         if not is_compiling:
@@ -194,7 +179,7 @@ class ShardedForward:
         torch does not call this hook after an error, whereas it always calls ``_end_pass``.
         """
         # False at the end of an inner call, if the model calls itself.
-        self._is_ready = self._depth == 1
+        self._has_succeeded = self._depth == 1
 
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
         """Leave the model as it was before the forward pass. A forward hook of the root.
@@ -215,8 +200,8 @@ class ShardedForward:
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
-        if not self._is_ready:
-            self._clear_failed_pass()
+        if not self._has_succeeded:
+            self.root.reset_iter_state()
         elif not torch.is_grad_enabled():
             # No backward pass will free the gathered parameters of the root. A change of them would
             # be lost, since the shards would not change.
@@ -233,13 +218,3 @@ class ShardedForward:
             if is_gathered:
                 self.reshard()
                 return
-
-    def _clear_failed_pass(self) -> None:
-        """Clear what a forward or backward pass that raised has left in FSDP2's state.
-
-        Where torch cannot do this, the model stays unusable: the next forward pass raises.
-        """
-        can_clear = hasattr(self.root, "reset_iter_state")  # added after torch 2.11
-        if can_clear:
-            self.root.reset_iter_state()
-        self._is_ready = can_clear
