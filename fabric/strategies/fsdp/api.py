@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -241,8 +240,8 @@ class FSDPStrategy(ParallelStrategy):
         self.fsdp_kwargs = _fully_shard_options(type(self).__name__, fsdp_kwargs)
         self._ignored_parameters = set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
 
-        # Numbers the uses of init_module, for keys in the store.
-        self._context_numbers = count()
+        # How often init_module was used, for keys in the store.
+        self._num_contexts = 0
         # The hooks of each sharded model, by the id of the model. The model keeps its hooks alive:
         # setup_environment() puts a dict with weak values here. Until then, an empty plain dict,
         # since a strategy is pickled on the way to a rank.
@@ -328,7 +327,8 @@ class FSDPStrategy(ParallelStrategy):
         is_from_rank0 = source == "rank0" and not empty
         is_receiver = is_from_rank0 and not self.is_global_zero
         # Ranks use the contexts in the same order, so the key is the same on all ranks.
-        key = f"init_module/{next(self._context_numbers)}"
+        key = f"init_module/{self._num_contexts}"
+        self._num_contexts += 1
         if empty:
             memory = registered_on_meta(EmptyParameter)
         elif is_receiver:
