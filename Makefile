@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow soak test-engines wheel bench docs lint format types clean
+.PHONY: help install demo test test-slow soak test-engines test-versions wheel bench docs lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -34,6 +34,11 @@ soak: .venv/installed ## all of them: every fault, crash point, and example, in 
 
 test-engines: .venv/installed ## jobs on real SLURM, MPI, Ray and two hosts, and real loggers; ENGINES="mpi" takes some
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.engines $(ENGINES)
+
+# The environments stay in the folder, for the next time. VERSIONS="newest 3.12-2.14" takes some of them.
+FOLDER ?= build/versions
+test-versions: .venv/installed ## make test with each supported Python and torch, ten minutes each; VERSIONS="newest" takes some
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.versions --folder $(FOLDER) $(VERSIONS)
 
 wheel: .venv/installed ## build the sdist and from it the wheel, install that without extras, train and save there
 	rm -rf build/clean dist

@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The layers from the lowest to the highest. The entries of one layer do not import each other. A
 # file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
-    ["errors", "_torch"],
+    ["errors", "_torch", "tested_versions"],
     ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
     ["store"],
     ["accelerators", "environments"],

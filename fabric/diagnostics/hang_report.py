@@ -29,6 +29,7 @@ from fabric.diagnostics.stacks import StackAddress, Stacks, exit_reason, read_st
 from fabric.errors import ConfigurationError
 from fabric.launchers.rank import ControlThread
 from fabric.store import JobStore
+from fabric.tested_versions import untested_torch
 
 __all__ = [
     "DEFAULT_WATCHDOG",
@@ -121,6 +122,9 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
         lines.append(
             "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
         )
+    note = untested_torch()
+    if note:
+        lines.append(note)
     lines.append(HEADING)
     lines += _describe_ranks(states, waiting_rank, missing_ranks, max_stacks)
     return "\n  ".join(lines)

@@ -40,6 +40,7 @@ from fabric.launchers.rank import (
     RankConfig,
     ending_signals,
 )
+from fabric.tested_versions import untested_torch
 from fabric.world import World, available_cores
 
 __all__ = [
@@ -742,12 +743,13 @@ class Supervisor:
         if exit_code == -signal.SIGABRT:
             # C++ code often aborts because another rank made a different call. The table shows it.
             problem = self._last_calls()
+        problems = [problem, untested_torch()]
         return RankFailedError(
             f"rank {cause.global_rank} of {cause.config.world.world_size} {outcome}",
             rank=cause.global_rank,
             exit_code=exit_code,
             traceback=text,
-            problem=problem,
+            problem="\n".join(filter(None, problems)),
         )
 
     def _last_calls(self) -> str:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fabric.environments import Environment, detect
 from fabric.errors import UsageError
 from fabric.launchers import LAUNCHERS, LaunchSpec
+from fabric.tested_versions import read_table, untested_torch
 from fabric.world import World, available_cores, read_variable
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
         for distribution in distributions(name=name):
             versions.append(f"{distribution.name} {distribution.version}")
     print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
+    _print_tested_versions()
     launcher_name = "fabric"
     # A job with a store in its world was started by ``fabric run``.
     if launcher is not None and not world.store:
@@ -128,6 +130,18 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
         if name.startswith(_VARIABLES):
             variables.append(f"{name}={value}")
     print(*variables, flush=True)
+
+
+def _print_tested_versions() -> None:
+    """Print with which releases fabric was tested, and whether the installed torch is newer."""
+    for run in read_table():
+        print(
+            f"tested on {run.date} with Python {run.python}, torch {run.torch}, {run.dependencies} "
+            f"packages: {run.passed} passed, {run.failed} failed, {run.skipped} skipped"
+        )
+    note = untested_torch()
+    if note:
+        print(note)
 
 
 def _report_on_machine(prints_all: bool) -> bool:
