@@ -727,14 +727,18 @@ class Supervisor:
         else:  # the rank has finished, although other ranks still needed it
             exit_code = 0
 
+        outcome = describe_exit(exit_code)
+        title = f"rank {cause.global_rank} of {cause.config.world.world_size}"
         if exit_code == 0:
             # The rank has left early without an error. Show the first error that this has caused.
             text = _first_text(failures)
+            if text:
+                # The last line is what most people read first.
+                text = f"{text.rstrip()}\n\nThe cause of this error: {title} {outcome}"
         elif cause.failure is not None:
             text = cause.failure.text
         else:
             text = cause.read_stack()
-        outcome = describe_exit(exit_code)
         # A rank whose payload raises an exception exits with 1.
         has_raised = exit_code == 1 and text != ""
         if has_raised:
@@ -745,7 +749,7 @@ class Supervisor:
             problem = self._last_calls()
         problems = [problem, untested_torch()]
         return RankFailedError(
-            f"rank {cause.global_rank} of {cause.config.world.world_size} {outcome}",
+            f"{title} {outcome}",
             rank=cause.global_rank,
             exit_code=exit_code,
             traceback=text,
