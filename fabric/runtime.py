@@ -316,6 +316,8 @@ class Runtime:
                 # user's own, and keeps its timeout.
                 if group is not dist.group.WORLD:
                     set_group_timeout(group, self.timeout)
+            if mesh.ndim > 1 and self.recorder is not None:
+                self.recorder.phases_need_all_ranks = False
             self.meshes[key] = mesh
         return self.meshes[key]
 

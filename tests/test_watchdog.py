@@ -23,10 +23,15 @@ import fabric
 from fabric import Fabric
 from fabric._plan import resolve_plan
 from fabric.diagnostics import stacks
-from fabric.diagnostics.hang_report import HangReporter, RankState, compose_report
+from fabric.diagnostics.hang_report import (
+    HangReporter,
+    RankState,
+    compose_report,
+    deadlocked_ranks,
+)
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
 from fabric.diagnostics.stacks import StackAddress, Stacks, read_stack
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, RankFailedError
 from fabric.store import JobStore
 from fabric.strategies import DDPStrategy
 from tests.ranks import outcome, run_in_ranks
@@ -117,6 +122,56 @@ def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
     report = compose_report(states, requester=0)
     assert len(report) < 2000
     assert "rank 4000: in all_reduce\n      a" in report
+
+
+def test_ranks_in_different_calls_are_told_apart_by_the_names_of_the_calls():
+    states = {
+        0: state("in all_reduce at t.py:1", 3, call="all_reduce", awaited=()),
+        1: state("in barrier('end') at t.py:2", 3, call="barrier('end')", awaited=()),
+        2: state("in all_reduce at t.py:1", 3, call="all_reduce", awaited=()),
+    }
+    report = compose_report(states, requester=0)
+    assert "in its place, barrier('end') was called by rank 1\n" in report
+    assert "ranks 0, 1, 2 have to make the same calls in the same order" in report
+    assert "every rank has reached it" not in report
+
+
+def test_a_rank_that_has_left_the_call_in_which_another_one_waits_is_named():
+    states = {0: state("in backward", 3), 1: state("in no collective", 3, inside=False)}
+    report = compose_report(states, requester=0)
+    assert "every rank has reached it, and rank 1 went on" in report
+
+
+WAITS_FOR_ALL = state("in barrier", 3, call="barrier", awaited=())
+COMPUTES = state(inside=False)
+HAS_ENDED = state(inside=False, has_ended=True)
+
+
+def message(source, destination, sent=1):
+    key = f"job {source}>{destination}"
+    counts = {key: sent}
+    awaited = (source, destination)
+    return RankState("in send", is_inside=True, key=key, counts=counts, awaited=awaited)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        pytest.param([WAITS_FOR_ALL, COMPUTES], set(), id="a rank computes"),
+        pytest.param([WAITS_FOR_ALL, HAS_ENDED], {0}, id="a rank has ended"),
+        pytest.param(
+            [WAITS_FOR_ALL, WAITS_FOR_ALL._replace(call="all_reduce")], {0, 1}, id="other calls"
+        ),
+        pytest.param([WAITS_FOR_ALL, WAITS_FOR_ALL], set(), id="the same call"),
+        pytest.param([message(0, 1), message(1, 2), message(2, 0)], {0, 1, 2}, id="a circle"),
+        pytest.param([message(0, 1), message(1, 2), COMPUTES], set(), id="a chain"),
+        pytest.param([message(0, 1), message(1, 2), HAS_ENDED], {0, 1}, id="the end of a chain"),
+        pytest.param([WAITS_FOR_ALL, message(1, 2), COMPUTES], set(), id="a message may arrive"),
+        pytest.param([WAITS_FOR_ALL, message(1, 0)], {0, 1}, id="a message beside a barrier"),
+    ],
+)
+def test_a_deadlock_is_found_only_if_no_rank_can_come(states, expected):
+    assert deadlocked_ranks(dict(enumerate(states))) == expected
 
 
 # -- real ranks -----------------------------------------------------------------------------------
@@ -210,6 +265,55 @@ def test_a_gather_of_fsdp_counts():
     assert "in forward of Sequential at tests/test_watchdog.py" in text
     assert "not reached by: rank 1" in text
     assert "its latest collective was broadcast at tests/test_watchdog.py" in text
+
+
+def pass_before_a_barrier(fabric, trains):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = fabric.setup(module)
+    # The second forward pass of DDP is a collective, too.
+    for _ in range(2):
+        loss = model(torch.ones(4, 2)).mean()
+        fabric.backward(loss)
+    if fabric.is_global_zero:
+        loss = model(torch.ones(4, 2)).mean()
+        if trains:
+            fabric.backward(loss)
+    fabric.barrier("end")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trains", "phase"),
+    [("fsdp", False, "forward of Sequential"), ("ddp", True, "backward")],
+)
+def test_a_report_that_proves_a_deadlock_ends_the_job(strategy, trains, phase, capfd):
+    with pytest.raises(RankFailedError) as caught:
+        run_in_ranks(
+            pass_before_a_barrier,
+            trains,
+            launcher="forkserver",
+            strategy=strategy,
+            watchdog=2.0,
+        )
+    text = str(caught.value)
+    printed = capfd.readouterr().err
+    verdict = "the job cannot go on and ends here: ranks 0, 1 wait for each other"
+    assert verdict in text
+    assert "in pass_before_a_barrier" in text
+    assert "_run_payload" not in text
+    assert printed.count(verdict) == 1
+    assert f"rank 0: in {phase} at " in printed
+    assert "rank 1: in barrier('end') at " in printed
+
+
+def error_of_a_lost_rank(fabric):
+    if fabric.global_rank == 1:
+        return "returned early"
+    return outcome(lambda: fabric.barrier("end"))
+
+
+def test_the_error_of_a_rank_that_has_lost_another_one_says_why_that_one_has_ended():
+    [text, _] = run_in_ranks(error_of_a_lost_rank, launcher="forkserver")
+    assert "lost its connection to another rank:\n  rank 1: makes no further calls" in text
 
 
 def error_of_the_timeout(fabric, in_backward):

@@ -9,25 +9,39 @@ composes the report. The composing rank prints the report, and stores the text f
 collective times out. If a rank publishes nothing, its stack is read as ``[Note: Stacks]`` in
 ``stacks.py`` says. None of these steps is a collective, since a collective would hang, too. While a
 rank compiles, the report is not printed but requested again.
+
+[Note: Deadlocks] Some reports prove that ranks can never go on: each of them waits for a rank that
+has ended, or that waits itself for one of these ranks. A call counts as a wait for the ranks that
+have not started it, since it cannot end without them. A phase counts as a wait only while the main
+thread uses no CPU time in one of torch's collectives. The states are not published at the same
+moment. The proof holds nevertheless: a rank that waits for a rank which has not started its call
+still waits when that rank publishes its state. Of these ranks, the one that has waited longest ends
+its process with an error. The others lose their connection to it, so that their calls raise.
 """
 
 import json
+import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import NamedTuple
+from types import FrameType, TracebackType
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from fabric._torch import is_compiling
 from fabric.diagnostics.call_site import user_call
 from fabric.diagnostics.recorder import HEADING, Entry, FlightRecorder, ranks_in_words
-from fabric.diagnostics.stacks import StackAddress, Stacks, exit_reason, read_stack
-from fabric.errors import ConfigurationError
-from fabric.launchers.rank import ControlThread
+from fabric.diagnostics.stacks import StackAddress, Stacks, exit_reason, has_ended, read_stack
+from fabric.errors import CollectiveMismatchError, ConfigurationError
+from fabric.launchers import rank as launched_rank
+from fabric.launchers.rank import ControlThread, Failure
 from fabric.store import JobStore
 from fabric.tested_versions import untested_torch
 
@@ -38,17 +52,28 @@ __all__ = [
     "announce_wait",
     "compose_report",
     "connect_again",
+    "deadlocked_ranks",
 ]
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
 _LOOKS_PER_THRESHOLD = 16  # how often a rank looks for requests of other ranks
 _COMPILES = "torch.compile is at work"  # the activity of a rank that compiles contains this text
+_CANNOT_GO_ON = "the job cannot go on and ends here:"  # in a report that proves it
+_IDLE_PARTS = 4  # a thread is idle if it has used no CPU for this part of the threshold
+_MAX_IDLE_LOAD = 0.05  # the share of a core that a thread uses at most while it waits
+# The innermost frame of a thread that waits for a collective of torch.
+_TORCH_COLLECTIVE = re.compile(
+    r'File "[^"]*/torch/('
+    r"distributed/(distributed_c10d\.py|_functional_collectives\.py|fsdp/|tensor/)"
+    r"|nn/parallel/distributed\.py|autograd/graph\.py|_ops\.py)"
+)
 
 # In seconds.
 _MAX_POLL_INTERVAL = 0.5
 _GRACE_PERIOD = 2.0  # for other ranks to publish their states, in addition to their poll intervals
 _PAUSE = 0.02  # between two looks for something that is due
 _JOIN_TIMEOUT = 5.0
+_LOSS_TIMEOUT = 0.5  # for a lost rank to publish why it ends
 _STORE_TIMEOUT = timedelta(seconds=30)  # of store requests that do not wait for other ranks
 
 # How many ranks a report lists, and how many of them with their stacks.
@@ -72,6 +97,11 @@ class RankState(NamedTuple):
         counts: how many collectives of each group and how many phases the rank has started. See
             :class:`fabric.diagnostics.recorder.FlightRecorder`.
         stack: the stack of the rank, innermost frame first. Empty if unknown.
+        call: the operation of the collective that the rank is in, which must be the same on all
+            members. Empty for other ranks, and for a message.
+        awaited: the global ranks of which none can be missing, if the rank is to go on. Empty means
+            all ranks. None, the default, if the rank is not known to wait.
+        has_ended: whether the rank makes no further calls.
     """
 
     activity: str
@@ -82,6 +112,20 @@ class RankState(NamedTuple):
     members: Sequence[int] = ()
     counts: Mapping[str, int] = {}
     stack: str = ""
+    call: str = ""
+    awaited: Sequence[int] | None = None
+    has_ended: bool = False
+
+    @property
+    def number(self) -> int:
+        """The number of the call or phase that the rank is in, among those with its key."""
+        return self.counts.get(self.key, 0)
+
+    def makes_another_call_than(self, other: "RankState") -> bool:
+        """Return whether two ranks are in calls that should be the same call, and are not."""
+        are_in_calls = self.call != "" and other.call != ""
+        is_same_place = self.key == other.key and self.number == other.number
+        return are_in_calls and is_same_place and self.call != other.call
 
 
 def compose_report(states: Mapping[int, RankState], requester: int, reason: str = "") -> str:
@@ -116,12 +160,7 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
         first_line = f"{waiter} has waited {seconds} {waiting.activity}"
         max_stacks = _MAX_STACKS
     lines = [f"fabric: {first_line}"]
-    if missing_ranks:
-        lines += _describe_missing(states, waiting, members, missing_ranks)
-    elif waiting.is_inside:
-        lines.append(
-            "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
-        )
+    lines += _describe_call(states, waiting, members, missing_ranks)
     note = untested_torch()
     if note:
         lines.append(note)
@@ -153,8 +192,155 @@ def _missing_ranks(
         members: the ranks that must make the call.
     """
     # A rank has started the call if it has counted as many calls with this key.
-    number = waiting.counts.get(waiting.key, 0)
+    number = waiting.number
     return [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
+
+
+def _differing_ranks(
+    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
+) -> list[int]:
+    """Return the ranks that make another call in the place of the call in which a rank waits.
+
+    See :func:`_missing_ranks` for the arguments.
+    """
+    return [rank for rank in members if states[rank].makes_another_call_than(waiting)]
+
+
+def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
+    """Return the ranks that can never go on. See ``[Note: Deadlocks]``."""
+    ended: set[int] = set()
+    deadlocked: set[int] = set()
+    for rank, state in states.items():
+        if state.has_ended:
+            ended.add(rank)
+        elif state.awaited is not None:
+            deadlocked.add(rank)
+    absent_ranks = _absent_ranks(states, deadlocked)
+    # A rank can go on if all ranks that it waits for may still come. Whatever then waits only for
+    # this rank can go on, too.
+    may_go_on = deadlocked
+    while may_go_on:
+        may_go_on = set()
+        for rank in deadlocked:
+            if absent_ranks[rank].isdisjoint(deadlocked | ended):
+                may_go_on.add(rank)
+        deadlocked = deadlocked - may_go_on
+    return deadlocked
+
+
+def _absent_ranks(
+    states: Mapping[int, RankState], waiting_ranks: Collection[int]
+) -> dict[int, set[int]]:
+    """Return the ranks that each waiting rank waits for.
+
+    These are the awaited ranks that have not started its call, or make another call in its place.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting_ranks: the ranks whose state has awaited ranks.
+    """
+    absent_by_rank: dict[int, set[int]] = {}
+    # In a large job most ranks are in the same call, whose absent ranks are computed once.
+    absent_by_call: dict[object, set[int]] = {}
+    for rank in waiting_ranks:
+        state = states[rank]
+        awaited = tuple(state.awaited or states)
+        call = (state.key, state.number, state.call, awaited)
+        if call not in absent_by_call:
+            missing = _missing_ranks(states, state, awaited)
+            differing = _differing_ranks(states, state, awaited)
+            absent_by_call[call] = {*missing, *differing}
+        absent_by_rank[rank] = absent_by_call[call]
+    return absent_by_rank
+
+
+def _describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[int]) -> str:
+    """Return the last line of a report that proves that ranks can never go on.
+
+    Args:
+        states: the states of all ranks, by rank.
+        deadlocked: the ranks that :func:`deadlocked_ranks` has found.
+    """
+    awaited: set[int] = set()
+    for absent in _absent_ranks(states, deadlocked).values():
+        awaited |= absent
+    ended = [rank for rank in sorted(awaited) if states[rank].has_ended]
+    waiting = ranks_in_words(deadlocked)
+    if ended:
+        return f"{_CANNOT_GO_ON} {waiting} cannot go on after the end of {ranks_in_words(ended)}"
+    return f"{_CANNOT_GO_ON} {waiting} wait for each other, in different calls"
+
+
+def _describe_call(
+    states: Mapping[int, RankState],
+    waiting: RankState,
+    members: Sequence[int],
+    missing_ranks: Sequence[int],
+) -> list[str]:
+    """Return lines that say which ranks have reached the call or phase in which a rank waits.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting: the state of the rank that waits.
+        members: the ranks that must make the call.
+        missing_ranks: the members that have not reached the call.
+    """
+    lines: list[str] = []
+    differing_ranks = _differing_ranks(states, waiting, members)
+    if differing_ranks:
+        lines += _describe_differing(states, members, differing_ranks)
+    if missing_ranks:
+        lines += _describe_missing(states, waiting, members, missing_ranks)
+    elif waiting.is_inside and not differing_ranks:
+        lines.append(_describe_reached(states, waiting, members))
+    return lines
+
+
+def _describe_differing(
+    states: Mapping[int, RankState], members: Sequence[int], differing: Sequence[int]
+) -> list[str]:
+    """Return lines that name the ranks which make another call in the place of a call.
+
+    Args:
+        states: the states of all ranks, by rank.
+        members: the ranks that must make the call.
+        differing: the members that make another call.
+    """
+    ranks_by_call: dict[str, list[int]] = {}
+    for rank in differing:
+        ranks_by_call.setdefault(states[rank].call, []).append(rank)
+    lines = []
+    for call, ranks in ranks_by_call.items():
+        lines.append(f"in its place, {call} was called by {ranks_in_words(ranks)}")
+    lines.append(
+        f"{ranks_in_words(members)} have to make the same calls in the same order, outside of any "
+        "branch on the rank"
+    )
+    return lines
+
+
+def _describe_reached(
+    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
+) -> str:
+    """Return a line about a call or phase that every member has started.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting: the state of the rank that waits in the call or phase.
+        members: the ranks that must make the call.
+    """
+    left_by = []
+    for rank in members:
+        state = states[rank]
+        is_in_it = state.is_inside and state.key == waiting.key and state.number == waiting.number
+        if not is_in_it:
+            left_by.append(rank)
+    if left_by:
+        return (
+            f"every rank has reached it, and {ranks_in_words(left_by)} went on: it is slow, or the "
+            "ranks have made different calls before"
+        )
+    return "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
 
 
 def _describe_missing(
@@ -271,6 +457,39 @@ def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
     return connection
 
 
+class _IdleTimer:
+    """Measures since when the thread that creates the timer has used no CPU time.
+
+    Attributes:
+        idle_since: when the thread was last seen to use the CPU, on the monotonic clock. Always the
+            present time on systems that do not measure the CPU time of a thread.
+    """
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._latest_update = monotonic()
+        self._cpu_seconds = 0.0
+        self.idle_since = self._latest_update
+
+    def update(self, now: float) -> None:
+        """Notice whether the thread has used the CPU since the latest update, from any thread.
+
+        Args:
+            now: the monotonic time.
+        """
+        if self._clock is None:
+            self.idle_since = now
+            return
+        cpu_seconds = time.clock_gettime(self._clock)
+        idle_limit = _MAX_IDLE_LOAD * (now - self._latest_update)
+        if cpu_seconds - self._cpu_seconds > idle_limit:
+            self.idle_since = now
+        self._cpu_seconds = cpu_seconds
+        self._latest_update = now
+
+
 class HangReporter:
     """A thread that reports when this rank waits, and takes part in the reports of other ranks.
 
@@ -321,6 +540,7 @@ class HangReporter:
         # Seconds in which every rank that runs sees a request and publishes its state.
         self._grace = _GRACE_PERIOD + 2 * self._interval
 
+        self._idle_timer = _IdleTimer()
         # Only the thread of this object changes the fields from here to _report.
         self._snapshot: object = None  # the state of the flight recorder at the latest poll
         # When the flight recorder changed last, or a rank was seen to compile.
@@ -335,7 +555,7 @@ class HangReporter:
         # Set by another thread, whose collective has timed out and needs a report for its error.
         self._needs_report = threading.Event()
         self._stop = threading.Event()
-        self.recorder = FlightRecorder(self.wait_for_report)
+        self.recorder = FlightRecorder(self.wait_for_report, self.explain_loss)
         self._stacks = Stacks(self.recorder.thread)
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
@@ -353,7 +573,9 @@ class HangReporter:
         # If the store is gone, nothing can be published.
         if not self._store_error:
             activity = f"makes no further calls: {exit_reason()}"
-            state = self._state()._replace(activity=activity, is_inside=False, stack="")
+            state = self._state()._replace(
+                activity=activity, is_inside=False, stack="", awaited=None, has_ended=True
+            )
             # If the process that hosts the store has ended, no rank can read the state anyway.
             with suppress(dist.DistError):
                 self.store.publish("closed", state)
@@ -383,6 +605,43 @@ class HangReporter:
             first_lines = report.partition(HEADING)[0]
             return f"{first_lines}{HEADING} in the report that was printed, as a rule by rank 0"
         return report
+
+    def explain_loss(self) -> str:
+        """Return why other ranks have ended, one line for each.
+
+        The flight recorder calls this method for the error of a collective that has lost another
+        rank, in the thread of the collective.
+
+        Returns:
+            The lines. Empty if no reason is known within half a second.
+        """
+        deadline = monotonic() + _LOSS_TIMEOUT
+        lines: list[str] = []
+        # The rank may have lost the process that hosts the store, too.
+        with suppress(dist.DistError):
+            while not lines and monotonic() < deadline:
+                lines = self._reasons_of_ended_ranks()
+                sleep(_PAUSE)
+        report = self._report or ""
+        if _CANNOT_GO_ON in report:
+            first_lines = report.partition(HEADING)[0]
+            verdict = report.splitlines()[-1]
+            lines = [f"{first_lines}{HEADING} in the report that was printed", verdict]
+        return "\n".join(lines)
+
+    def _reasons_of_ended_ranks(self) -> list[str]:
+        """Return a line for each of the first ranks that make no further calls."""
+        ranks = range(self.store.size)
+        reasons: dict[int, str] = {}
+        for rank, address in self.store.read("address", ranks).items():
+            stack_address = StackAddress(*address)
+            if has_ended(stack_address.node, stack_address.pid):
+                reasons[rank] = f"its process (pid {stack_address.pid}) has ended"
+        # What a rank has published comes before what is seen of its process.
+        for rank, state in self.store.read("closed", ranks).items():
+            reasons[rank] = RankState(*state).activity
+        lines = [f"  rank {rank}: {reasons[rank]}" for rank in sorted(reasons)]
+        return lines[:_MAX_LISTED_RANKS]
 
     def _watch(self) -> None:
         """Poll until :meth:`close` is called or the store is gone. Runs in the thread."""
@@ -431,6 +690,7 @@ class HangReporter:
 
         Progress is a change of the flight recorder.
         """
+        self._idle_timer.update(now)
         recorder = self.recorder
         # The ids of the threads are copied, since other threads change the dict.
         open_threads = list(recorder.open_collectives)
@@ -453,9 +713,58 @@ class HangReporter:
         if text is None:
             return
         self._report = text.decode()
+        if _CANNOT_GO_ON in self._report:
+            ending_rank = self.store.get_nowait(f"end/{self._report_number}")
+            if ending_rank == str(self.store.rank).encode():
+                self._end_process(self._report)
         if _COMPILES in self._report:
             self._report_number = None
             self._unchanged_since = now
+
+    def _end_process(self, report: str) -> NoReturn:
+        """End this process with an error, since it can never go on. Runs in the thread.
+
+        The main thread waits in C++ code, which nothing in this process can interrupt. So the
+        process ends at once, and its ``finally`` blocks do not run.
+
+        Args:
+            report: the report that proves it.
+        """
+        # In this time the other ranks read the report, for their own errors.
+        self._stop.wait(2 * _MAX_POLL_INTERVAL)
+        activity = self._describe_activity(self._current_call())
+        verdict = report.splitlines()[-1].strip()
+        error = CollectiveMismatchError(
+            f"rank {self.store.rank} of {self.store.size}, {activity}",
+            problem=f"{verdict}; where each rank is, was printed above",
+            expected="the same calls in the same order on every rank",
+            suggestion="no branch on the rank around a collective, a forward or a backward pass, "
+            "nor a loop whose length depends on the rank",
+        )
+        failure = Failure.of(error.with_traceback(self._main_traceback()))
+        # The error is not the consequence of another error, as such an error is as a rule.
+        failure = replace(failure, secondary=False)
+        if self._control is not None:
+            self._control.send("error", failure)
+        else:
+            print(failure.text, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            # A stream may be closed, or its reader gone. The process ends in any case.
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(failure.exit_code)
+
+    def _main_traceback(self) -> TracebackType | None:
+        """Return the present stack of the thread that makes the calls as a traceback.
+
+        The frames that lead to the user's code are left out.
+        """
+        frame: FrameType | None = sys._current_frames().get(self.recorder.thread)
+        stack: TracebackType | None = None
+        while frame is not None and frame.f_code.co_filename != launched_rank.__file__:
+            stack = TracebackType(stack, frame, frame.f_lasti, frame.f_lineno)
+            frame = frame.f_back
+        return stack
 
     def _request_report(self, user_request: str = "") -> None:
         """Request the next report, and take part in it. Runs in the thread.
@@ -522,11 +831,35 @@ class HangReporter:
             return
         requester, user_request = json.loads(request)
         reason = "a report was requested by a signal" if user_request else ""
-        text = compose_report(self._read_states(number), requester, reason)
+        states = self._read_states(number)
+        text = compose_report(states, requester, reason)
+        # Without a watchdog, only the timeout of a collective ends the job.
+        if text and self._prints and _COMPILES not in text:
+            text = self._end_deadlock(states, text)
         self.store.set(f"report/{number}", text)
         should_print = user_request or (self._prints and _COMPILES not in text)
         if text and should_print:
             print(f"\n{text}", file=sys.stderr, flush=True)
+
+    def _end_deadlock(self, states: Mapping[int, RankState], text: str) -> str:
+        """Choose a rank that ends its process, if a report proves a deadlock.
+
+        Args:
+            states: the states of all ranks, by rank.
+            text: the report.
+
+        Returns:
+            The report. If it proves a deadlock, its last line says so.
+        """
+        deadlocked = deadlocked_ranks(states)
+        if not deadlocked:
+            return text
+        ending_rank = max(deadlocked, key=lambda rank: states[rank].seconds_waited)
+        # A rank that has waited less than this does not read the report; see _publish_state().
+        if states[ending_rank].seconds_waited <= self._threshold / 2:
+            return text
+        self.store.set(f"end/{self._published}", str(ending_rank))
+        return f"{text}\n  {_describe_deadlock(states, deadlocked)}"
 
     def _wait_for_states(self, number: int) -> bool:
         """Wait on rank 0 for the states of all ranks, on other ranks for the report of rank 0.
@@ -583,8 +916,10 @@ class HangReporter:
             return RankState("it has not started")
         # The first line of the text says what is known of the process. The other lines are the
         # stack.
-        activity, _, stack = read_stack(StackAddress(*address)).partition("\n")
-        return RankState(activity, stack=stack)
+        stack_address = StackAddress(*address)
+        activity, _, stack = read_stack(stack_address).partition("\n")
+        is_gone = has_ended(stack_address.node, stack_address.pid)
+        return RankState(activity, stack=stack, has_ended=is_gone)
 
     def _seconds_waited(self, now: float) -> float:
         """Return for how long this rank may have waited. Zero if the rank cannot be waiting."""
@@ -610,6 +945,10 @@ class HangReporter:
         history = f", step {recorder.step}"
         if call is None:
             history += self._describe_latest()
+        stack = self._stacks.dump()
+        compared_call = ""
+        if call is not None and not call.is_message:
+            compared_call = call.title
         return RankState(
             activity=self._describe_activity(call),
             history=history,
@@ -618,8 +957,37 @@ class HangReporter:
             key=key,
             members=members,
             counts=dict(recorder.counts),
-            stack=self._stacks.dump(),
+            stack=stack,
+            call=compared_call,
+            awaited=self._awaited_ranks(stack),
         )
+
+    def _awaited_ranks(self, stack: str) -> Sequence[int] | None:
+        """Return the ranks without which this rank cannot go on. See ``RankState.awaited``.
+
+        Args:
+            stack: the stack of the thread that makes the calls.
+        """
+        recorder = self.recorder
+        if self._is_asynchronous:
+            return None
+        open_collectives = dict(recorder.open_collectives)
+        if open_collectives:
+            # A rank with calls in other threads may go on in one of them.
+            is_in_main_thread = list(open_collectives) == [recorder.thread]
+            awaited = next(iter(open_collectives.values())).awaited_ranks
+            if not is_in_main_thread or not awaited:
+                return None
+            # A list of all ranks is left out, to keep the state small.
+            if len(awaited) == self.store.size:
+                return ()
+            return tuple(awaited)
+        idle_seconds = monotonic() - self._idle_timer.idle_since
+        is_idle = idle_seconds > self._threshold / _IDLE_PARTS
+        is_in_torch = _TORCH_COLLECTIVE.match(stack) is not None
+        if recorder.phase and recorder.phases_need_all_ranks and is_idle and is_in_torch:
+            return ()
+        return None
 
     def _current_call(self) -> Entry | None:
         """Return the collective in which the user's thread is, or else another thread.

@@ -23,6 +23,9 @@ STEP = "optimizer step"  # the name of the phase
 HEADING = "where each rank is:"  # a line of every hang report
 # The error of a collective that timed out has one of these texts, depending on the backend.
 _TIMEOUT_TEXTS = ("timed out", "timeout", "did not call")
+# The error of a collective whose other rank has ended has one of these texts.
+_LOST_TEXTS = ("closed by peer", "reset by peer")
+_LOST_HEADING = "this rank has lost its connection to another rank:"
 _MAX_LISTED_RANKS = 8
 
 
@@ -37,6 +40,8 @@ class Entry(NamedTuple):
         operation: the name of the operation, as the user called it.
         name: the name of a barrier, else empty.
         call_site: where the user made the call; ``str()`` of it is the text.
+        kind: the collective that the operation makes here.
+        peer: the source or destination as a rank of the group. None if the collective has none.
     """
 
     group: str
@@ -45,10 +50,34 @@ class Entry(NamedTuple):
     operation: str
     name: str
     call_site: object
+    kind: Operation = Operation.BARRIER
+    peer: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The operation, with the name of a barrier."""
+        if self.name:
+            return f"{self.operation}({self.name!r})"
+        return self.operation
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the call is a send or a recv, which have the same number on their two ranks."""
+        return self.kind in (Operation.SEND, Operation.RECV)
+
+    @property
+    def awaited_ranks(self) -> Sequence[int]:
+        """The global ranks without which this call cannot end, as far as they are known."""
+        if self.kind in (Operation.BROADCAST, Operation.SCATTER) and self.peer is not None:
+            # The source may send and go on without the others.
+            return [self.members[self.peer]]
+        if self.kind is Operation.GATHER:
+            # Ranks other than the destination may send and go on without the others.
+            return []
+        return self.members
 
     def __str__(self) -> str:
-        arguments = f"({self.name!r})" if self.name else ""
-        return f"{self.operation}{arguments} at {self.call_site}"
+        return f"{self.title} at {self.call_site}"
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
@@ -81,6 +110,8 @@ class FlightRecorder:
     Args:
         report: returns what each rank is doing, for the error of a collective that timed out. By
             default such an error gets no report.
+        explain_loss: returns why other ranks have ended, for the error of a collective that has
+            lost its connection. By default such an error gets no explanation.
 
     Attributes:
         process: the id of the process that created the recorder. Only this process is connected to
@@ -102,11 +133,19 @@ class FlightRecorder:
             parameter groups.
         signatures: the signatures of calls that have not been read yet.
         collective_context: returns a context manager, in which one collective runs.
+        phases_need_all_ranks: whether torch's collectives in a phase need all ranks of the job.
+            False if the job has a mesh of several dimensions.
     """
 
-    def __init__(self, report: Callable[[], str] = _no_report) -> None:
+    def __init__(
+        self,
+        report: Callable[[], str] = _no_report,
+        explain_loss: Callable[[], str] = _no_report,
+    ) -> None:
         """Start without calls, in the thread whose stack hang reports are to show."""
         self._report = report
+        self._explain_loss = explain_loss
+        self.phases_need_all_ranks = True
         self.process = os.getpid()
         self.thread = threading.get_ident()
         self.phase: str | None = None
@@ -252,22 +291,26 @@ class FlightRecorder:
         self.signatures.check()
 
     def annotate(self, error: BaseException) -> None:
-        """Add a hang report as a note to an error, if the error is that of a timed-out collective.
+        """Add a note to the error of a collective that timed out or has lost another rank.
 
-        An error that already has a report is not changed: several functions on the way of an error
-        call this method.
+        The note is a hang report, or says why another rank has ended. An error that already has
+        such a note is not changed: several functions on the way of an error call this method.
         """
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        has_note = HEADING in text or _LOST_HEADING in text
         # torch's errors of collectives are RuntimeErrors.
-        if not isinstance(error, RuntimeError) or HEADING in text:
+        if not isinstance(error, RuntimeError) or has_note:
             return
-        is_timeout = any(timeout_text in text.lower() for timeout_text in _TIMEOUT_TEXTS)
-        if not is_timeout:
-            return
-        report = self._report()
-        if report:
-            remedy = "Fabric(timeout=7200), in seconds, if a collective may take longer"
-            error.add_note(f"{report}\n  {remedy}")
+        lowered_text = text.lower()
+        if any(timeout_text in lowered_text for timeout_text in _TIMEOUT_TEXTS):
+            report = self._report()
+            if report:
+                remedy = "Fabric(timeout=7200), in seconds, if a collective may take longer"
+                error.add_note(f"{report}\n  {remedy}")
+        elif any(lost_text in lowered_text for lost_text in _LOST_TEXTS):
+            explanation = self._explain_loss()
+            if explanation:
+                error.add_note(f"{_LOST_HEADING}\n{explanation}")
 
     def _check_phase(self, phase: str) -> None:
         """Run the phase checks, which raise unless all ranks start the phase."""
@@ -397,4 +440,6 @@ class RecordedCommunicator(Communicator):
             operation=collective.user_operation,
             name=collective.name,
             call_site=call_site(collective),
+            kind=collective.operation,
+            peer=collective.peer,
         )

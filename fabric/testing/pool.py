@@ -326,12 +326,14 @@ def _received_report(reply: _Reply) -> Report:
 
 def _exit_report(rank: RankProcess, exit_code: int) -> Report:
     """Return the report of a rank whose process has ended without a reply."""
+    # The rank has sent an error if it has ended itself because it could never go on.
+    stack = rank.failure.text if rank.failure is not None else rank.read_stack()
     return Report(
         rank=rank.global_rank,
         outcome=describe_exit(exit_code),
         has_failed=True,
         exit_code=exit_code,
-        stack=rank.read_stack(),
+        stack=stack,
     )
 
 
