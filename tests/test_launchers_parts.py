@@ -4,8 +4,9 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 
+import cloudpickle
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from fabric.launchers import LAUNCHERS, LaunchSpec, serialize
 from fabric.launchers.base import is_interactive, node_worlds, notebook_start_method
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
-from fabric.launchers.serialize import Call, dump_call
+from fabric.launchers.serialize import Call, dump_call, dump_result, load
 from fabric.launchers.supervisor import rank_variables
 from fabric.world import World
 
@@ -195,6 +196,15 @@ def test_secondary_failures_are_distinguished_from_causes(error, expected):
     assert is_secondary(error) is expected
 
 
+# The function by which cloudpickle reduces the code of a function.
+cloudpickle_reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+def dump_function(function):
+    """Return the bytes with which a launch sends a function."""
+    return dump_call(function, main_is_importable=False).data
+
+
 @pytest.fixture
 def no_cloudpickle(monkeypatch):
     monkeypatch.setattr(serialize, "has_cloudpickle", lambda: False)
@@ -232,6 +242,33 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation(mon
             dump_call(call, main_is_importable=False)
     finally:
         del main.typed
+
+
+def forget_file(code):
+    """Reduce the code of a function as cloudpickle 3.1.3 does."""
+    return cloudpickle_reduce_code(code.replace(co_filename="<dynamic-code>"))
+
+
+@pytest.mark.parametrize("reduce_code", [cloudpickle_reduce_code, forget_file])
+@pytest.mark.parametrize("dump", [dump_result, dump_function])
+def test_a_function_that_travels_by_value_keeps_its_file(monkeypatch, reduce_code, dump):
+    monkeypatch.setitem(cloudpickle.Pickler.dispatch_table, CodeType, reduce_code)
+    namespace = {}
+    source = "def outer():\n    return lambda: 1 / 0\n"
+    exec(compile(source, "/cells/7.py", "exec"), namespace)
+    outer = load(dump(namespace["outer"]))
+    assert outer.__code__.co_filename == "/cells/7.py"
+    assert outer().__code__.co_filename == "/cells/7.py"
+    assert outer().__code__.co_firstlineno == 2
+
+
+def test_a_result_that_travels_by_value_contains_no_more_than_its_tensors():
+    row = torch.ones(1000, 1000, requires_grad=True)[0]
+    data = dump_result(lambda: row)
+    assert len(data) < 10_000
+    received_row = load(data)()
+    assert torch.equal(received_row, row)
+    assert not received_row.requires_grad
 
 
 def generator():

@@ -6,13 +6,18 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType, MethodType
+from typing import Any, ClassVar, NamedTuple
 
 from fabric.errors import ArgumentTypeError, MissingDependencyError
 
 __all__ = ["Call", "PickledCall", "dump_call", "dump_result", "has_cloudpickle", "load"]
+
+
+# A function that returns what a pickler stores for an object.
+_Reducer = Callable[[Any], Any]
 
 
 class Call(NamedTuple):
@@ -65,11 +70,10 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
                 return PickledCall(data, needs_main)
     if not has_cloudpickle():
         raise _call_error(call, pickle.dumps, by_value=False)
-    dump_by_value = import_module("cloudpickle").dumps  # an optional dependency
-    data = _try_dump(dump_by_value, call)
+    data = _try_dump(_dump_by_value, call)
     if isinstance(data, bytes):
         return PickledCall(data, needs_main=False)
-    raise _call_error(call, dump_by_value, by_value=True)
+    raise _call_error(call, _dump_by_value, by_value=True)
 
 
 def _call_error(
@@ -187,36 +191,77 @@ def _dump_detached(value: Any) -> bytes:
     ``cloudpickle`` is used if it is installed and the standard library's ``pickle`` fails, as for
     closures.
     """
+    reducers = _tensor_reducers()
     try:
-        return _dump_with(pickle.Pickler, value)
+        return _dump_with(pickle.Pickler, value, reducers)
     except Exception:
         # Any error: pickle raises PicklingError, TypeError, AttributeError or RecursionError, and
         # the user's __reduce__ may raise another one. Without cloudpickle, the error is the answer.
         if not has_cloudpickle():
             raise
-        return _dump_with(import_module("cloudpickle").Pickler, value)
+        return _dump_by_value(value, reducers)
 
 
-def _dump_with(pickler_type: Any, value: Any) -> bytes:
-    """Pickle a value with a pickler class, and with detached copies of its tensors.
+def _dump_by_value(value: Any, reducers: Mapping[type, _Reducer] | None = None) -> bytes:
+    """Pickle a value with ``cloudpickle``, and keep the names of the files of its functions.
+
+    Since ``cloudpickle`` 3.1.3, functions that are pickled by value have no file name. Tracebacks
+    of a rank would show neither the line of a notebook cell nor its number.
+
+    Args:
+        value: the value.
+        reducers: more reducers, see :func:`_dump_with`. Default: none.
+    """
+    pickler_type = import_module("cloudpickle").Pickler  # an optional dependency
+    reduce_code = partial(_reduce_code, pickler_type.dispatch_table[CodeType])
+    return _dump_with(pickler_type, value, {CodeType: reduce_code, **(reducers or {})})
+
+
+def _dump_with(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) -> bytes:
+    """Pickle a value with a pickler class.
 
     Args:
         pickler_type: the ``Pickler`` of ``pickle`` or of ``cloudpickle``.
         value: the value.
+        reducers: functions that return what is stored for an object, by the type of the object.
+            They come before those of the pickler.
     """
+    # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
+    default_reducers = getattr(pickler_type, "dispatch_table", copyreg.dispatch_table)
+
+    class Pickler(pickler_type):
+        # An attribute of the class, since cloudpickle's class has one, too. The constructor reads
+        # it, and an attribute that is set on the object afterwards would be ignored.
+        dispatch_table: ClassVar = ChainMap(reducers, default_reducers)
+
     buffer = io.BytesIO()
-    pickler = pickler_type(buffer, pickle.HIGHEST_PROTOCOL)
-    reducers: dict[type, Callable[[Any], Any]] = {}
+    Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _reduce_code(default_reducer: _Reducer, code: CodeType) -> Any:
+    """Return what a pickler stores for the code of a function: with the name of its file.
+
+    Args:
+        default_reducer: the function of ``cloudpickle`` that does the same without the name.
+        code: the code.
+    """
+    build, arguments = default_reducer(code)
+    return _build_code, (code.co_filename, build, arguments)
+
+
+def _build_code(file_name: str, build: Callable[..., CodeType], arguments: Sequence[Any]) -> Any:
+    """Return the code that ``_reduce_code`` has reduced. Called where the code is unpickled."""
+    return build(*arguments).replace(co_filename=file_name)
+
+
+def _tensor_reducers() -> dict[type, _Reducer]:
+    """Return the functions by which a pickler stores detached copies of tensors, by type."""
     # A value can have tensors only if torch is loaded. A rank without torch does not import torch.
     torch = sys.modules.get("torch")
-    if torch is not None:
-        reducers[torch.Tensor] = _reduce_tensor
-        reducers[torch.nn.Parameter] = _reduce_tensor
-    # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
-    default_reducers = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
-    pickler.dispatch_table = ChainMap(reducers, default_reducers)
-    pickler.dump(value)
-    return buffer.getvalue()
+    if torch is None:
+        return {}
+    return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_tensor}
 
 
 def _reduce_tensor(tensor: Any) -> Any:
