@@ -227,9 +227,14 @@ def datasets_iterated_in_full() -> list[str]:
     return names
 
 
+# Returns a number of the backward pass that this thread is inside of, or -1 outside of backward
+# passes. Each backward pass has another number. torch has no public name for it.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def is_in_backward() -> bool:
-    """Return whether this thread is inside a backward pass. torch has no public name for it."""
-    return torch._C._current_graph_task_id() != -1
+    """Return whether this thread is inside a backward pass."""
+    return backward_number() != -1
 
 
 def unfinished_backward_check(root: Any) -> Callable[[], bool]:
@@ -459,24 +464,38 @@ def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
         yield from state._fsdp_param_groups
 
 
-def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
-    """Return the sharded parameters that have an unsharded gradient on this rank.
+def fsdp_parameter_records(module: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's private ``FSDPParam`` objects of a module and its submodules.
 
-    A backward pass without synchronization leaves the unsharded gradient in a private record of the
-    parameter. It stays there until a backward pass with synchronization reduces it, and an
-    optimizer does not see it.
+    The attribute ``sharded_param`` of such a record is the parameter that optimizers hold.
     """
-    parameters: list[Tensor] = []
+    records: list[Any] = []
     for group in fsdp_param_groups(module):
-        for record in group.fsdp_params:
-            # The unsharded parameter does not exist before the first forward pass.
-            unsharded = getattr(record, "_unsharded_param", None)
-            has_gradient = getattr(unsharded, "grad", None) is not None
-            # FSDP2 moves the gradient here if gradients are reduced in another dtype.
-            has_accumulated_gradient = record.unsharded_accumulated_grad is not None
-            if has_gradient or has_accumulated_gradient:
-                parameters.append(record.sharded_param)
-    return parameters
+        records.extend(group.fsdp_params)
+    return records
+
+
+def has_unreduced_gradient(record: Any) -> bool:
+    """Return whether a parameter has a full gradient that has not been reduced into its shard.
+
+    A backward pass without synchronization leaves the full gradient in the private record. It stays
+    there until a backward pass with synchronization reduces it, and an optimizer does not see it.
+
+    Args:
+        record: an entry of :func:`fsdp_parameter_records`.
+    """
+    # The unsharded parameter does not exist before the first forward pass.
+    unsharded = getattr(record, "_unsharded_param", None)
+    has_gradient = getattr(unsharded, "grad", None) is not None
+    # FSDP2 moves the gradient here if gradients are reduced in another dtype.
+    has_accumulated_gradient = record.unsharded_accumulated_grad is not None
+    return has_gradient or has_accumulated_gradient
+
+
+def drop_unreduced_gradient(record: Any) -> None:
+    """Drop the gradient that :func:`has_unreduced_gradient` has found."""
+    record._unsharded_param.grad = None
+    record.unsharded_accumulated_grad = None
 
 
 def allocates_outputs(operator: Any) -> bool:

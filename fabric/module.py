@@ -167,6 +167,25 @@ class FabricModule(nn.Module):
 
     eval = nn.Module.eval  # calls train()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the user's module, also between a forward and a backward pass.
+
+        A forward pass may have put gathered parameters in place of the shards. So the gradients of
+        the shards are cleared, too.
+
+        Args:
+            set_to_none: set the gradients to None. Otherwise they are set to zero.
+        """
+        self._fabric_uncompiled.zero_grad(set_to_none)
+        contract = self._fabric_contract
+        if contract is None or not contract.is_sharded:
+            return
+        for parameter in contract.parameters().values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.data.zero_()
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's module. Python calls this if this object lacks it.
 

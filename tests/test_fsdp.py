@@ -143,7 +143,12 @@ def test_groups_of_an_optimizer_without_state_point_at_the_shards() -> None:
 
 
 def has_gradients(model: nn.Module) -> list[bool]:
-    return [parameter.grad is not None for parameter in model.parameters()]
+    """Say for each parameter whether its gradient has arrived. Placeholders are zero."""
+    has_arrived: list[bool] = []
+    for parameter in model.parameters():
+        grad = parameter.grad
+        has_arrived.append(grad is not None and bool(full_tensor(grad).any()))
+    return has_arrived
 
 
 def check_no_backward_sync(fabric: Fabric) -> bool:

@@ -19,7 +19,7 @@ LAYERS = [
     ["precision"],
     ["communicators", "launchers"],
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
-    ["collectives", "optim.loss_scaler", "optim.clipping"],
+    ["collectives", "optim.gradients", "optim.loss_scaler", "optim.clipping"],
     ["diagnostics", "batch_norm"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers", "launchers.preemption"],
@@ -51,10 +51,10 @@ ORDER = {
     ),
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",
-    "optim": "loss_scaler clipping parameter_lists loss_weights ema",
+    "optim": "gradients loss_scaler clipping parameter_lists loss_weights ema",
     "strategies": (
         "init_module base standalone parallel data_parallel ddp "
-        "fsdp.wrapping fsdp.state fsdp.sharding fsdp.forward fsdp.api fsdp "
+        "fsdp.wrapping fsdp.state fsdp.unreduced fsdp.sharding fsdp.forward fsdp.api fsdp "
         "tp_plan model_parallel sequence_parallel"
     ),
     "testing": "oracles base generators threads pool conformance contracts plugin",

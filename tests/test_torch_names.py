@@ -329,21 +329,47 @@ def test_rows_with_versions_of_their_own_share_memory_and_nothing_else():
     assert not third._is_view()
 
 
-def test_a_full_gradient_that_was_not_reduced_is_known(group):
+def test_a_full_gradient_that_was_not_reduced_is_known_and_can_be_dropped(group):
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     for module in (model[0], model):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+    records = _torch.fsdp_parameter_records(model)
+    assert {record.sharded_param for record in records} == set(model.parameters())
+
+    def unreduced():
+        return [record for record in records if _torch.has_unreduced_gradient(record)]
+
     model(torch.ones(1, 4)).sum().backward()
-    assert _torch.unreduced_parameters(model) == []
+    assert unreduced() == []
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    unreduced = {id(parameter) for parameter in _torch.unreduced_parameters(model)}
-    assert unreduced == {id(parameter) for parameter in model.parameters()}
+    assert unreduced() == records
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
-    assert _torch.unreduced_parameters(model) == []
+    assert unreduced() == []
+    expected = model[0].bias.grad.full_tensor() / 3
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    for record in records:
+        _torch.drop_unreduced_gradient(record)
+    assert unreduced() == []
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.testing.assert_close(model[0].bias.grad.full_tensor(), expected)
+
+
+def test_each_backward_pass_has_a_number_of_its_own():
+    numbers = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: numbers.append(_torch.backward_number()))
+    assert _torch.backward_number() == -1
+    x.sum().backward()
+    x.sum().backward()
+    assert len(set(numbers)) == 2
+    assert -1 not in numbers
 
 
 def test_a_backward_pass_of_a_sharded_module_that_did_not_finish_is_known(group):

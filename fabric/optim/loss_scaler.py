@@ -7,7 +7,6 @@ that were unscaled and are kept for another backward pass are scaled again befor
 and unscaling are exact, since scales are powers of two.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
+from fabric._torch import backoff_or_grow, foreach_multiply, unscale_and_check
 from fabric.errors import ConfigurationError, UsageError
+from fabric.optim.gradients import has_gradients, local_gradients
 from fabric.precision import LossScale
 
-__all__ = ["LossScaler", "has_closure", "has_nonzero_gradients", "local_gradients"]
+__all__ = ["LossScaler", "has_closure"]
 
 # Powers of two, see the note above.
 _GROWTH_FACTOR = 2.0
@@ -283,7 +283,7 @@ class LossScaler:
         # These are the same optimizers on all ranks, so the ranks agree on whether to exchange a
         # message.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
-        holds_scaled = any(map(has_nonzero_gradients, scaled))
+        holds_scaled = any(map(has_gradients, scaled))
         if not scaled or self._max_over_ranks is None:
             return holds_scaled
         ranks_hold_the_same = not self.gradients_differ and not self.accumulates
@@ -291,42 +291,6 @@ class LossScaler:
             return holds_scaled
         # Gradients that are zero on this rank may not be zero on others.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds_scaled))))
-
-
-def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return this rank's gradients of an optimizer as dense tensors.
-
-    The tensors share the memory of the gradients, so that changes in place change the gradients.
-    For a sharded gradient, the tensor is this rank's shard. For a sparse gradient, the tensor holds
-    the values, and the parameter's gradient is replaced by its coalesced form.
-
-    Returns:
-        One list for each device and dtype. No list is empty.
-    """
-    grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                # The values of a repeated index are added now, since the sum may overflow.
-                parameter.grad = grad.coalesce()
-                grad = parameter.grad._values()
-            grads[grad.device, grad.dtype].append(local_tensor(grad))
-    return list(grads.values())
-
-
-def has_nonzero_gradients(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has nonzero gradients on this rank.
-
-    Waits for the device if the optimizer has gradients.
-    """
-    for grads in local_gradients(optimizer):
-        for grad in grads:
-            if grad.any():
-                return True
-    return False
 
 
 def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

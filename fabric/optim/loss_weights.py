@@ -36,12 +36,8 @@ from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
 from fabric.contract import GradientContract
 from fabric.errors import ConfigurationError, UsageError
-from fabric.optim.loss_scaler import (
-    LossScaler,
-    has_closure,
-    has_nonzero_gradients,
-    local_gradients,
-)
+from fabric.optim.gradients import has_gradients, local_gradients
+from fabric.optim.loss_scaler import LossScaler, has_closure
 from fabric.runtime import Runtime
 from fabric.strategies.parallel import as_list
 
@@ -342,7 +338,7 @@ class LossWeights:
             fingerprint = _gradient_fingerprint(optimizer)
             has_changed = fingerprint != state.fingerprint
             state.fingerprint = fingerprint
-            if has_changed and not has_nonzero_gradients(optimizer):
+            if has_changed and not has_gradients(optimizer):
                 state.window = None
 
     def _common_window(self, optimizers: Sequence[Optimizer]) -> _Window | None:
@@ -421,7 +417,7 @@ class LossWeights:
                 parameter_ids.extend(map(id, group["params"]))
         has_shared = len(set(parameter_ids)) < len(parameter_ids)
         has_unreduced = not unreduced_ids.isdisjoint(parameter_ids)
-        if has_shared or has_unreduced or any(map(has_nonzero_gradients, optimizers)):
+        if has_shared or has_unreduced or any(map(has_gradients, optimizers)):
             names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             self._refuse_loss(
                 f"{names}: gradients of an earlier step, or of a loss without a weight; or shared "

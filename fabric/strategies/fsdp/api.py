@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import uncompiled, unreduced_parameters
+from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
@@ -604,7 +604,7 @@ class FSDPStrategy(ParallelStrategy):
 
         def unreduced() -> list[Tensor]:
             """Return the sharded and the replicated parameters with gradients not reduced yet."""
-            return [*unreduced_parameters(root), *unsharded.unreduced]
+            return [*forward.unreduced.parameters(), *unsharded.unreduced_parameters()]
 
         has_low_precision = self.runtime.precision.compute_dtype is not None
         return replace(

@@ -9,6 +9,7 @@ gradients. So a call of a submodule raises an error at once, with or without gra
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fabric._torch import (
 from fabric.diagnostics.bypass import call_of_method, callable_submodules
 from fabric.errors import UsageError
 from fabric.strategies.fsdp.state import UnshardedState, parameter_slots, take_shards
+from fabric.strategies.fsdp.unreduced import UnreducedGradients
 
 __all__ = ["ShardedForward"]
 
@@ -47,6 +49,9 @@ class ShardedForward:
         """Register the hooks. Called once, after the model has been sharded."""
         self.root = root
         self.unsharded = unsharded
+        self.unreduced = UnreducedGradients(
+            root, synchronizes=partial(attrgetter("synchronizes"), unsharded)
+        )
         self._rank = rank
         self._fsdp_modules: list[Any] = [*fsdp_modules, root]
         # The number of calls of the root that are running: a model may call itself.
@@ -101,6 +106,7 @@ class ShardedForward:
     def without_sync(self) -> Iterator[None]:
         """Keep gradients unsharded, and do not reduce them, in backward passes in this context."""
         synchronized_before = self.unsharded.synchronizes
+        self.unreduced.watch()
         self.unsharded.synchronizes = False
         self.root.set_requires_gradient_sync(False)
         try:

@@ -29,6 +29,7 @@ from fabric._torch import (
 )
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
+from fabric.optim.gradients import is_cleared, mark_as_computed
 from fabric.tree import flatten, parameters_of
 
 __all__ = [
@@ -222,7 +223,6 @@ class UnshardedState:
         parameters: the replicated parameters, as the keys of a dict in the order of the model.
         is_empty: whether there is nothing to do in forward passes.
         synchronizes: whether a backward pass reduces gradients.
-        unreduced: the replicated parameters whose gradients the last backward pass did not reduce.
     """
 
     def __init__(
@@ -243,11 +243,24 @@ class UnshardedState:
             self._buffers_of_norms = _buffers_with_statistics(root)
         self.is_empty = not self._slots and not self._buffers_of_norms
         self.synchronizes = True
-        self.unreduced: list[nn.Parameter] = []
+        # The parameters whose gradients the last backward pass did not reduce.
+        self._unreduced: list[nn.Parameter] = []
         # Whether ranks may have different running statistics since the last broadcast.
         self._statistics_differ = True
         # Whether this object's callback at the end of the running backward pass is registered.
         self._awaits_backward_end = False
+
+    def unreduced_parameters(self) -> list[nn.Parameter]:
+        """Return the replicated parameters with gradients that have not been reduced yet.
+
+        Gradients that the user has cleared are left out.
+        """
+        unreduced: list[nn.Parameter] = []
+        for parameter in self._unreduced:
+            grad = parameter.grad
+            if grad is not None and not is_cleared(local_tensor(grad)).item():
+                unreduced.append(parameter)
+        return unreduced
 
     def before_forward(self) -> None:
         """Put this rank's plain tensors in place of the replicated parameters.
@@ -325,7 +338,7 @@ class UnshardedState:
         """Put the parameters back, and average their gradients over the ranks.
 
         Autograd calls this method at the end of a backward pass. Collective if gradients are
-        synchronized. Otherwise the parameters with a gradient are listed in ``unreduced``.
+        synchronized. Otherwise the parameters with a gradient are listed in ``_unreduced``.
         """
         self._awaits_backward_end = False
         self._restore_parameters()
@@ -339,9 +352,11 @@ class UnshardedState:
                 with_gradient.append(parameter)
                 gradients[number] = local_tensor(parameter.grad)
         if not self.synchronizes:
-            self.unreduced = with_gradient
+            self._unreduced = with_gradient
+            for gradient in gradients.values():
+                mark_as_computed(gradient)
             return
-        self.unreduced = []
+        self._unreduced = []
         if gradients:
             means = all_reduce(self._communicator, gradients, Reduce.MEAN)
             for number, mean in means.items():

@@ -1,0 +1,88 @@
+"""The gradients of an optimizer on this rank, and whether they have been cleared.
+
+[Note: Cleared gradients] Users drop the gradients of earlier backward passes by ``zero_grad()``, by
+``parameter.grad = None``, or in place, by ``zero_()``. A gradient that a backward pass has computed
+may be zero, too, and users may change it in place without dropping it. The sign of zero tells the
+two apart: a cleared gradient is +0.0 in every element. After a backward pass,
+:func:`mark_as_computed` makes a zero in the first element of a gradient a -0.0. This changes no
+result, since -0.0 is equal to 0.0, and a sum with -0.0 is exactly the other number.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabric._torch import local_tensor
+
+__all__ = ["has_gradients", "is_cleared", "local_gradients", "mark_as_computed"]
+
+
+def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Return this rank's gradients of an optimizer as dense tensors.
+
+    The tensors share the memory of the gradients, so that changes in place change the gradients.
+    For a sharded gradient, the tensor is this rank's shard. For a sparse gradient, the tensor holds
+    the values, and the parameter's gradient is replaced by its coalesced form.
+
+    Returns:
+        One list for each device and dtype. No list is empty.
+    """
+    grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                # The values of a repeated index are added now, since the sum may overflow.
+                parameter.grad = grad.coalesce()
+                grad = parameter.grad._values()
+            grads[grad.device, grad.dtype].append(local_tensor(grad))
+    return list(grads.values())
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has gradients on this rank that have not been cleared.
+
+    Waits for the device if the optimizer has gradients.
+    """
+    for grads in local_gradients(optimizer):
+        for grad in grads:
+            if not is_cleared(grad).item():
+                return True
+    return False
+
+
+def is_cleared(grad: Tensor) -> Tensor:
+    """Return whether every element of a gradient is +0.0, without waiting for the device.
+
+    See ``[Note: Cleared gradients]``. A gradient without elements counts as cleared.
+
+    Args:
+        grad: a dense tensor, which is no DTensor.
+
+    Returns:
+        A bool tensor without dimensions, on the device of the gradient.
+    """
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    has_elements_but_zero = grad.any()
+    has_minus_signs = grad.signbit().any()
+    return ~(has_elements_but_zero | has_minus_signs)
+
+
+def mark_as_computed(grad: Tensor) -> None:
+    """Make a zero in the first element of a gradient a -0.0, without waiting for the device.
+
+    See ``[Note: Cleared gradients]``.
+
+    Args:
+        grad: a dense tensor, which is no DTensor.
+    """
+    if grad.numel() == 0:
+        return
+    # Through ``data``, which hides the change from autograd: a graph may contain the gradient.
+    first_element = grad.data[(0,) * grad.dim()]
+    first_element.masked_fill_(first_element == 0, -0.0)

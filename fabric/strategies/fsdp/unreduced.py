@@ -1,0 +1,140 @@
+"""Gradients that backward passes without synchronization keep unreduced.
+
+[Note: Unreduced gradients] In ``no_backward_sync``, FSDP2 keeps the full gradients on this rank,
+where neither the optimizer nor the user sees them, and adds them to those of the next backward
+pass. Under other strategies these gradients are in ``parameter.grad``, so that ``zero_grad()``
+drops them. Here a *placeholder* in ``parameter.grad`` makes ``zero_grad()`` do the same: a shard in
+which every element is -0.0. If it is gone, or set to zero, when the next backward pass begins, the
+user has dropped the earlier gradients, see ``[Note: Cleared gradients]`` in
+``fabric/optim/gradients.py``. Otherwise the reduced gradient is added to it, which changes no
+number. A gradient of an earlier pass with synchronization is its own placeholder.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fabric._torch import (
+    at_end_of_backward,
+    backward_number,
+    drop_unreduced_gradient,
+    fsdp_parameter_records,
+    has_unreduced_gradient,
+    in_place_version,
+    local_tensor,
+)
+from fabric.optim.gradients import is_cleared, mark_as_computed
+
+__all__ = ["UnreducedGradients"]
+
+
+class UnreducedGradients:
+    """The unreduced gradients of a sharded model. See ``[Note: Unreduced gradients]``.
+
+    Args:
+        root: the user's module, which is sharded already.
+        synchronizes: returns whether a backward pass reduces gradients.
+    """
+
+    def __init__(self, root: nn.Module, synchronizes: Callable[[], bool]) -> None:
+        """List the sharded parameters. Called after the model has been sharded."""
+        self._records = fsdp_parameter_records(root)
+        self._synchronizes = synchronizes
+        # The records whose parameters show that they have unreduced gradients.
+        self._with_placeholder: list[Any] = []
+        # The hooks of the sharded parameters. Empty if the model is not watched.
+        self._handles: list[RemovableHandle] = []
+        # The number of the last backward pass that has reached a watched parameter.
+        self._backward_number = -1
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters that have unreduced gradients."""
+        self._drop_cleared()
+        parameters: list[nn.Parameter] = []
+        for record in self._records:
+            if has_unreduced_gradient(record):
+                parameters.append(record.sharded_param)
+        return parameters
+
+    def watch(self) -> None:
+        """Watch backward passes until one has reduced gradients. Called by ``no_backward_sync``.
+
+        Each parameter gets a hook, since a backward pass may leave out any of them.
+        """
+        if self._handles:
+            return
+        for record in self._records:
+            parameter = record.sharded_param
+            if parameter.requires_grad:
+                # The gathered parameter, which backward passes reach, shares these hooks.
+                self._handles.append(parameter.register_hook(self._on_gradient))
+
+    @torch.no_grad()
+    def add_placeholders(self) -> None:
+        """Make the gradients of parameters show that there are unreduced gradients."""
+        self._with_placeholder.clear()
+        for record in self._records:
+            if not has_unreduced_gradient(record):
+                continue
+            self._with_placeholder.append(record)
+            parameter = record.sharded_param
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, -0.0)
+            else:
+                mark_as_computed(local_tensor(parameter.grad))
+
+    def _on_gradient(self, grad: Tensor) -> None:
+        """Drop cleared gradients when a backward pass begins. The hook of watched parameters.
+
+        The gradient is the first of the backward pass, and has not been added to others yet.
+        """
+        number = backward_number()
+        if number == self._backward_number:
+            return
+        self._backward_number = number
+        self._drop_cleared()
+        at_end_of_backward(self._after_backward)
+
+    def _after_backward(self) -> None:
+        """Add placeholders at the end of a backward pass, or stop watching after a reduction."""
+        if not self._synchronizes():
+            self.add_placeholders()
+            return
+        self._with_placeholder.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _drop_cleared(self) -> None:
+        """Drop the unreduced gradients of parameters whose placeholders the user has cleared.
+
+        Waits for the device once, if there are placeholders.
+        """
+        with_elements: list[Any] = []
+        flags: list[Tensor] = []
+        without_elements: list[Any] = []
+        for record in self._with_placeholder:
+            grad = record.sharded_param.grad
+            if grad is None:
+                drop_unreduced_gradient(record)
+            elif local_tensor(grad).numel() == 0:
+                without_elements.append(record)
+            else:
+                with_elements.append(record)
+                flags.append(is_cleared(local_tensor(grad)))
+        are_cleared: list[bool] = []
+        if flags:
+            are_cleared = torch.stack(flags).tolist()
+        for record, cleared in zip(with_elements, are_cleared, strict=True):
+            if cleared:
+                drop_unreduced_gradient(record)
+        # A shard without elements cannot show that it was set to zero. So it goes with the other
+        # parameters of the model. Without any, the version of its gradient tells.
+        were_all_cleared = bool(are_cleared) and all(are_cleared)
+        for record in without_elements:
+            was_changed = in_place_version(record.sharded_param.grad) > 0
+            if were_all_cleared or (was_changed and not with_elements):
+                drop_unreduced_gradient(record)
