@@ -54,6 +54,13 @@ class Noisy(Counted):
         return index, torch.rand(()).item(), random.random()
 
 
+class LazyLoader(DataLoader[Any]):
+    """A loader whose ``__iter__`` is a generator function, which runs at the first batch."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 def random_index() -> int:
     return int(torch.randint(23, ()))
 
@@ -99,7 +106,12 @@ KINDS_WITHOUT_LAZY = [
 KINDS = [*KINDS_WITHOUT_LAZY, "lazy"]
 
 
-def make_loader(kind: str, data: Dataset[Any], **options: Any) -> DataLoader[Any]:
+def make_loader(
+    kind: str,
+    data: Dataset[Any],
+    loader_class: type[DataLoader[Any]] = DataLoader,
+    **options: Any,
+) -> DataLoader[Any]:
     """Return a loader whose order is of a kind."""
     generator = torch.Generator().manual_seed(9)
     options["batch_size"] = 4
@@ -128,7 +140,7 @@ def make_loader(kind: str, data: Dataset[Any], **options: Any) -> DataLoader[Any
             options["sampler"] = Lazy(23)
         case _:
             assert kind == "sequential"
-    return DataLoader(data, **options)
+    return loader_class(data, **options)
 
 
 def prepare(
@@ -212,12 +224,16 @@ def resume(loader: FabricDataLoader, saved: Any, epochs: int) -> list[Any]:
     kind=st.sampled_from(sorted(KINDS)),
     stop=st.integers(1, 30),
     dataset_class=st.sampled_from([Counted, Noisy]),
+    loader_class=st.sampled_from([DataLoader, LazyLoader]),
 )
 def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(
-    kind: str, stop: int, dataset_class: type[Counted]
+    kind: str,
+    stop: int,
+    dataset_class: type[Counted],
+    loader_class: type[DataLoader[Any]],
 ) -> None:
     def make() -> FabricDataLoader:
-        loader = make_loader(kind, dataset_class())
+        loader = make_loader(kind, dataset_class(), loader_class)
         return prepare(loader)
 
     seed(1)
@@ -235,15 +251,20 @@ def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(
     num_replicas=st.integers(2, 4),
     stop=st.integers(1, 9),
     uneven=st.sampled_from(["pad", "drop"]),
+    loader_class=st.sampled_from([DataLoader, LazyLoader]),
 )
 def test_resumed_rank_continues_its_own_share(
-    kind: str, num_replicas: int, stop: int, uneven: str
+    kind: str,
+    num_replicas: int,
+    stop: int,
+    uneven: str,
+    loader_class: type[DataLoader[Any]],
 ) -> None:
     published: dict[str, bytes] = {}
     published_by_resumed: dict[str, bytes] = {}
 
     def make(rank: int, values_of_rank0: dict[str, bytes]) -> FabricDataLoader:
-        loader = make_loader(kind, Counted())
+        loader = make_loader(kind, Counted(), loader_class)
         agree = values_of_rank0.setdefault
         return prepare(loader, rank, num_replicas, uneven=uneven, from_rank0=agree)
 
@@ -579,6 +600,57 @@ def test_iterable_dataset_with_a_state_of_its_own_resumes_in_the_middle() -> Non
     assert actual.tolist() == [5, 7]
     assert loader.state_dict()["cursor"] == 8
     assert resumed.state_dict()["cursor"] == 8
+
+
+class NoisyStream(ResumableStream):
+    """A stream that draws a random number for each sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            yield sample + 100 * random_index()
+
+
+class StreamWithEnd(ResumableStream):
+    """A stream that has its end as its position until it is iterated again."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.is_loaded = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_loaded:
+            self.at = 0
+        self.is_loaded = False
+        while self.at < self.n:
+            self.at += 1
+            yield self.at - 1
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, LazyLoader])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("stream_class", [NoisyStream, StreamWithEnd])
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_a_stream_resumes_after_any_batch(
+    stop: int,
+    stream_class: type[ResumableStream],
+    num_replicas: int,
+    loader_class: type[DataLoader[Any]],
+) -> None:
+    def make() -> FabricDataLoader:
+        loader = loader_class(stream_class(10), 4)
+        return prepare(loader, 0, num_replicas)
+
+    seed(1)
+    uninterrupted, _ = train(make(), 3)
+    stop = min(stop, len(uninterrupted))
+    seed(1)
+    before, saved = train(make(), 3, stop)
+    after = resume(make(), saved, 3)
+    assert before + after == uninterrupted
 
 
 class LoaderWithState(DataLoader[Any]):

@@ -436,13 +436,23 @@ class Shuffled(IterableDataset[int]):
         return iter(torch.randperm(10).tolist())
 
 
-def test_ranks_agree_on_the_draws_of_an_iterable_dataset_that_makes_its_iterator() -> None:
+class LazyLoader(DataLoader[Any]):
+    """A loader whose ``__iter__`` is a generator function, which runs at the first batch."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, LazyLoader])
+def test_ranks_agree_on_the_draws_of_an_iterable_dataset_that_makes_its_iterator(
+    loader_class: type[DataLoader[Any]],
+) -> None:
     agree = Rank0()
     first_epoch = []
     second_epoch = []
     for rank in range(2):
         seed(rank)
-        loader = prepare(DataLoader(Shuffled(), None), rank, 2, from_rank0=agree)
+        loader = prepare(loader_class(Shuffled(), None), rank, 2, from_rank0=agree)
         first_epoch += loader
         second_epoch += loader
     assert sorted(first_epoch) == list(range(10))

@@ -1,11 +1,12 @@
 """The loader that ``fabric.setup_dataloaders`` returns."""
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_args
 
 import torch
@@ -16,12 +17,13 @@ from fabric.data.copies import mover
 from fabric.data.lockstep import Lockstep, RemainingBatches
 from fabric.data.position import EpochPosition, length_of
 from fabric.data.saved_position import (
+    DatasetState,
     check_saved_position,
     entries_to_skip,
     is_inside_epoch,
     saved_position,
 )
-from fabric.data.sharding import FromRank0
+from fabric.data.sharding import FromRank0, SynchronizedStreams
 from fabric.data.spec import ActiveLoop, LoaderSpec, ShardRequest, Uneven
 from fabric.data.spec import shard as shard_loader
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
@@ -195,6 +197,10 @@ class FabricDataLoader(_Base):
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
             # Past the __setattr__ of a user's class.
             object.__setattr__(prepared, "worker_init_fn", seeding)
+        dataset_keeps_position = _dataset_keeps_position(loader, spec)
+        if dataset_keeps_position and spec.batch_size is not None:
+            collate_fn = _EndDetector(loader.collate_fn, spec.batch_size)
+            object.__setattr__(prepared, "collate_fn", collate_fn)
         # A stateful loader (torchdata's) keeps its own position, which is used unless fabric has
         # replaced its sampler.
         is_stateful = hasattr(type(loader), "state_dict")
@@ -207,7 +213,7 @@ class FabricDataLoader(_Base):
             _name=name,
             _spec=spec,
             _loader_keeps_position=is_stateful and spec.sharded_sampler is None,
-            _dataset_keeps_position=_dataset_keeps_position(loader, spec),
+            _dataset_keeps_position=dataset_keeps_position,
             _move_batch=mover(prepared, device, overlap_copies),
             _next_epoch=0,
             # A position that was loaded, until the next iteration begins at it.
@@ -246,6 +252,8 @@ class FabricDataLoader(_Base):
             batches = self._begin_batches()
         else:
             batches = self._resume_batches(position)
+            if loaded_position.get("dataset_has_ended", False):
+                batches = self._skip_remaining_epoch(batches, loaded_position["dataset"])
         batches = self._look_ahead(batches, position, finds_final)
         if self._move_batch is not None:
             batches = map(self._move_batch, batches)
@@ -312,6 +320,10 @@ class FabricDataLoader(_Base):
         # torch draws the base seed of the workers in iter(). draw() calls iter() with rank 0's
         # random states, and also returns these states, which are not needed.
         _, batches = worker_seed_streams.draw(partial(iter, self.loader))
+        if inspect.isgenerator(batches):
+            # A generator has drawn nothing yet. It calls torch's iter() when it is asked for the
+            # first batch.
+            return _draw_with_first_batch(worker_seed_streams, batches)
         return batches
 
     def _resume_batches(self, position: EpochPosition) -> Iterator[Any]:
@@ -334,7 +346,30 @@ class FabricDataLoader(_Base):
         states_before = streams.state()
         batches = iter(self.loader)
         streams.restore(states_before)
+        if inspect.isgenerator(batches):
+            # A generator has drawn nothing yet. It calls torch's iter() when it is asked for the
+            # first batch.
+            return _draw_seed_apart(self.loader, batches)
         return batches
+
+    def _skip_remaining_epoch(self, batches: Iterator[Any], dataset_state: Any) -> Iterator[Any]:
+        """Return no batches, for a position after the last batch of an iterable dataset.
+
+        At its end a dataset has one of two states. From the state of an end, it yields nothing when
+        it is iterated, and then begins the next epoch. From the state of the next start, it would
+        yield the next epoch at once, so that it gets this state again for the next ``iter()``.
+
+        Args:
+            batches: an iterator over the dataset.
+            dataset_state: the saved state of the dataset.
+        """
+        all_streams = RandomStreams(("python", "numpy", "torch"), self._spec.generators)
+        states_before = all_streams.state()
+        first_batches = list(islice(batches, 1))
+        if first_batches:
+            self._spec.dataset.load_state_dict(dataset_state)
+        all_streams.restore(states_before)
+        return iter(())
 
     def _look_ahead(
         self, batches: Iterator[Any], position: EpochPosition, finds_final: bool
@@ -456,8 +491,8 @@ class FabricDataLoader(_Base):
             # No iteration has begun since load_state_dict. The number of ranks and the batch size
             # are those of this loader.
             return {**self._loaded_position, **self._spec.summary()}
-        dataset_state = None
-        if has_begun:
+        dataset_state = DatasetState()
+        if has_begun and self._dataset_keeps_position:
             dataset_state = self._state_of_loader_or_dataset(position)
         return saved_position(
             self._spec, position, has_begun=has_begun, dataset_state=dataset_state
@@ -551,19 +586,20 @@ class FabricDataLoader(_Base):
     def _state_of_loader_or_dataset(self, position: EpochPosition) -> Any:
         """Return the state of the object of the user that keeps the position.
 
-        The object is a stateful loader or an iterable dataset. None if fabric keeps the position.
+        The object is a stateful loader or an iterable dataset, whose state is a ``DatasetState``.
+        None if fabric keeps the position.
         If a batch was fetched ahead, the state is the one from before the fetch.
         """
         if position.state_before_fetch is not None:
             return position.state_before_fetch
-        keeper: Any
         if self._loader_keeps_position:
-            keeper = self.loader
-        elif self._dataset_keeps_position:
-            keeper = self._spec.dataset
-        else:
-            return None
-        return keeper.state_dict()
+            stateful_loader: Any = self.loader
+            return stateful_loader.state_dict()
+        if self._dataset_keeps_position:
+            detector = self.loader.collate_fn
+            has_ended = isinstance(detector, _EndDetector) and detector.has_ended
+            return DatasetState(self._spec.dataset.state_dict(), has_ended)
+        return None
 
     def _yield_batches(self, loop: ActiveLoop, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches to the user, and update the position and the list of active loops.
@@ -616,6 +652,57 @@ class FabricDataLoader(_Base):
         for target, _ in self._epoch_targets:
             targets.append(_EpochTarget(target, known_epoch=getattr(target, "epoch", None)))
         self._epoch_targets = targets
+
+
+class _EndDetector:
+    """A ``collate_fn`` that finds the short batch with which an iterable dataset ends.
+
+    torch asks the dataset for another sample after the last one of a short batch. The dataset has
+    ended then, and may have set its state to the start of the next epoch.
+
+    Args:
+        collate_fn: the function of the user's loader, which makes the batch.
+        batch_size: the number of samples in a full batch.
+
+    Attributes:
+        has_ended: whether the latest batch is short.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], batch_size: int) -> None:
+        self.has_ended = False
+        self._collate_fn = collate_fn
+        self._batch_size = batch_size
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of some samples. torch calls it for each batch."""
+        self.has_ended = len(samples) < self._batch_size
+        return self._collate_fn(samples)
+
+
+def _draw_with_first_batch(streams: SynchronizedStreams, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of a generator, which draws from rank 0's states until the first batch."""
+    _, first_batches = streams.draw(partial(list, islice(batches, 1)))
+    yield from chain(first_batches, batches)
+
+
+def _draw_seed_apart(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of a generator over a loader, which draws no base seed from the streams.
+
+    torch draws the base seed of the workers from the loader's generator. Until the first batch, the
+    loader has a generator of its own.
+    """
+    generator = loader.generator
+    seed_generator = torch.Generator()
+    if generator is None:
+        seed_generator.set_state(torch.get_rng_state())
+    else:
+        seed_generator.set_state(generator.get_state())
+    object.__setattr__(loader, "generator", seed_generator)
+    try:
+        first_batches = list(islice(batches, 1))
+    finally:
+        object.__setattr__(loader, "generator", generator)
+    yield from chain(first_batches, batches)
 
 
 def _check_arguments(loader: Any, uneven: str) -> None:

@@ -1,19 +1,38 @@
 """The saved form of a position, and the checks before a loader continues from it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fabric.data.position import EpochPosition, State
 from fabric.data.spec import LoaderSpec
 from fabric.errors import CheckpointError
 
-__all__ = ["check_saved_position", "entries_to_skip", "is_inside_epoch", "saved_position"]
+__all__ = [
+    "DatasetState",
+    "check_saved_position",
+    "entries_to_skip",
+    "is_inside_epoch",
+    "saved_position",
+]
 
 _FORMAT = 1  # raise it when the meaning of an entry changes
 
 
+class DatasetState(NamedTuple):
+    """The position in an iterable dataset.
+
+    Attributes:
+        state: the dataset's own state. None if the dataset does not keep its position.
+        has_ended: whether the dataset has yielded its last sample, which is in the current batch.
+            Its state may be that of the next epoch's start then.
+    """
+
+    state: Any = None
+    has_ended: bool = False
+
+
 def saved_position(
-    spec: LoaderSpec, position: EpochPosition, *, has_begun: bool, dataset_state: Any
+    spec: LoaderSpec, position: EpochPosition, *, has_begun: bool, dataset_state: DatasetState
 ) -> State:
     """Return a position as plain dicts, numbers, strings and tensors, for ``state_dict()``.
 
@@ -21,8 +40,8 @@ def saved_position(
         spec: the loader's spec.
         position: the position in the epoch. After the end of an epoch, the start of the next one.
         has_begun: whether an iteration over the epoch has begun, even if it has yielded no batch.
-        dataset_state: the dataset's own state, if it has one and is iterated in this process.
-            Otherwise None.
+        dataset_state: the position in the dataset, if the dataset keeps it and is iterated in this
+            process.
     """
     return {
         "format": _FORMAT,
@@ -32,7 +51,8 @@ def saved_position(
         "cursor": spec.cursor(position),
         "drawn": dict(position.drawn_states),
         "generators": [generator.get_state() for generator in spec.generators],
-        "dataset": dataset_state,
+        "dataset": dataset_state.state,
+        "dataset_has_ended": dataset_state.has_ended,
     }
 
 
