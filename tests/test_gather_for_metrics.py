@@ -2,7 +2,9 @@
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -373,3 +375,56 @@ def test_values_that_do_not_belong_to_samples_of_a_loop_are_refused(size: int) -
         if size > 1:
             assert "UsageError" in errors["unsharded"]
             assert "all of the data" in errors["unsharded"]
+
+
+# -- evaluations that count samples twice ----------------------------------------------------------
+
+
+def evaluate_and_count(fabric: Fabric, gathers: bool, **options: Any) -> list[str]:
+    """Evaluate seven samples twice, and return the texts of the warnings."""
+    model = fabric.setup(torch.nn.Linear(1, 1)).eval()
+    plain_loader = DataLoader(torch.arange(7.0).unsqueeze(1), batch_size=2)
+    loader = fabric.setup_dataloaders(plain_loader, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for batch in loader:
+                with torch.no_grad():
+                    outputs = model(batch)
+                if gathers:
+                    fabric.gather_for_metrics(outputs)
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_evaluation_that_counts_samples_twice_says_so_once() -> None:
+    first, second = run_in_ranks(evaluate_and_count, False)
+    [text] = first
+    assert "loop over 7 samples" in text
+    assert "1 of them were repeated" in text
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("gathers", "options"),
+    [(True, {}), (False, {"uneven": "drop"}), (False, {"use_distributed_sampler": False})],
+)
+def test_an_evaluation_that_counts_each_sample_at_most_once_does_not_warn(
+    gathers: bool, options: dict[str, Any]
+) -> None:
+    run = partial(evaluate_and_count, gathers=gathers, **options)
+    assert run_in_ranks(run) == [[], []]
+
+
+def train_in_an_uneven_loop(fabric: Fabric) -> int:
+    model = fabric.setup(torch.nn.Linear(1, 1))
+    plain_loader = DataLoader(torch.arange(7.0).unsqueeze(1), batch_size=2)
+    loader = fabric.setup_dataloaders(plain_loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            fabric.backward(model(batch).mean())
+    return len(caught)
+
+
+def test_a_training_loop_that_repeats_samples_does_not_warn() -> None:
+    assert run_in_ranks(train_in_an_uneven_loop) == [0, 0]

@@ -96,6 +96,7 @@ def gather_batch(
     _check_concurrent_loops(loop, active_loops, loader)
     _check_shared(communicator, loop.spec)
     _check_order(loop.spec)
+    loop.is_gathered = True
     layout = _layout(loop)
     size = layout.size
     leaves, structure = flatten(results)

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,10 @@ def _do_nothing() -> None:
     pass
 
 
+def _return_false() -> bool:
+    return False
+
+
 def _return_unchanged(batches: Iterator[Any]) -> Iterator[Any]:
     return batches
 
@@ -72,6 +77,8 @@ class DataParallelJob:
         synchronize_rng: gives ranks that share a batch the same random streams. Called before
             each iteration. Collective among these ranks.
         around_batches: wraps the iterator of batches of each iteration, to observe it.
+        warns_of_repetitions: returns whether to warn of a loop that has counted samples twice.
+            Called at the end of a loop.
     """
 
     rank: int = 0
@@ -83,6 +90,7 @@ class DataParallelJob:
     detector: UnevenInputDetector | None = None
     synchronize_rng: Callable[[], None] = _do_nothing
     around_batches: Callable[[Iterator[Any]], Iterator[Any]] = _return_unchanged
+    warns_of_repetitions: Callable[[], bool] = _return_false
 
 
 class _EpochTarget(NamedTuple):
@@ -220,6 +228,7 @@ class FabricDataLoader(_Base):
             _loaded_position=None,
             # The position of the iteration that yielded a batch last, or that has begun since.
             _latest_position=None,
+            _has_warned=False,
             _epoch_targets=_find_epoch_targets(spec),
         )
 
@@ -623,6 +632,8 @@ class FabricDataLoader(_Base):
                 loop.batch_number = next(batch_numbers)
                 yield batch
             position.is_finished = True
+            if not loop.is_gathered:
+                self._warn_of_repetitions(position)
             if self._loader_keeps_position and self._spec.ends_in_lockstep:
                 # A loop in lockstep may end before the data of this rank does. The loader's own
                 # state would still be inside the epoch.
@@ -631,6 +642,28 @@ class FabricDataLoader(_Base):
             # Also after a break or an error in the body, when the generator is closed.
             if loop in active_loops:
                 active_loops.remove(loop)
+
+    def _warn_of_repetitions(self, position: EpochPosition) -> None:
+        """Warn once of an evaluation in which samples have counted twice.
+
+        Called by the generator of the batches at the end of a loop, in which nothing was gathered
+        without the repetitions.
+        """
+        repeated = self._spec.repeated_entries(position)
+        if self._has_warned or repeated == 0 or not self._job.warns_of_repetitions():
+            return
+        self._has_warned = True
+        spec = self._spec
+        warnings.warn(
+            f"this loop over {length_of(spec.order_source)} {spec.unit} computed no gradients, and "
+            f"{repeated} of them were repeated so that all {spec.num_replicas} processes get "
+            "equally many: sums and means over the batches of all processes count these twice. "
+            "fabric.gather_for_metrics(results) returns the results of each sample once; "
+            f'setup_dataloaders(loader, uneven="drop") leaves samples out instead; '
+            "Fabric(check_training=False) if this is meant",
+            # The line of the loop: past this method and the generator of the batches.
+            stacklevel=3,
+        )
 
     def _follow_user_epoch(self) -> None:
         """Adopt the epoch if the user called ``set_epoch`` on their own sampler or dataset."""

@@ -149,6 +149,15 @@ class LoaderSpec:
             return full_batches + 1
         return full_batches
 
+    def repeated_entries(self, position: EpochPosition) -> int:
+        """Return how many entries an iteration repeats so that all shards are equally long."""
+        order_length = length_of(self.order_source)
+        shard_length = self.shard_length(position)
+        if self.shard_count == 1 or order_length is None or shard_length is None:
+            return 0
+        remaining = order_length - position.skipped_entries
+        return max(0, shard_length * self.num_replicas - remaining)
+
     def cursor(self, position: EpochPosition) -> int:
         """Return the number of entries that all ranks together have received in this epoch.
 
@@ -201,12 +210,14 @@ class ActiveLoop:
         batch_number: number of the latest batch. Before the first batch, number of the start.
         number_before: number of the batch before the latest, or of the start. Negative before the
             first batch.
+        is_gathered: whether results of a batch were gathered without repetitions.
     """
 
     spec: LoaderSpec
     position: EpochPosition
     batch_number: int
     number_before: int = -1
+    is_gathered: bool = False
 
 
 class _Order(NamedTuple):
