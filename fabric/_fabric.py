@@ -710,6 +710,7 @@ class Fabric:
         *args: Any,
         weight: float | Tensor | None = None,
         optimizer: _Optimizers = None,
+        reduce: Literal["mean", "sum"] = "mean",
         **kwargs: Any,
     ) -> None:
         """Compute gradients, instead of ``tensor.backward(*args, **kwargs)``.
@@ -727,34 +728,43 @@ class Fabric:
                 not waited for. None leaves the loss as it is.
             optimizer: the optimizer or optimizers that the loss is for. None means all that are set
                 up.
+            reduce: ``"mean"``, the default, gives the gradients of the mean of the losses of all
+                processes. ``"sum"`` gives those of their sum, for losses that are sums over
+                samples.
             **kwargs: the keyword arguments of ``Tensor.backward``.
 
         Raises:
             UsageError: gradients would not be synchronized (see
                 :class:`fabric.module.FabricModule`); losses with and without a weight, or for
-                different optimizers, are added up in one gradient; or all weights of a step are
-                zero.
+                different optimizers, are added up in one gradient; all weights of a step are zero;
+                ``reduce="sum"`` where gradients are not averaged over all processes; or, in the
+                first steps, the loss of a weight is a mean.
+            ConfigurationError: ``reduce`` is another value, or ``"sum"`` together with a weight.
         """
         session = self._session
-        if session is not None:
-            for loop in session.active_loops:
-                if loop.spec.uneven == "longest":
-                    # A rank that has run out of batches repeats one to stay in step with the other
-                    # ranks. The loss and the weight of a repeated batch become zero. Those of any
-                    # other batch are not changed.
-                    tensor, weight = without_repeats(loop.position, tensor, weight)
-        needs_loss_weights = weight is not None or optimizer is not None
+        if session is None:
+            if weight is None and optimizer is None and reduce == "mean":
+                tensor.backward(*args, **kwargs)  # nothing has been set up
+                return
+            session = self._ensure_session("backward")
+        # A copy of the list, which becomes empty after the first backward passes.
+        for check_loss in list(session.loss_checks):
+            check_loss(tensor, weight, reduce)
+        for loop in session.active_loops:
+            if loop.spec.uneven == "longest":
+                # A rank that has run out of batches repeats one to stay in step with the other
+                # ranks. The loss and the weight of a repeated batch become zero. Those of any other
+                # batch are not changed.
+                is_sum = reduce == "sum"
+                tensor, weight = without_repeats(loop.position, tensor, weight, is_sum=is_sum)
+        if reduce != "mean":
+            tensor = session.sum_over_ranks(tensor, weight, reduce)
         # After the first weight, all losses pass through the loss weights, which refuse to add up
         # losses with and without a weight.
-        if session is not None and session.loss_weights is not None:
-            needs_loss_weights = True
-        if needs_loss_weights:
-            session = self._ensure_session("backward")
+        has_loss_weights = session.loss_weights is not None
+        if weight is not None or optimizer is not None or has_loss_weights:
             # The loss weights apply the loss scale, too.
             tensor = session.ensure_loss_weights().scale_loss(tensor, weight, optimizer)
-        elif session is None:  # nothing has been set up
-            tensor.backward(*args, **kwargs)
-            return
         elif session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
 
@@ -764,9 +774,7 @@ class Fabric:
                 function()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
-            session.strategy._explain(error)  # may add a note to the error
-            for function in hooks.after:
-                function(tensor, error)
+            session.end_failed_backward(tensor, error)
             raise
         # A copy of the list, since a function may remove itself from the list.
         for function in list(hooks.after):

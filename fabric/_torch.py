@@ -314,6 +314,50 @@ def _nodes_behind(loss: Tensor) -> Iterator[Any]:
             nodes_to_visit.append(predecessor)
 
 
+def saved_option(node: Any, name: str) -> Any:
+    """Return an option of the operation of a node of an autograd graph, such as ``"reduction"``.
+
+    None if the operation has no such option. Tensors are read by :func:`saved_constant` only. The
+    notes on autograd describe these attributes, but their names begin with an underscore.
+    """
+    return getattr(node, f"_saved_{name}", None)
+
+
+def saved_constant(node: Any, operand: str) -> Tensor | None:
+    """Return an operand that a node of an autograd graph has saved. None if it cannot be read.
+
+    The attribute ``_saved_other`` would run the hooks of the user. Those of activation
+    checkpointing compute the forward pass again, which is possible only once. So the operand is
+    read by hooks, which torch accepts only if there are no other ones.
+
+    Args:
+        node: a multiplication or a division.
+        operand: ``"self"`` for the first operand, ``"other"`` for the second operand.
+    """
+    saved_tensor = getattr(node, f"_raw_saved_{operand}", None)
+    if saved_tensor is None:
+        number = saved_option(node, operand)
+        # Some operations have an operand that is not a tensor.
+        return None if number is None else torch.tensor(float(number))
+
+    def pack(tensor: Tensor) -> Tensor:
+        # The node keeps the operand, since torch accepts hooks only once.
+        node.metadata[operand] = tensor
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    if operand not in node.metadata:
+        try:
+            # Calls pack() at once. These hooks change nothing for the backward pass.
+            saved_tensor.register_hooks(pack, unpack)
+        except RuntimeError:
+            # The user has added other hooks, or a backward pass has freed the tensor.
+            return None
+    return node.metadata[operand]
+
+
 def is_compiling() -> bool:
     """Return whether any thread of this process compiles a graph now, for hang reports.
 

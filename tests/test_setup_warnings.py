@@ -101,7 +101,7 @@ def train_on(fabric: Fabric, loader: Any) -> Report:
 
     def loop() -> None:
         for (x,) in loader:
-            loss = model(x).sum()
+            loss = model(x).mean()
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import data
+from torch.utils.checkpoint import checkpoint
 
 from fabric import _torch
+from fabric._torch import saved_constant, saved_option
 from fabric.tools import _torch as tool_names
 
 Pair = namedtuple("Pair", "left right")
@@ -546,3 +548,24 @@ def test_the_collectives_of_a_sharded_module_are_made_within_a_context():
                 model(torch.ones(1, 2)).sum().backward()
             model(torch.ones(1, 2)).sum().backward()
     assert names == 2 * ["all_gather", "reduce_scatter"]
+
+
+def test_a_node_gives_an_option_and_a_constant_and_computes_nothing_again():
+    weight = torch.ones(3, requires_grad=True)
+    loss = torch.nn.functional.mse_loss(weight, torch.zeros(3), reduction="sum")
+    assert saved_option(loss.grad_fn, "reduction") == 2
+    assert saved_option(loss.grad_fn, "keepdim") is None
+    product = weight.sum() * torch.tensor(5.0)
+    # The operand can be read twice, and the backward pass still works.
+    for _ in range(2):
+        assert saved_constant(product.grad_fn, "other") == 5
+    product.backward()
+    assert torch.equal(weight.grad, torch.full((3,), 5.0))
+    assert saved_constant((weight.sum() / torch.tensor(2)).grad_fn, "self") is None
+
+    def multiply(values):
+        return values.sum() * torch.tensor(5.0)
+
+    checkpointed = checkpoint(multiply, weight, use_reentrant=False)
+    assert saved_constant(checkpointed.grad_fn, "other") is None
+    checkpointed.backward()

@@ -396,23 +396,34 @@ def _refuse_progress(rows: list[list[int]]) -> NoReturn:
     )
 
 
-def without_repeats(position: EpochPosition, loss: Tensor, weight: Any) -> tuple[Tensor, Any]:
+def without_repeats(
+    position: EpochPosition, loss: Tensor, weight: Any, *, is_sum: bool = False
+) -> tuple[Tensor, Any]:
     """Return the loss and the weight of a backward pass under ``"longest"``: zeros for a repeat.
 
     ``fabric.backward`` calls it. A rank with a repeat still makes its backward pass, since the
     other ranks wait for its gradients, which have to be zero.
 
+    Args:
+        position: the position of the loop.
+        loss: the loss.
+        weight: the weight of the loss. None if there is none.
+        is_sum: whether the losses of all ranks are summed up, so that a repeat needs no weight.
+
     Raises:
-        UsageError: there is no weight.
+        UsageError: the loss needs a weight, and there is none.
     """
-    if weight is None:
+    if weight is None and not is_sum:
         raise UsageError(
             'fabric.backward(loss) in a loop under uneven="longest"',
             problem="a mean over the processes would count those that have no batch",
-            suggestion="fabric.backward(losses.sum(), weight=len(losses))",
+            suggestion="fabric.backward(losses.sum(), weight=len(losses)) for the mean, or "
+            'fabric.backward(losses.sum(), reduce="sum") for the sum',
         )
     if not position.is_repeat:
         return loss, weight
     # The loss of a repeat may be infinite, and zero times infinity is NaN.
-    finite_loss = torch.where(loss.isfinite(), loss, 0)
-    return finite_loss * 0, weight * 0
+    zero_loss = torch.where(loss.isfinite(), loss, 0) * 0
+    if weight is None:
+        return zero_loss, None
+    return zero_loss, weight * 0

@@ -1,0 +1,99 @@
+"""Checks of the first losses: whether a loss and its weight belong together.
+
+See also ``[Note: Loss reduction]`` in ``fabric/diagnostics/loss_reduction.py``.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fabric.diagnostics.loss_reduction import loss_reduction
+from fabric.errors import UsageError
+
+__all__ = ["LossCheck", "LossChecks"]
+
+# A function that gets the arguments "tensor", "weight" and "reduce" of Fabric.backward.
+LossCheck = Callable[[Tensor, Any, str], object]
+
+# More than one backward pass for each step, since a step may accumulate several losses.
+_CHECKED_LOSSES = 12
+_TURN_OFF = "Fabric(check_training=False) if this is meant"
+
+
+class LossChecks:
+    """Checks of the first losses of a job. They remove themselves afterwards.
+
+    Args:
+        rank: the rank of this process.
+        num_replicas: the number of ranks that have different samples.
+        checks: the functions that ``Fabric.backward`` calls for each loss. This object adds
+            :meth:`check`.
+    """
+
+    def __init__(self, rank: int, num_replicas: int, checks: list[LossCheck]) -> None:
+        """Add the check."""
+        self._rank = rank
+        self._num_replicas = num_replicas
+        self._checks = checks
+        self._num_losses = 0
+        self._has_warned = False
+        checks.append(self.check)
+
+    def check(self, loss: Tensor, weight: Any, reduce: str) -> None:
+        """Check one loss before its backward pass.
+
+        A mean with a weight raises. A sum without a weight is a warning on rank 0, once.
+
+        Args:
+            loss: the loss.
+            weight: the weight that the user has given, which may not be a number. None if there is
+                none.
+            reduce: how the gradients of the ranks are reduced.
+
+        Raises:
+            UsageError: the loss is a mean, and the weight is greater than one.
+        """
+        self._num_losses += 1
+        if self._num_losses >= _CHECKED_LOSSES:
+            self._checks.remove(self.check)
+        number = _number(weight)
+        reduction = loss_reduction(loss, number)
+        if reduction is None:
+            return
+        if number is not None and number > 1 and reduction.is_plain_mean:
+            raise UsageError(
+                f"fabric.backward(loss, weight={number:g}) on rank {self._rank}",
+                problem="the loss is a mean, and its gradients would be divided by the weight once "
+                "more",
+                expected="the weight of a loss that is a sum: the number of its terms",
+                suggestion="fabric.backward(loss * n, weight=n), or the loss with "
+                'reduction="sum"; fabric.backward(loss) for the mean over all processes of their '
+                f"losses; {_TURN_OFF}",
+            )
+        is_averaged = weight is None and reduce == "mean" and self._num_replicas > 1
+        should_warn = is_averaged and reduction.is_plain_sum and self._rank == 0
+        if should_warn and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loss of each of {self._num_replicas} processes is a sum over its samples, "
+                "and gradients are averaged over processes: they are "
+                f"{self._num_replicas} times smaller than those of one process that sums over all "
+                'samples. Write fabric.backward(loss, reduce="sum") for the sum, or '
+                "fabric.backward(loss, weight=n) with the number of terms for the mean; "
+                f"{_TURN_OFF}",
+                # The line that calls fabric.backward().
+                stacklevel=3,
+            )
+
+
+def _number(weight: Any) -> float | None:
+    """Return a weight as a number. None if it is not a number, which is refused later."""
+    # Tensors and arrays have a shape.
+    if getattr(weight, "shape", None) == ():
+        weight = weight.item()
+    # A bool is not a number of terms.
+    if type(weight) not in (int, float):
+        return None
+    return float(weight)

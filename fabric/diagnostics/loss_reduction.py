@@ -1,0 +1,344 @@
+"""How a loss reduces its terms, read from its autograd graph.
+
+[Note: Loss reduction] The graph of a loss tells a mean over the batch from a sum. The graph is read
+from the loss downwards, in two parts.
+
+From the loss to the reduction, only operations on single numbers are followed: a loss function with
+``reduction="mean"`` or ``"sum"``, ``mean()``, ``sum()``, and multiples and sums of such losses.
+
+Below the reduction, only operations on single elements are followed, up to a layer with parameters
+or another operation on single samples. A mean in this part may be the mean over the batch, and a
+sum may be a sum over the batch. Any operation that is not listed here may be anything.
+
+In each of these cases the result is None, so that a loss which is not understood is not reported.
+Numbers in the graph are read by hooks of saved tensors. These hooks cannot be added where the user
+has added some, as activation checkpointing does, so that nothing is recomputed.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fabric._torch import saved_constant, saved_option
+
+__all__ = ["LossReduction", "loss_reduction"]
+
+# A node of the autograd graph. torch has no public class with the attributes of all nodes.
+Node = Any
+
+# The names of operations are those of their nodes, without "Backward0".
+# Operations on a single number that do not change its size.
+_IDENTITIES = {
+    *("Alias", "Clone", "Neg", "Permute", "Reshape", "Squeeze", "ToCopy", "Unsqueeze"),
+    *("UnsafeView", "View"),
+}
+_ADDITIONS = {"Add", "Sub", "Rsub"}
+_LISTS = {"Cat", "Stack"}
+# Operations on single elements, which neither add elements up nor mix the samples of a batch.
+_ELEMENTWISE = {
+    *_IDENTITIES,
+    *_ADDITIONS,
+    *_LISTS,
+    *("Div", "Mul", "Pow", "Reciprocal", "Rsqrt", "Sqrt", "Xlogy"),
+    *("Abs", "Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum", "MaskedFill", "Where"),
+    *("Cos", "Erf", "Exp", "Expm1", "Log", "Log1P", "LogSigmoid", "Sigmoid", "Sin", "Tanh"),
+    *("Elu", "Gelu", "Hardtanh", "LeakyRelu", "Relu", "Silu", "Softplus"),
+    *("Expand", "Index", "IndexSelect", "MaskedSelect", "Select", "Slice", "Split"),
+    *("SplitWithSizes", "T", "Transpose", "Unbind"),
+}
+# Operations on single samples, below which the graph is not read.
+_OF_SAMPLES = {
+    *("Convolution", "CtcLoss", "Embedding", "Gather", "LogSoftmax", "Softmax"),
+    *("NativeBatchNorm", "NativeDropout", "NativeGroupNorm", "NativeLayerNorm"),
+    # The outputs of a module under DDP.
+    "_DDPSinkBackward",
+}
+_MATRIX_PRODUCTS = {"Addmm", "Mm", "Linear"}
+# Operations on a matrix of parameters before its product with samples.
+_OF_MATRICES = {"T", "ToCopy", "Transpose", "Permute"}
+_MAX_NODES = 300  # a larger part of a graph is not read, since that takes long
+# Smaller factors may be one over a number of terms, and so make a mean of a sum.
+_MIN_FACTOR_OF_SUM = 0.5
+_MIN_ELEMENT_OF_SUM = 0.25
+# The values of the option "reduction", which loss functions of torch have.
+_REDUCTION_MEAN = 1
+_REDUCTION_SUM = 2
+
+
+@dataclass(frozen=True)
+class LossReduction:
+    """What a loss does with its terms.
+
+    Attributes:
+        is_mean: whether it is their mean. Otherwise it is their sum.
+        factor: the absolute number that the mean or the sum is multiplied by. 0 for a sum that is
+            divided by a number of unknown meaning.
+        num_terms: the number of elements of which it is the mean or the sum. None if the graph does
+            not say it.
+    """
+
+    is_mean: bool
+    factor: float = 1.0
+    num_terms: int | None = None
+
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether the loss is a mean and not multiplied by a number of terms."""
+        return self.is_mean and self.factor <= 1
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether the loss is a sum and not divided by a number of terms."""
+        return not self.is_mean and self.factor >= _MIN_FACTOR_OF_SUM
+
+
+def loss_reduction(loss: Tensor, weight: float | None) -> LossReduction | None:
+    """Return how a loss reduces its terms. None if its graph does not say so for certain.
+
+    Call it before the backward pass, which frees the numbers in the graph.
+
+    Args:
+        loss: the loss, a tensor with one element.
+        weight: the number of terms that the user has given. None if there is none.
+    """
+    if loss.grad_fn is None or loss.numel() != 1:
+        return None
+    return _LossGraph(weight).reduction_of(loss.grad_fn)
+
+
+class _LossGraph:
+    """The graph of one loss.
+
+    Args:
+        weight: see :func:`loss_reduction`.
+    """
+
+    def __init__(self, weight: float | None) -> None:
+        self._weight = weight
+        self._num_nodes = 0
+
+    def reduction_of(self, node: Node) -> LossReduction | None:
+        """Return the reduction of a number in the graph. None if it is not known."""
+        self._num_nodes += 1
+        if self._num_nodes > _MAX_NODES:
+            return None
+        operation = _operation(node)
+        inputs = _inputs(node)
+        if operation in _IDENTITIES:
+            return self.reduction_of(inputs[0])
+        if operation in _ADDITIONS:
+            return self._common_reduction(inputs)
+        if operation in ("Mul", "Div") and len(inputs) == 1:
+            return self._scaled_reduction(node)
+        if operation in ("Mean", "Sum"):
+            return self._reduction_of_elements(node)
+        reduction = saved_option(node, "reduction")
+        if reduction in (_REDUCTION_MEAN, _REDUCTION_SUM):
+            return _reduction_of_loss_function(node)
+        return None
+
+    def _common_reduction(self, nodes: Iterable[Node]) -> LossReduction | None:
+        """Return the reduction of a sum of losses. None if they are not all means or all sums."""
+        reductions = [self.reduction_of(node) for node in nodes]
+        common = max(reductions, key=_factor, default=None)
+        for reduction in reductions:
+            if common is None or reduction is None or reduction.is_mean != common.is_mean:
+                return None
+        return common
+
+    def _scaled_reduction(self, node: Node) -> LossReduction | None:
+        """Return the reduction of a number that is multiplied or divided by a constant."""
+        reduction = self.reduction_of(_inputs(node)[0])
+        factors = _constant_factors(node)
+        if reduction is None or factors is None or factors.numel() != 1:
+            return None
+        factor = reduction.factor * factors.item()
+        if not reduction.is_mean:
+            # A sum that is divided by the number of its terms is a mean. Any other divisor may be
+            # anything, such as a number of features or of micro-batches.
+            for num_terms in (reduction.num_terms, self._weight):
+                if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
+                    return LossReduction(is_mean=True, num_terms=reduction.num_terms)
+            if factor < _MIN_FACTOR_OF_SUM:
+                factor = 0.0
+        return replace(reduction, factor=factor)
+
+    def _reduction_of_elements(self, node: Node) -> LossReduction | None:
+        """Return the reduction of a number that is the mean or the sum of a tensor."""
+        inputs = _inputs(node)
+        is_mean = _operation(node) == "Mean"
+        num_terms = math.prod(saved_option(node, "self_sym_sizes"))
+        if num_terms == 1:
+            return self.reduction_of(inputs[0])
+        if _operation(inputs[0]) in _LISTS:
+            # A list of losses, such as those of several tasks.
+            reduction = self._common_reduction(_inputs(inputs[0]))
+            if reduction is not None:
+                factor = reduction.factor
+                if is_mean:
+                    factor /= num_terms
+                return replace(reduction, factor=factor)
+        elements = _read_elements(inputs)
+        if is_mean:
+            is_certain = elements.is_known and not elements.has_sum
+            is_certain = is_certain or num_terms == self._weight
+        else:
+            is_certain = elements.are_summed_up
+        if not is_certain:
+            return None
+        return LossReduction(is_mean, num_terms=num_terms)
+
+
+def _factor(reduction: LossReduction | None) -> float:
+    if reduction is None:
+        return 0.0
+    return reduction.factor
+
+
+def _reduction_of_loss_function(node: Node) -> LossReduction | None:
+    """Return the reduction of a loss function of torch, such as ``cross_entropy``."""
+    is_mean = saved_option(node, "reduction") == _REDUCTION_MEAN
+    elements = _read_elements(_inputs(node))
+    # The loss function may compare sums or means over the batch, such as moments.
+    reduces_batch = elements.has_sum if is_mean else elements.is_normalized
+    if reduces_batch:
+        return None
+    return LossReduction(is_mean)
+
+
+@dataclass
+class _Elements:
+    """What is known about the elements of a tensor that a loss reduces.
+
+    Attributes:
+        has_samples: whether an element belongs to a sample of the batch.
+        is_known: whether all operations on the elements are known.
+        is_normalized: whether elements may be means, or divided by their number.
+        has_sum: whether elements may be sums.
+    """
+
+    has_samples: bool = False
+    is_known: bool = True
+    is_normalized: bool = False
+    has_sum: bool = False
+
+    @property
+    def are_summed_up(self) -> bool:
+        """Whether the sum of the elements is a sum over the batch for certain."""
+        return self.has_samples and self.is_known and not self.is_normalized
+
+    def read(self, node: Node) -> bool:
+        """Record what an operation does. Return whether to read its inputs, too."""
+        operation = _operation(node)
+        if operation == "AccumulateGrad":
+            return False
+        if operation in _OF_SAMPLES or _is_layer(node):
+            self.has_samples = True
+            return False
+        if operation in ("Mul", "Div") and len(_inputs(node)) == 1:
+            self.is_normalized |= _may_normalize(node)
+            return True
+        reduction = saved_option(node, "reduction")
+        if reduction is not None:
+            self.has_samples = True
+            self.is_normalized |= reduction == _REDUCTION_MEAN
+            self.has_sum |= reduction == _REDUCTION_SUM
+            return False
+        if operation == "Mean":
+            self.is_normalized |= math.prod(saved_option(node, "self_sym_sizes")) > 1
+            return True
+        if operation in ("Sum", "Logsumexp", "Norm", "LinalgVectorNorm"):
+            self._read_sum(node)
+            return True
+        if operation in _ELEMENTWISE:
+            return True
+        self.is_known = False
+        return False
+
+    def _read_sum(self, node: Node) -> None:
+        """Record a sum, or another reduction that grows with the number of elements."""
+        self.has_sum = True
+        dimensions = saved_option(node, "dim") or ()
+        if isinstance(dimensions, int):
+            dimensions = (dimensions,)
+        # The first dimension is the batch. Without dimensions, all of them are reduced.
+        if _operation(node) != "Sum" and (not dimensions or 0 in dimensions):
+            self.is_known = False
+
+
+def _read_elements(nodes: Iterable[Node]) -> _Elements:
+    """Return what is known about the elements that the operations compute."""
+    elements = _Elements()
+    pending = [*nodes]
+    read_nodes: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in read_nodes:
+            continue
+        read_nodes.add(node)
+        if len(read_nodes) > _MAX_NODES:
+            elements.is_known = False
+            break
+        if elements.read(node):
+            pending.extend(_inputs(node))
+    return elements
+
+
+def _operation(node: Node) -> str:
+    """Return the name of the operation of a node, such as ``"Mul"`` for ``"MulBackward0"``."""
+    name = node.name().removeprefix("torch::autograd::")
+    # The names of the user's own functions end in "Backward" without a number, and are not changed.
+    return re.sub(r"Backward\d+$", "", name)
+
+
+def _inputs(node: Node) -> list[Node]:
+    """Return the nodes of the inputs that have gradients. The others are constants."""
+    return [function for function, _ in node.next_functions if function is not None]
+
+
+def _is_layer(node: Node) -> bool:
+    """Return whether an operation is a linear layer: a product with a matrix of parameters."""
+    if _operation(node) not in _MATRIX_PRODUCTS:
+        return False
+    matrix = node.next_functions[-1][0]
+    while matrix is not None and _operation(matrix) in _OF_MATRICES:
+        matrix = matrix.next_functions[0][0]
+    return matrix is not None and _operation(matrix) == "AccumulateGrad"
+
+
+def _may_normalize(node: Node) -> bool:
+    """Return whether an operation may divide elements by the number of elements."""
+    factors = _constant_factors(node)
+    if factors is None:
+        return True
+    if factors.numel() == 1:
+        return factors.item() < _MIN_FACTOR_OF_SUM
+    # Weights that add up to one make a mean of a sum. The division of terms by their number gives
+    # small weights.
+    finite_factors = factors.nan_to_num(posinf=0.0)
+    largest = finite_factors.max().item()
+    total = finite_factors.double().sum().item()
+    return largest < _MIN_ELEMENT_OF_SUM or total < 1.01
+
+
+def _constant_factors(node: Node) -> Tensor | None:
+    """Return the absolute values by which a constant multiplies elements. None if not known.
+
+    Args:
+        node: a multiplication or a division with one constant operand.
+    """
+    is_division = _operation(node) == "Div"
+    is_first_constant = node.next_functions[0][0] is None
+    if is_division and is_first_constant:
+        return None  # a constant that is divided by a number of the graph
+    constant = saved_constant(node, "self" if is_first_constant else "other")
+    if constant is None:
+        return None
+    factors = constant.detach().double().abs()
+    if is_division:
+        factors = factors.reciprocal()
+    return factors
