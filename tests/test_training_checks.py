@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from fabric import Fabric
 from fabric.diagnostics.training_checks import fingerprint
@@ -107,6 +108,43 @@ def step_on_local_gradients(fabric: Fabric) -> None:
     step_and_check_again(fabric, optimizer)
 
 
+def clear_before_step(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    for _ in range(2):
+        loss = model(X).sum()
+        fabric.backward(loss)
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def set_to_zero_before_step(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    for _ in range(2):
+        loss = model(X).sum()
+        fabric.backward(loss)
+        model.zero_grad(set_to_none=False)
+        optimizer.step()
+
+
+def step_after_each_micro_batch(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(16, 4)))
+    for batch, _ in fabric.accumulate(loader, steps=4):
+        step(fabric, model, optimizer, batch)
+
+
+def step_after_half_of_a_window(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(16, 4)))
+    windows = fabric.accumulate(loader, steps=4)
+    for index, (batch, _) in enumerate(windows):
+        loss = model(batch).sum()
+        fabric.backward(loss)
+        if index % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def foreign_parameter(fabric: Fabric) -> None:
     net = OneWeight()
     temperature = nn.Parameter(torch.ones(3))
@@ -140,6 +178,10 @@ MISTAKES: dict[Case, str] = {
     changed_on_one_rank: "ranks 0 and 1 differ after it: head.weight",
     different_hyperparameters: "ranks 0 and 1 differ after it: encoder.weight, encoder.bias",
     step_on_local_gradients: "outside of no_backward_sync",
+    clear_before_step: "were cleared before the step, 2 times in a row",
+    set_to_zero_before_step: "were cleared before the step, 2 times in a row",
+    step_after_each_micro_batch: "at micro-batch 1 of 4 of a window of fabric.accumulate",
+    step_after_half_of_a_window: "at micro-batch 2 of 4 of a window of fabric.accumulate",
     foreign_parameter: (
         "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has"
     ),
@@ -175,6 +217,28 @@ def step_with_different_learning_rates(fabric: Fabric) -> tuple[int, str]:
 def test_without_the_check_nothing_is_watched() -> None:
     results = run_in_ranks(step_with_different_learning_rates, check_training=False)
     assert results == [(WATCHDOG_HOOKS, "fine")] * 2
+
+
+def loops_that_do_not_train_in_one_process(fabric: Fabric) -> dict[str, str]:
+    cases = [
+        clear_before_step,
+        set_to_zero_before_step,
+        step_after_each_micro_batch,
+        step_after_half_of_a_window,
+    ]
+    return outcomes(fabric, cases)
+
+
+@pytest.mark.parametrize(
+    "options", [{"ranks": 1}, {"ranks": 1, "precision": "16-mixed"}, {"strategy": "fsdp"}], ids=str
+)
+def test_cleared_gradients_and_parts_of_windows_raise_under_every_strategy(
+    options: dict[str, Any],
+) -> None:
+    for results in run_in_ranks(loops_that_do_not_train_in_one_process, **options):
+        for name, text in results.items():
+            assert text.startswith("UsageError: SGD.step() on rank"), f"{name}: {text}"
+            assert "Write: " in text
 
 
 # -- parameters that were added after the setup ---------------------------------------------------
@@ -480,6 +544,42 @@ def accumulation(fabric: Fabric) -> None:
             optimizer.zero_grad()
 
 
+def critic_that_steps_within_windows(fabric: Fabric) -> None:
+    generator, generator_optimizer = make(fabric, nn.Linear(4, 4))
+    critic, critic_optimizer = make(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(16, 4)))
+    for batch, last in fabric.accumulate(loader, steps=2):
+        step(fabric, critic, critic_optimizer, batch)
+        with fabric.no_backward_sync([critic, generator], enabled=not last):
+            loss = critic(generator(batch)).sum()
+            fabric.backward(loss)
+        critic_optimizer.zero_grad()
+        if last:
+            generator_optimizer.step()
+            generator_optimizer.zero_grad()
+
+
+def dropped_batches(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    for number in range(4):
+        loss = model(X).sum()
+        fabric.backward(loss)
+        if number in (1, 2):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def hinge(fabric: Fabric) -> None:
+    """Step with gradients that are exactly zero."""
+    model, optimizer = make(fabric)
+    for _ in range(3):
+        loss = (model(X) * 0).sum()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
 def frozen_encoder(fabric: Fabric) -> None:
     net = Net()
     net.encoder.requires_grad_(False)
@@ -587,6 +687,9 @@ def compiled(fabric: Fabric) -> None:
 HABITS: list[Case] = [
     adversaries,
     accumulation,
+    critic_that_steps_within_windows,
+    dropped_batches,
+    hinge,
     frozen_encoder,
     gradients_dropped_on_purpose,
     closures,

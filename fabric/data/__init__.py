@@ -7,7 +7,7 @@ ranks together, and ``loader`` is the loader that the user gets. ``gather``, ``a
 and loops in which ranks have different numbers of batches.
 """
 
-from fabric.data.accumulate import Windows, check_no_window
+from fabric.data.accumulate import Windows, check_no_window, open_micro_batch
 from fabric.data.gather import gather_batch
 from fabric.data.join import JoinedPasses, follow_last_rank
 from fabric.data.loader import DataParallelJob, FabricDataLoader, LoaderOptions
@@ -26,5 +26,6 @@ __all__ = [
     "check_no_window",
     "follow_last_rank",
     "gather_batch",
+    "open_micro_batch",
     "without_repeats",
 ]

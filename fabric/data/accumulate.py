@@ -9,7 +9,7 @@ from fabric.data.position import EpochPosition, MicroBatch
 from fabric.data.spec import ActiveLoop
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 
-__all__ = ["Windows", "check_no_window"]
+__all__ = ["Windows", "check_no_window", "open_micro_batch"]
 
 
 class Windows:
@@ -97,6 +97,14 @@ class Windows:
                 if not is_last:
                     position.micro_batch = MicroBatch(number, window_length=self.steps)
                 yield batch, is_last
+
+
+def open_micro_batch(active_loops: Sequence[ActiveLoop]) -> MicroBatch | None:
+    """Return the micro-batch of an active loop inside a window. None if no window is open."""
+    for loop in active_loops:
+        if loop.position.micro_batch is not None:
+            return loop.position.micro_batch
+    return None
 
 
 def check_no_window(active_loops: Sequence[ActiveLoop]) -> None:

@@ -48,6 +48,7 @@ from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
 from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
+from fabric.optim.gradients import has_gradients
 from fabric.store import JobStore
 from fabric.tree import parameters_of
 
@@ -108,6 +109,7 @@ class TrainingChecks:
         contracts: the contracts of the set-up modules.
         store: the store in which ranks compare fingerprints.
         backward: the hooks around backward passes.
+        check_window: raises if the optimizer may not step at the current micro-batch.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class TrainingChecks:
         name: str,
         contracts: Contracts,
         store: JobStore,
+        *,
         backward: Hooks,
+        check_window: Callable[[Optimizer], object],
     ) -> None:
         """Add the hooks around the steps of the optimizer and around backward passes."""
         self._optimizer = ref(optimizer)
@@ -124,6 +128,7 @@ class TrainingChecks:
         self._name = name
         self._contracts = contracts
         self._store = store
+        self._check_window = check_window
         self._step_calls = 0
         # The number of steps with gradients. A step that is skipped after an overflow is not
         # counted.
@@ -132,6 +137,12 @@ class TrainingChecks:
         self._synchronized_backwards = 0
         # Successive steps before which no parameter had got a gradient.
         self._steps_without_gradient = 0
+        # Steps before which all gradients were cleared.
+        self._cleared_steps = 0
+        # Whether a step had a gradient that is not zero.
+        self._has_stepped_with_gradient = False
+        # Whether a backward pass since the latest step has left a gradient that is not zero.
+        self._has_new_gradient = False
         # The ids of the parameters that have had a gradient in any of the steps.
         self._had_gradient: set[int] = set()
         # The names of the replicated parameters, and a number for each after the latest step.
@@ -171,6 +182,7 @@ class TrainingChecks:
             # The gradients are recorded here, too, since the user may clear them before the next
             # step.
             self._record_gradients(optimizer)
+            self._has_new_gradient = has_gradients(optimizer)
             self._check_replicas()
             # synchronizes() is false inside of no_backward_sync.
             if any(contract.synchronizes() for contract in self._contracts):
@@ -222,6 +234,7 @@ class TrainingChecks:
         trained_ids = self._record_gradients(optimizer)
         if self._step_calls == 1:
             self._check_values(trained_ids)
+        self._check_window(optimizer)
         # A closure computes the gradients within the step, so they cannot be checked before the
         # step. The first of the arguments is the optimizer.
         has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
@@ -231,6 +244,8 @@ class TrainingChecks:
             self._check_reduced(contract, trained_ids)
             self._check_missing(contract, trained_ids)
         self._check_some_gradient(trained_ids)
+        self._check_not_cleared(optimizer)
+        self._has_new_gradient = False
 
     def _check_values(self, trained_ids: set[int]) -> None:
         """Raise if parameters of a trained model are NaN, as after ``empty_init=True``.
@@ -332,6 +347,25 @@ class TrainingChecks:
                 expected="an optimizer of parameters that the loss is computed from",
                 suggestion="loss = loss_function(model(batch), target); fabric.backward(loss); "
                 f"{_GATHER_WITH_GRADIENTS}; {_TURN_OFF}",
+            )
+
+    def _check_not_cleared(self, optimizer: Optimizer) -> None:
+        """Raise at the second step whose gradients were all cleared before the step.
+
+        A single such step is not an error. After a step with gradients none is.
+        """
+        if has_gradients(optimizer):
+            self._has_stepped_with_gradient = True
+        if not self._has_new_gradient or self._has_stepped_with_gradient:
+            return
+        self._cleared_steps += 1
+        if self._cleared_steps >= _CHECKED_STEPS:
+            self._raise_usage_error(
+                problem="all gradients of the backward pass were cleared before the step, "
+                f"{self._cleared_steps} times in a row, so that the step changes nothing",
+                expected="zero_grad() before backward() or after step()",
+                suggestion="fabric.backward(loss); optimizer.step(); optimizer.zero_grad(); "
+                f"{_TURN_OFF}",
             )
 
     def _record_gradients(self, optimizer: Optimizer) -> set[int]:
@@ -497,6 +531,8 @@ class SetupChecks:
         loaders: the set-up loaders. Later ones are seen, too.
         check_setup: raises for optimizers that cannot be set up.
         scales_loss: whether ``fabric.backward`` scales the loss, and with it the gradients.
+        open_micro_batch: returns the current micro-batch inside a window of ``fabric.accumulate``:
+            its number, and the length of the window. None after the last one, or without a window.
     """
 
     def __init__(
@@ -509,6 +545,7 @@ class SetupChecks:
         loaders: Collection[object],
         check_setup: Callable[[Sequence[Optimizer]], object],
         scales_loss: bool,
+        open_micro_batch: Callable[[], tuple[int, int] | None],
     ) -> None:
         """Add the hooks around the steps of all optimizers and around backward passes."""
         self._contracts = contracts
@@ -521,6 +558,9 @@ class SetupChecks:
         # The parameters of which fabric.backward() has computed scaled gradients.
         # All values are None.
         self._scaled_parameters = WeakTensorKeyDictionary()
+        self._open_micro_batch = open_micro_batch
+        # The set-up optimizers that have stepped inside a window.
+        self._stepped_within_window: WeakSet[Optimizer] = WeakSet()
         self._backwards = 0
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
@@ -581,7 +621,14 @@ class SetupChecks:
             optimizer: the optimizer.
             name: identifies the optimizer in the store. It is the same on all ranks.
         """
-        checks = TrainingChecks(optimizer, name, self._contracts, self._store, self._backward)
+        checks = TrainingChecks(
+            optimizer,
+            name,
+            self._contracts,
+            self._store,
+            backward=self._backward,
+            check_window=self._check_window,
+        )
         self._all_hooks.callback(checks.close)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
@@ -635,6 +682,32 @@ class SetupChecks:
             expected="every optimizer of gradients that fabric.backward() computes is set up",
             suggestion="model, optimizer = fabric.setup(model, optimizer), or "
             "fabric.setup_optimizers(optimizer)",
+        )
+
+    def _check_window(self, optimizer: Optimizer) -> None:
+        """Raise if all set-up optimizers step before the end of a window of micro-batches.
+
+        One of several optimizers may step more often than the others, such as that of a critic.
+
+        Args:
+            optimizer: an optimizer, before its step.
+        """
+        micro_batch = self._open_micro_batch()
+        has_gradient = bool(_ids_with_gradient(_trainable_parameters(optimizer)))
+        if micro_batch is None or not has_gradient or optimizer not in self._optimizers:
+            return
+        self._stepped_within_window.add(optimizer)
+        if len(self._stepped_within_window) < len(self._optimizers):
+            return
+        number, window_length = micro_batch
+        raise UsageError(
+            self._request(optimizer),
+            problem=f"it is made at micro-batch {number} of {window_length} of a window of "
+            "fabric.accumulate, with the gradients of only a part of the window",
+            expected="a step at the last micro-batch of each window",
+            suggestion="if last: optimizer.step(); optimizer.zero_grad(). Or "
+            "fabric.accumulate(loader, steps=1), or a loop over the loader itself, for a step "
+            f"after each batch; {_TURN_OFF}",
         )
 
     def _check_parameters_in_use(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
