@@ -433,14 +433,15 @@ def test_alternatives_are_tried_until_one_fits():
     dry_run = planned("wide", "ddp", 4, memory=fsdp_bytes)
     assert dry_run.peak_bytes == ddp_bytes
     assert not dry_run.fits
-    first, second = dry_run.alternatives.items()
-    assert first[0] == 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
-    assert not first[1].fits
-    assert second[0] == "FSDPStrategy()"
-    assert second[1].fits
+    # Which one fits first depends on the release of torch.
+    *rejected, (code, last) = dry_run.alternatives.items()
+    assert code.startswith("FSDPStrategy(")
+    assert last.fits
+    for _, alternative in rejected:
+        assert not alternative.fits
     text = str(dry_run)
     assert "ddp, 32-true, 4 rank(s) on 1 node(s): 4.5 MiB a rank, more than" in text
-    assert "FSDPStrategy(): " in text.splitlines()[-1]
+    assert f"{code}: " in text.splitlines()[-1]
 
 
 def test_all_is_tried_where_nothing_fits():

@@ -110,7 +110,10 @@ _EXPLANATIONS = {
         "a copy of shards is not a model",
         "fabric.ema(model) for averages; fabric.save for copies",
     ),
-    "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
+    (
+        "'Sparse|sparse tensors|placement changes|a sharding strategy|unevenly sharded|"
+        "requires redistribution"
+    ): (
         "torch shards dense gradients, and steps that are the same for each element: it has no "
         "operation for shards here",
         'torch.optim.AdamW, or strategy="ddp"',
