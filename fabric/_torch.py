@@ -406,6 +406,14 @@ def hook_entry(handle: Any) -> HookEntry:
     return HookEntry(hooks, key=handle.id, hook=hooks[handle.id])
 
 
+def user_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks around the forward pass that are registered with a module.
+
+    torch has no public way to list hooks, and a copy of a module copies them.
+    """
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 # A decorator for tensor hooks that a pickle or a copy of the tensor may leave out. torch warns when
 # it pickles a tensor that has other hooks.
 unserializable_hook: Callable[[Any], Any] = torch.utils.hooks.unserializable_hook

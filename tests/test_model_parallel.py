@@ -357,7 +357,7 @@ def partial_gradient(fabric: Fabric) -> None:
 
 
 def test_a_partial_gradient_of_a_replicated_parameter_is_an_error() -> None:
-    with pytest.raises(RankFailedError, match="replicas of ranks 0 and 1 differ after it: scale"):
+    with pytest.raises(RankFailedError, match="the gradient of scale differs by"):
         on_mesh({"tensor_parallel_size": 2, "tp_plan": SPLIT, "devices": 2}, partial_gradient)
 
 

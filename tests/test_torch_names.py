@@ -292,6 +292,22 @@ def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     assert called == ["user's", "first", "user's"]
 
 
+def test_hooks_around_the_forward_pass_of_a_module_are_listed():
+    module = nn.Sequential(nn.Identity())
+    assert _torch.user_hooks(module) == []
+
+    def before(*_):
+        pass
+
+    def after(*_):
+        pass
+
+    module.register_forward_hook(after)
+    module.register_forward_pre_hook(before)
+    assert _torch.user_hooks(module) == [before, after]
+    assert _torch.user_hooks(module[0]) == []
+
+
 def test_a_parameter_and_a_buffer_are_replaced_without_an_assignment():
     class Guarded(nn.Module):
         def __setattr__(self, name, value):

@@ -36,12 +36,15 @@ from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
 from fabric.strategies.fsdp.api import FSDPStrategy
 from fabric.strategies.fsdp.sharding import receive_values, shard_module
+from fabric.strategies.split_comparison import SplitComparison, copy_without_values
 from fabric.strategies.tp_plan import (
     PartRandomStreams,
     check_styles,
     find_head_attributes,
     find_layers,
+    has_whole_output,
     is_split,
+    lines_of_plan,
     torch_styles,
 )
 
@@ -206,6 +209,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self._unsplit_layers: dict[nn.Module, Any] = {}
         # While a model is set up: the user's parameter of each parameter that was split.
         self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
+        # The comparison of a split model with the whole one, until gradient_contract() takes it.
+        self._comparison: SplitComparison | None = None
 
     # -- the process ----------------------------------------------------------------------------
 
@@ -363,7 +368,11 @@ class ModelParallelStrategy(FSDPStrategy):
         topology = self._running_topology
         # From here on, ranks with the same batch draw the same random numbers.
         self._synchronize_rng()
-        self._unsplit_layers = self._find_layers(root)
+        whole = None
+        if topology.tensor_parallel_size > 1:
+            whole = copy_without_values(root)
+        layers = self._find_layers(root)
+        self._unsplit_layers = dict(layers)
         self._original_parameters = {}
         # A list, because setattr changes the attributes through which the generator goes.
         for heads in list(find_head_attributes(root, self._unsplit_layers)):
@@ -376,7 +385,26 @@ class ModelParallelStrategy(FSDPStrategy):
         if topology.tensor_parallel_size > 1:
             streams = PartRandomStreams(topology.mesh, requires_rowwise=self.tp_plan is not None)
             streams.register_hooks(root)
+        if whole is not None:
+            self._comparison = self._build_comparison(root, whole, layers)
         return prepared
+
+    def _build_comparison(
+        self, root: nn.Module, whole: nn.Module, layers: Mapping[nn.Module, Any]
+    ) -> SplitComparison:
+        """Return the comparison of a split model with a copy of the model from before the split.
+
+        Args:
+            root: the model.
+            whole: the copy.
+            layers: the layers that the plan splits, each with its style.
+        """
+        lines: dict[nn.Module, str] = {}
+        if self.tp_plan is not None:
+            lines = lines_of_plan(root, self.tp_plan)
+        whole_outputs = {layer for layer, style in layers.items() if has_whole_output(style)}
+        communicator = self._communicator_along(self._running_topology.mesh["tensor_parallel"])
+        return SplitComparison(root, whole, communicator, lines=lines, whole_outputs=whole_outputs)
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
@@ -393,6 +421,9 @@ class ModelParallelStrategy(FSDPStrategy):
         first_rank = rank // copy_size * copy_size
         ranks_of_copy = range(first_rank, first_rank + copy_size)
         contract = replace(super().gradient_contract(prepared), peers=lambda: ranks_of_copy)
+        if self._comparison is not None:
+            contract = replace(contract, add_first_pass_checks=self._comparison.add_to)
+            self._comparison = None
         # A mistake shows in every group of ranks along "tensor_parallel". One group is checked,
         # because checks of all groups would fill the store.
         is_in_first_group = rank < topology.tensor_parallel_size

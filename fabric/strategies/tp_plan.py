@@ -27,7 +27,10 @@ __all__ = [
     "check_styles",
     "find_head_attributes",
     "find_layers",
+    "generators_of",
+    "has_whole_output",
     "is_split",
+    "lines_of_plan",
     "torch_styles",
 ]
 
@@ -124,10 +127,7 @@ def find_layers(
     """
     request = f"tp_plan for {type(root).__name__}"
     is_of_model = plan == "auto"
-    styles: Any = plan
-    if is_of_model:
-        # transformers uses the second name. An empty plan is treated as a missing one.
-        styles = getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)
+    styles = _styles_by_pattern(root, plan)
     if not styles:
         raise ConfigurationError(
             request,
@@ -159,6 +159,26 @@ def find_layers(
     if problems:
         raise ConfigurationError(request, problem="; ".join(problems))
     return layers
+
+
+def lines_of_plan(root: nn.Module, plan: Mapping[str, Any] | str) -> dict[nn.Module, str]:
+    """Return the line of a plan for each layer that the plan splits, as the user wrote the line.
+
+    Args:
+        root: the model.
+        plan: as for :func:`find_layers`, which has accepted the plan.
+    """
+    modules = dict(root.named_modules())
+    lines: dict[nn.Module, str] = {}
+    for pattern, style in _styles_by_pattern(root, plan).items():
+        line = f'"{pattern}": {_name_of_style(style)}'
+        lines.update(dict.fromkeys(_match(pattern, modules), line))
+    return lines
+
+
+def has_whole_output(style: Any) -> bool:
+    """Return whether a style of a plan gathers the columns that each rank has computed."""
+    return style in _WHOLE_OUTPUT_STYLES
 
 
 def find_head_attributes(
@@ -240,6 +260,21 @@ def is_split(parameter: Any, dim: int | None = None) -> bool:
         return False
     mesh_dim = mesh.mesh_dim_names.index("tensor_parallel")
     return parameter.placements[mesh_dim].is_shard(dim)
+
+
+def _styles_by_pattern(root: nn.Module, plan: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """Return a plan as a mapping. It is empty if ``"auto"`` is asked for and the model has none."""
+    if isinstance(plan, Mapping):
+        return plan
+    # transformers uses the second name. An empty plan is treated as a missing one.
+    return getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None) or {}
+
+
+def _name_of_style(style: Any) -> str:
+    """Return a style as the user writes it."""
+    if isinstance(style, str):
+        return f'"{style}"'
+    return f"{type(style).__name__}(...)"
 
 
 def _match(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
@@ -436,6 +471,15 @@ class _SavedStates(NamedTuple):
     start_of_part: list[torch.Tensor]
 
 
+def generators_of(device_type: str) -> list[torch.Generator]:
+    """Return the generators of torch on a rank: of the CPU, and of the current device."""
+    generators = [torch.default_generator]
+    if device_type != "cpu":
+        device: Any = torch.get_device_module(device_type)
+        generators.append(device.default_generators[device.current_device()])
+    return generators
+
+
 class PartRandomStreams:
     """Hooks that give each rank random numbers of its own while layers are computed in parts.
 
@@ -454,10 +498,7 @@ class PartRandomStreams:
         self._requires_rowwise = requires_rowwise
         # None outside of a split computation.
         self._saved: _SavedStates | None = None
-        self._generators = [torch.default_generator]
-        if mesh.device_type != "cpu":
-            device: Any = torch.get_device_module(mesh.device_type)
-            self._generators.append(device.default_generators[device.current_device()])
+        self._generators = generators_of(mesh.device_type)
 
     def register_hooks(self, root: nn.Module) -> None:
         """Register the hooks with a model whose layers are split. They stay as long as the model.

@@ -1,0 +1,655 @@
+"""The comparison of split layers with the model as it was before the split, in the first pass.
+
+[Note: Split comparison] Split layers may compute another model without an error: a number of heads
+that was not divided, a layer whose columns belong together, a softmax over some of the columns. So
+the first forward pass of a model also computes, before each *region*, the region twice: as it is
+split, and whole, with the full parameters. A region is a smallest module that has a colwise layer
+and the rowwise layer behind it, such as an attention. Its input and its output are whole.
+
+Both computations have the same inputs, are in evaluation mode, so that dropout is off, and compare
+the outputs of the rowwise layers, the output of the region, the gradients of its inputs and the
+gradients of its parameters that are not split. They leave no trace: buffers, attributes and random
+states are restored. Memory for one whole region is needed at a time, and the time of one step.
+
+Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
+under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
+user, or an object among its arguments cannot be copied.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fabric._torch import full_tensor, in_place_version, local_tensor, user_hooks
+from fabric.communicators import Communicator
+from fabric.diagnostics.training_checks import fingerprint
+from fabric.errors import UsageError
+from fabric.hooks import Hooks
+from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots
+from fabric.strategies.tp_plan import generators_of, is_split
+from fabric.tree import flatten, unflatten
+
+__all__ = ["SplitComparison", "copy_without_values"]
+
+# The largest difference, as a part of the largest value. Another model differs by about 1.
+_TOLERANCE = 1e-3
+_TOLERANCE_OF_16_BITS = 5e-2
+# Of float32, if the device multiplies with fewer bits, as GPUs do on request.
+_TOLERANCE_OF_FAST_MATMUL = 1e-2
+# The number of passes after which a region is not compared any more whose rowwise weights are zero.
+_MAX_PASSES = 20
+# Arguments of these types cannot be changed by a forward pass.
+_IMMUTABLE_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_TURN_OFF = "Fabric(check_training=False) if this is meant"
+_REMEDIES_OF_OUTPUTS = (
+    "view(batch, length, -1, width_of_a_head) in place of a number of heads; a layer for each of "
+    'several concatenated outputs; "colwise_rep" and "rowwise_rep" around a cat or a softmax'
+)
+_REMEDIES_OF_GRADIENTS = (
+    'the line "replicated_with_grad_allreduce" for a layer whose input is this rank\'s heads, such '
+    "as a norm; a layer whose input is whole goes behind the rowwise layer"
+)
+
+
+def copy_without_values(root: nn.Module) -> nn.Module | None:
+    """Return a copy of a model whose parameters are on the meta device, and so need no memory.
+
+    The copy shares buffers and hooks with the model.
+
+    Returns:
+        The copy. None if the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in root.parameters():
+        meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in root.buffers():
+        memo[id(buffer)] = buffer
+    for module in root.modules():
+        for hook in user_hooks(module):
+            # A bound method would be copied with its object, which may be anything.
+            memo[id(hook)] = hook
+    try:
+        return deepcopy(root, memo)
+    except Exception:  # noqa: BLE001 - the user's code raises any error; there is no comparison then
+        return None
+
+
+@dataclass(eq=False)
+class _Region:
+    """A module with split layers whose input and output are whole.
+
+    Attributes:
+        path: the name of the module in the model.
+        module: the module, whose layers are split.
+        whole: a copy of the module from before the split, without values.
+        rowwise_layers: the names in the module of all its layers that are split ``"rowwise"``.
+        lines: for each of these layers, the lines of the plan for the layer and its partners.
+        has_zero_weights: whether all rowwise weights are zero, as some models initialize them, so
+            that the outputs say nothing.
+    """
+
+    path: str
+    module: nn.Module
+    whole: nn.Module
+    rowwise_layers: list[str] = field(default_factory=list)
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    has_zero_weights: bool = False
+
+    @property
+    def all_lines(self) -> list[str]:
+        """The lines of the plan for all layers of the region."""
+        lines: dict[str, None] = {}
+        for lines_of_layer in self.lines.values():
+            lines.update(dict.fromkeys(lines_of_layer))
+        return list(lines)
+
+    def describe(self, name: str) -> str:
+        """Return the name in the model of a layer or a parameter of the region."""
+        return f"{self.path}.{name}".removeprefix(".")
+
+
+class _Quantity(NamedTuple):
+    """A tensor that a computation of a region yields.
+
+    Attributes:
+        name: what the tensor is, in words.
+        tensor: the tensor.
+        lines: the lines of the plan on which the tensor depends.
+    """
+
+    name: str
+    tensor: Tensor
+    lines: Sequence[str]
+
+
+class _Difference(NamedTuple):
+    """A difference between the split and the whole region.
+
+    Attributes:
+        text: what differs, in words.
+        lines: the lines of the plan on which this depends.
+        suggestion: what the user may write instead.
+    """
+
+    text: str
+    lines: Sequence[str]
+    suggestion: str
+
+
+@dataclass(eq=False)
+class _Computation:
+    """One computation of a region, split or whole.
+
+    Attributes:
+        outputs: the outputs of the rowwise layers in the order of the calls, and of the region.
+        leaves: the unsplit parameters and the inputs that require a gradient.
+        result: the tensors in the output of the region.
+    """
+
+    outputs: list[_Quantity]
+    leaves: list[_Quantity]
+    result: list[Tensor]
+
+    def gradients(self) -> list[_Quantity]:
+        """Return the gradients of the leaves for fixed random gradients of the output."""
+        differentiable = [tensor for tensor in self.result if tensor.requires_grad]
+        if not self.leaves or not differentiable:
+            return []
+        weights: list[Tensor] = []
+        generator = torch.Generator().manual_seed(0)
+        for tensor in differentiable:
+            weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            weights.append(weight.to(tensor))
+        gradients = torch.autograd.grad(
+            differentiable,
+            [leaf.tensor for leaf in self.leaves],
+            weights,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        quantities: list[_Quantity] = []
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            name = f"the gradient of {leaf.name}"
+            quantities.append(_Quantity(name, gradient, leaf.lines))
+        return quantities
+
+
+class SplitComparison:
+    """Compares a split model with the whole one. See ``[Note: Split comparison]``.
+
+    Args:
+        root: the model, whose layers are split.
+        whole: the result of :func:`copy_without_values` from before the split.
+        communicator: the ranks that hold the parts of a layer.
+        lines: the line of the plan for each split layer. Layers that ``parallelize_fn`` splits have
+            none.
+        whole_outputs: the layers that are split by columns and whose output is whole.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        whole: nn.Module,
+        communicator: Communicator,
+        *,
+        lines: Mapping[nn.Module, str],
+        whole_outputs: set[nn.Module],
+    ) -> None:
+        """Find the regions. The comparison starts in :meth:`add_to`."""
+        self._root = root
+        self._communicator = communicator
+        self._generators = generators_of(communicator.device.type)
+        self._regions = _find_regions(root, whole, lines, whole_outputs)
+        self._passes = 0
+        self._has_compared = False
+        # Restores the state from before a pass with comparisons. Empty between two passes.
+        self._pass_state = ExitStack()
+        self._is_in_pass = False
+        self._is_comparing = False
+        # The hooks around forward passes, once the comparison has started.
+        self._hooks = Hooks()
+
+    def add_to(self, hooks: Hooks) -> None:
+        """Compare in the next pass. Do nothing if the model has no regions.
+
+        Args:
+            hooks: the hooks around forward passes of the model.
+        """
+        if self._regions:
+            self._hooks = hooks
+            hooks.before.append(self._before_forward)
+
+    def _before_forward(self) -> None:
+        """Add the hooks of the regions. A function of ``Hooks.before``.
+
+        A pass without gradients, such as one of validation, is compared only if it is the first.
+        """
+        is_pass_of_interest = torch.is_grad_enabled() or not self._has_compared
+        if self._is_in_pass or not is_pass_of_interest:
+            return
+        self._is_in_pass = True
+        for region in self._regions:
+            compare = partial(self._compare, region)
+            handle = region.module.register_forward_pre_hook(compare, with_kwargs=True)
+            self._pass_state.callback(handle.remove)
+        # Called between the functions of Hooks.before and Hooks.after, whose lists it may change.
+        handle = self._root.register_forward_hook(self._after_forward, always_call=True)
+        self._pass_state.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:
+            # Otherwise the hooks would stay in the graphs that this pass compiles.
+            self._pass_state.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Remove the hooks of the regions, and all hooks once no region is left to compare."""
+        self._pass_state.close()
+        self._is_in_pass = False
+        self._has_compared = True
+        if not torch.is_grad_enabled():
+            return
+        self._passes += 1
+        # These regions are compared again, since a step may give them other weights.
+        self._regions = [region for region in self._regions if region.has_zero_weights]
+        if not self._regions or self._passes >= _MAX_PASSES:
+            self._regions = []
+            self._hooks.before.remove(self._before_forward)
+
+    # -- one region -----------------------------------------------------------------------------
+
+    def _compare(self, region: _Region, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise on all ranks of a layer if a region is another one than before the split.
+
+        A forward pre-hook of the region. Collective among the ranks of a layer.
+
+        Raises:
+            UsageError: an output or a gradient differs.
+        """
+        # A comparison computes the regions within its region, too.
+        if self._is_comparing:
+            return
+        self._is_comparing = True
+        try:
+            inputs, _ = flatten((args, kwargs))
+            if self._has_same_inputs(inputs):
+                with self._restored_state(region):
+                    difference = self._find_difference(region, args, kwargs)
+                self._raise_if_any(difference)
+        finally:
+            self._is_comparing = False
+
+    def _raise_if_any(self, difference: "_Difference | None") -> None:
+        """Raise on all ranks of a layer if one of them has found a difference. Collective."""
+        error = None
+        if difference is not None:
+            # torch puts "FSDP" in front of the class's name.
+            title = type(self._root).__name__.removeprefix("FSDP")
+            lines = ", ".join(difference.lines)
+            error = UsageError(
+                f"the first forward pass of {title}, whose layers are split",
+                problem=f"{difference.text}; the layers are split by {lines}",
+                expected="between a colwise and a rowwise layer, operations on each head or each "
+                "column by itself",
+                suggestion=f"{difference.suggestion}; {_TURN_OFF}",
+            )
+        self._communicator.gather_objects(None, error=error)
+
+    def _has_same_inputs(self, inputs: Sequence[Any]) -> bool:
+        """Return whether all ranks of a layer have the same inputs. Collective among them."""
+        tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.numel()]
+        checksums: list[int] = []
+        if tensors and not any(map(_is_special, tensors)):
+            checksums = fingerprint(tensors)
+        by_rank = self._communicator.gather_objects(checksums)
+        return bool(checksums) and by_rank.count(checksums) == len(by_rank)
+
+    @contextmanager
+    def _restored_state(self, region: _Region) -> Iterator[None]:
+        """Restore random states, training modes, attributes and buffers after the block."""
+        with ExitStack() as stack:
+            for generator in self._generators:
+                stack.callback(generator.set_state, generator.get_state())
+            for module in region.module.modules():
+                stack.callback(_restore_attributes, module, dict(vars(module)))
+            for buffer in region.module.buffers():
+                version = in_place_version(buffer)
+                stack.callback(_restore_buffer, buffer, version, buffer.detach().clone())
+            for module in (*region.module.modules(), *region.whole.modules()):
+                module.training = False
+            yield
+
+    def _find_difference(self, region: _Region, args: Any, kwargs: Any) -> "_Difference | None":
+        """Return the first difference between the split and the whole region.
+
+        Collective among the ranks of a layer, which gather the full parameters.
+
+        Returns:
+            An output that differs, or else a gradient. None if nothing differs, or if there was
+            nothing to compare.
+        """
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            split = _compute_split(region, args, kwargs)
+            whole = _compute_whole(region, args, kwargs)
+            new_states = [generator.get_state() for generator in self._generators]
+            is_random = not all(map(torch.equal, states, new_states))
+            if is_random or len(split.outputs) != len(whole.outputs):
+                return None
+            return self._compare_outputs(split, whole) or _compare_gradients(split, whole)
+        except Exception:  # noqa: BLE001 - the user's code, whose errors the forward pass raises
+            return None
+
+    def _compare_outputs(self, split: _Computation, whole: _Computation) -> "_Difference | None":
+        """Return the first output that differs."""
+        for split_output, whole_output in zip(split.outputs, whole.outputs, strict=True):
+            expected = self._part_of(whole_output.tensor, split_output.tensor)
+            scale = _largest(expected)
+            difference = _largest_difference(split_output.tensor, expected)
+            if difference > _tolerance(split) * scale:
+                text = (
+                    f"{split_output.name} differs by {difference:.2g} from that of the model "
+                    f"before the split, whose largest value is {scale:.2g}"
+                )
+                return _Difference(text, split_output.lines, _REMEDIES_OF_OUTPUTS)
+        return None
+
+    def _part_of(self, whole: Tensor, split: Tensor) -> Tensor:
+        """Return the part of a whole output that a split one has to equal.
+
+        The outputs of some styles are split in one dimension on purpose. Without such a dimension,
+        the whole output is returned.
+        """
+        if split.dim() == whole.dim() and split.shape != whole.shape:
+            for dim, length in enumerate(split.shape):
+                if length * self._communicator.size == whole.shape[dim]:
+                    return whole.chunk(self._communicator.size, dim)[self._communicator.rank]
+        return whole
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, or has no ordinary memory."""
+    return local_tensor(tensor) is not tensor or tensor.layout is not torch.strided
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+def _restore_buffer(buffer: Tensor, version: int, values: Tensor) -> None:
+    if in_place_version(buffer) != version:
+        with torch.no_grad():
+            buffer.copy_(values)
+
+
+# -- regions ------------------------------------------------------------------------------------
+
+
+def _find_regions(
+    root: nn.Module,
+    whole: nn.Module,
+    lines: Mapping[nn.Module, str],
+    whole_outputs: set[nn.Module],
+) -> list[_Region]:
+    """Return the regions of a model, outer after inner.
+
+    A module around FSDP modules is left out, since to compute it would start their collectives. So
+    is a module with hooks of the user. See ``SplitComparison`` for the arguments.
+    """
+    modules = dict(root.named_modules())
+    colwise: list[str] = []
+    rowwise: list[str] = []
+    for path, module in modules.items():
+        if not isinstance(module, nn.Linear) or not is_split(module.weight):
+            continue
+        if not is_split(module.weight, dim=0):
+            rowwise.append(path)
+        elif module not in whole_outputs:
+            colwise.append(path)
+    colwise_by_region = _smallest_modules_around(colwise, rowwise)
+    regions: list[_Region] = []
+    lines_by_rowwise: dict[str, list[str]] = {}
+    # Deeper modules first: a rowwise layer belongs to the innermost region around it.
+    for path in sorted(colwise_by_region, key=_depth, reverse=True):
+        inner_rowwise = [layer for layer in rowwise if path in _ancestors(layer)]
+        new_rowwise = [layer for layer in inner_rowwise if layer not in lines_by_rowwise]
+        region_lines: dict[str, None] = {}
+        for layer in (*colwise_by_region[path], *new_rowwise):
+            region_lines[lines.get(modules[layer], f"{layer} of parallelize_fn")] = None
+        for layer in new_rowwise:
+            lines_by_rowwise[layer] = list(region_lines)
+        # Without a rowwise layer of its own, this is a colwise layer with a whole output.
+        can_be_computed = _can_be_computed(modules[path], whole.get_submodule(path))
+        if new_rowwise and can_be_computed:
+            region = _Region(path, modules[path], whole.get_submodule(path))
+            for layer in inner_rowwise:
+                name = layer.removeprefix(path).removeprefix(".")
+                region.rowwise_layers.append(name)
+                region.lines[name] = lines_by_rowwise[layer]
+            regions.append(region)
+    return regions
+
+
+def _smallest_modules_around(colwise: list[str], rowwise: list[str]) -> dict[str, list[str]]:
+    """Return the smallest modules with colwise and rowwise layers, each with its colwise layers.
+
+    Args:
+        colwise: the names of the colwise layers.
+        rowwise: the names of the rowwise layers.
+    """
+    with_rowwise: set[str] = set()
+    for path in rowwise:
+        with_rowwise.update(_ancestors(path))
+    colwise_by_module: dict[str, list[str]] = {}
+    for path in colwise:
+        for ancestor in _ancestors(path):
+            if ancestor in with_rowwise:
+                colwise_by_module.setdefault(ancestor, []).append(path)
+                break
+    return colwise_by_module
+
+
+def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
+    """Return whether a module has no FSDP modules inside, and no hooks of the user.
+
+    Args:
+        module: the module in the split model.
+        whole: its copy from before the split, which has the hooks of the user alone.
+    """
+    for inner in module.modules():
+        # fully_shard adds this method to the class of a module.
+        is_fsdp_module = hasattr(inner, "set_requires_gradient_sync")
+        if is_fsdp_module and inner is not module:
+            return False
+    return not any(map(user_hooks, whole.modules()))
+
+
+def _ancestors(path: str) -> list[str]:
+    """Return the names of the modules around a module, from the inner to the root."""
+    ancestors: list[str] = []
+    while path:
+        path = path.rpartition(".")[0]
+        ancestors.append(path)
+    return ancestors
+
+
+def _depth(path: str) -> int:
+    """Return how many modules are around a module."""
+    return len(_ancestors(path))
+
+
+# -- computations -------------------------------------------------------------------------------
+
+
+def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
+    """Compute a region as it is split. Its own hooks are left out."""
+    (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
+    leaves: list[_Quantity] = []
+    for slot in parameter_slots(region.module):
+        tensor = _tensor_in_use(slot)
+        if tensor.requires_grad and not _is_special(tensor):
+            leaves.append(_parameter_quantity(region, slot.parameter, tensor))
+    outputs: list[_Quantity] = []
+    with _recorded_outputs(region, region.module, outputs):
+        result = region.module.forward(*new_args, **new_kwargs)
+    return _finish(region, result, outputs, [*leaves, *inputs])
+
+
+def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
+    """Compute a region as it was before the split, with the full parameters.
+
+    Collective among the ranks of a layer.
+    """
+    (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
+    leaves: list[_Quantity] = []
+    tensors: dict[str, Tensor] = {}
+    # Parameters with several names are one tensor in the computation, too.
+    full_tensors: dict[nn.Parameter, Tensor] = {}
+    for name, parameter in region.module.named_parameters(remove_duplicate=False):
+        if parameter not in full_tensors:
+            full_tensors[parameter] = full_tensor(parameter.detach()).detach()
+        tensors[name] = full_tensors[parameter]
+    for slot in parameter_slots(region.module):
+        tensor = _tensor_in_use(slot)
+        if tensor.requires_grad and not _is_special(tensor):
+            full = full_tensors[slot.parameter].requires_grad_()
+            leaves.append(_parameter_quantity(region, slot.parameter, full))
+    for name, buffer in region.module.named_buffers():
+        tensors[name] = buffer.detach().clone()
+    weights = [tensors[f"{name}.weight"] for name in region.rowwise_layers]
+    region.has_zero_weights = not any(weight.any() for weight in weights)
+    outputs: list[_Quantity] = []
+    with _recorded_outputs(region, region.whole, outputs):
+        result = functional_call(region.whole, tensors, new_args, new_kwargs)
+    return _finish(region, result, outputs, [*leaves, *inputs])
+
+
+def _tensor_in_use(slot: ParameterSlot) -> Tensor:
+    """Return the tensor that a module computes with in place of a parameter.
+
+    During a forward pass, a plain tensor hides a replicated parameter.
+    """
+    return vars(slot.module).get(slot.name, slot.parameter)
+
+
+def _parameter_quantity(region: _Region, parameter: nn.Parameter, tensor: Tensor) -> _Quantity:
+    """Return the tensor of a parameter of a region, with the name of the parameter."""
+    for name, candidate in region.module.named_parameters():
+        if candidate is parameter:
+            return _Quantity(region.describe(name), tensor, region.all_lines)
+    raise AssertionError("the parameter is in the region")
+
+
+def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantity]]:
+    """Return arguments that a computation may change, and the leaves of its graph among them."""
+    leaves, structure = flatten(arguments)
+    inputs: list[_Quantity] = []
+    copies: list[Any] = []
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, _IMMUTABLE_TYPES):
+            copies.append(leaf)
+            continue
+        if not isinstance(leaf, Tensor):
+            copies.append(deepcopy(leaf))
+            continue
+        start = leaf.detach().clone()
+        if leaf.requires_grad and torch.is_grad_enabled():
+            start.requires_grad_()
+            name = f"input {number} of {region.path or 'the model'}"
+            inputs.append(_Quantity(name, start, region.all_lines))
+        # A clone is not a leaf of the graph, and so the module may change it in place.
+        copies.append(start.clone())
+    return unflatten(structure, copies), inputs
+
+
+@contextmanager
+def _recorded_outputs(
+    region: _Region, module: nn.Module, outputs: list[_Quantity]
+) -> Iterator[None]:
+    """Append the outputs of the rowwise layers to a list, in the order of the calls."""
+
+    def record(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+        text = f"the output of {region.describe(name)}"
+        outputs.append(_Quantity(text, output.detach(), region.lines[name]))
+
+    with ExitStack() as stack:
+        for name in region.rowwise_layers:
+            layer = module.get_submodule(name)
+            stack.callback(layer.register_forward_hook(partial(record, name)).remove)
+        yield
+
+
+def _finish(
+    region: _Region, result: Any, outputs: list[_Quantity], leaves: list[_Quantity]
+) -> _Computation:
+    """Return the computation of a region that has this result."""
+    tensors: list[Tensor] = []
+    for leaf in flatten(result)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            tensors.append(leaf)
+            text = f"the output of {region.path or 'the model'}"
+            outputs.append(_Quantity(text, leaf.detach(), region.all_lines))
+    return _Computation(outputs, leaves, tensors)
+
+
+# -- differences --------------------------------------------------------------------------------
+
+
+def _tolerance(computation: _Computation) -> float:
+    """Return how much two computations may differ by rounding, as a part of the largest value."""
+    device_type = computation.outputs[0].tensor.device.type
+    has_16_bits = torch.is_autocast_enabled(device_type)
+    for output in computation.outputs:
+        if output.tensor.element_size() == 2:
+            has_16_bits = True
+    if has_16_bits:
+        return _TOLERANCE_OF_16_BITS
+    if device_type != "cpu" and torch.get_float32_matmul_precision() != "highest":
+        return _TOLERANCE_OF_FAST_MATMUL
+    return _TOLERANCE
+
+
+def _compare_gradients(split: _Computation, whole: _Computation) -> _Difference | None:
+    """Return the first gradient that differs.
+
+    The largest of all gradients is the scale of the differences, since a gradient that should be
+    zero, such as that of a bias of keys, is rounding alone.
+    """
+    shapes = [tensor.shape for tensor in whole.result]
+    has_whole_result = [tensor.shape for tensor in split.result] == shapes
+    if not has_whole_result or any(map(_is_special, split.result)):
+        return None
+    pairs = list(zip(split.gradients(), whole.gradients(), strict=True))
+    scale = max((_largest(gradient.tensor) for _, gradient in pairs), default=0.0)
+    for split_gradient, whole_gradient in pairs:
+        difference = _largest_difference(split_gradient.tensor, whole_gradient.tensor)
+        if difference > _tolerance(split) * scale:
+            text = (
+                f"{split_gradient.name} differs by {difference:.2g} from that of the model before "
+                f"the split, whose largest value is {_largest(whole_gradient.tensor):.2g}: it is "
+                "that of one part only, or counts a part several times"
+            )
+            return _Difference(text, split_gradient.lines, _REMEDIES_OF_GRADIENTS)
+    return None
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor, and 0 if it has no elements."""
+    if not tensor.numel():
+        return 0.0
+    return tensor.detach().abs().max().item()
+
+
+def _largest_difference(split: Tensor, whole: Tensor) -> float:
+    """Return the largest difference of two tensors, and 0 if it proves nothing."""
+    split = full_tensor(split)
+    if split.shape != whole.shape or not whole.isfinite().all():
+        return 0.0
+    return _largest(split - whole)

@@ -1,0 +1,296 @@
+"""A model whose layers are split is the whole model, or its first forward pass raises."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+
+from fabric import Fabric
+from fabric.strategies import ModelParallelStrategy
+from tests.ranks import outcome, run_in_ranks
+
+WIDTH = 16
+HEADS = 4
+ATTENTION_PLAN = {
+    "*.query": "colwise",
+    "*.key": "colwise",
+    "*.value": "colwise",
+    "*.out": "rowwise",
+}
+FEED_FORWARD_PLAN = {"*.up": "colwise", "*.gate": "colwise", "*.down": "rowwise"}
+
+
+class Attention(nn.Module):
+    """The attention of common model libraries, whose subclasses count heads in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.split_heads(self.query(x))
+        key = self.split_heads(self.key(x))
+        value = self.split_heads(self.value(x))
+        heads = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class AttentionWithUnknownAttribute(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nb_heads = HEADS
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.nb_heads, -1)).transpose(1, 2)
+
+
+class AttentionWithConfig(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=HEADS)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
+
+
+class AttentionWithDropout(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(dropout(x, training=self.training))
+
+
+class FusedAttention(nn.Module):
+    """One layer for queries, keys and values, one level deeper than the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inputs(x).chunk(3, -1)
+        heads = [part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts]
+        output = scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(output.transpose(1, 2).flatten(2))
+
+
+class Cat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8)
+        self.gate = nn.Linear(WIDTH, 8)
+        self.down = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.up(x), self.gate(x)], -1)
+        return self.down(joined)
+
+
+class Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8)
+        self.down = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(softmax(self.up(x), -1))
+
+
+class SmallGate(nn.Module):
+    """A gate with one weight for all columns. Its gradient on a rank is that of one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8)
+        self.router = nn.Linear(WIDTH, 1)
+        self.down = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.router(x))
+
+
+class Model(nn.Module):
+    """A model with one block behind a norm."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.block = block
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.block(self.norm(x))
+        return self.head(x)
+
+
+def plan_for(model: nn.Module) -> dict[str, Any]:
+    """Return the lines of the plans above that name a layer of the model."""
+    plan: dict[str, Any] = {}
+    for pattern, style in {**ATTENTION_PLAN, **FEED_FORWARD_PLAN}.items():
+        name = pattern.removeprefix("*.")
+        if hasattr(model.block, name):
+            plan[pattern] = style
+    if isinstance(model.block, FusedAttention):
+        plan["block.inputs.0"] = "colwise"
+    return plan
+
+
+def first_pass(fabric: Fabric, build: Callable[[], nn.Module], plan: Any = None) -> str:
+    """Return the error of the first forward pass of a model around a block, or "fine"."""
+    strategy: Any = fabric.strategy
+    torch.manual_seed(3)
+    module = Model(build())
+    strategy.tp_plan = plan or plan_for(module)
+    x = torch.randn(2, 5, WIDTH)
+    model = fabric.setup(module)
+    return outcome(lambda: model(x))
+
+
+def on_mesh(function: Any, *args: Any, **options: Any) -> list[Any]:
+    options.setdefault("tp_plan", ATTENTION_PLAN)
+    strategy = ModelParallelStrategy(
+        start_method="forkserver", tensor_parallel_size=2, data_parallel_size=1, **options
+    )
+    return run_in_ranks(function, *args, strategy=strategy)
+
+
+WRONG_BLOCKS: dict[type[nn.Module], list[str]] = {
+    AttentionWithUnknownAttribute: ["the output of block.out differs", '"*.query": "colwise"'],
+    AttentionWithConfig: ["the output of block.out differs", '"*.out": "rowwise"'],
+    FusedAttention: ["the output of block.out differs", '"block.inputs.0": "colwise"'],
+    Cat: ["the output of block.down differs", '"*.gate": "colwise"'],
+    Softmax: ["the output of block.down differs", '"*.up": "colwise"'],
+    SmallGate: ["the gradient of block.router.weight differs", "one part only"],
+}
+
+
+def pass_through_wrong_blocks(fabric: Fabric) -> bool:
+    for block, texts in WRONG_BLOCKS.items():
+        error = first_pass(fabric, block)
+        for text in texts:
+            assert text in error, (block, error)
+    return True
+
+
+def test_another_model_than_the_whole_one_is_an_error_that_names_layer_and_line() -> None:
+    assert on_mesh(pass_through_wrong_blocks) == [True, True]
+
+
+# -- models that are the whole ones ---------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """The remedy for concatenated outputs: a layer for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8)
+        self.gate = nn.Linear(WIDTH, 8)
+        self.down = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+class CountingAttention(Attention):
+    """An attention that counts its calls, in an attribute, in a buffer and in an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor, cache: "Cache | None" = None) -> Tensor:
+        self.calls += 1
+        self.get_buffer("steps").add_(1)
+        if cache is not None:
+            cache.calls += 1
+        x.mul_(1)
+        return super().forward(x)
+
+
+class Cache:
+    calls = 0
+
+
+class ModelWithCache(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = Cache()
+        return self.head(self.block(self.norm(x), cache=self.cache))
+
+
+class ZeroOut(AttentionWithUnknownAttribute):
+    """A wrong attention whose output is zero before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.out.weight)
+
+
+class RouterBehind(SmallGate):
+    """The remedy for a layer whose input is whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)) * self.router(x)
+
+
+def pass_through_right_blocks(fabric: Fabric) -> bool:
+    whole_styles = {"*.up": "colwise_rep", "*.down": "rowwise_rep"}
+    assert first_pass(fabric, Attention) == "fine"
+    assert first_pass(fabric, AttentionWithDropout) == "fine"
+    assert first_pass(fabric, TwoLayers) == "fine"
+    assert first_pass(fabric, Softmax, whole_styles) == "fine"
+    assert first_pass(fabric, RouterBehind) == "fine"
+    return True
+
+
+def test_the_remedies_of_the_error_are_the_whole_model() -> None:
+    assert on_mesh(pass_through_right_blocks) == [True, True]
+
+
+def check_for_traces(fabric: Fabric) -> bool:
+    module = ModelWithCache(CountingAttention())
+    model: Any = fabric.setup(module)
+    hooks_before = len(model._fabric_hooks.before)
+    state = torch.get_rng_state()
+    model(torch.ones(2, 5, WIDTH))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.block.training
+    assert model.block.calls == 1
+    assert model.block.steps.item() == 1
+    assert model.cache.calls == 1
+    assert len(model._fabric_hooks.before) == hooks_before - 1
+    return True
+
+
+def test_the_comparison_of_the_first_pass_leaves_no_trace() -> None:
+    assert on_mesh(check_for_traces) == [True, True]
+
+
+def train_from_zero(fabric: Fabric) -> list[str]:
+    module = Model(ZeroOut())
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    model, optimizer = fabric.setup(module, optimizer)
+    x = torch.randn(2, 5, WIDTH)
+    outcomes = [outcome(lambda: model(x))]
+    for _ in range(2):
+        loss = model(x).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        outcomes.append(outcome(lambda: model(x)))
+    return outcomes
+
+
+def test_a_layer_of_zeros_is_compared_after_its_first_step() -> None:
+    for outcomes in on_mesh(train_from_zero):
+        assert outcomes[0] == "fine"
+        assert "the output of block.out differs" in outcomes[1]
