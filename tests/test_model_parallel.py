@@ -346,8 +346,11 @@ class PerHead(nn.Module):
         return self.down(scaled.flatten(-2))
 
 
-def partial_gradient(fabric: Fabric) -> None:
+def partial_gradient(fabric: Fabric, has_hook: bool) -> None:
     model = PerHead()
+    if has_hook:
+        # The first pass is not compared with the whole model then.
+        model.up.register_forward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fabric.setup(model, optimizer)
     for _ in range(4):
@@ -356,9 +359,19 @@ def partial_gradient(fabric: Fabric) -> None:
         optimizer.step()
 
 
-def test_a_partial_gradient_of_a_replicated_parameter_is_an_error() -> None:
-    with pytest.raises(RankFailedError, match="the gradient of scale differs by"):
-        on_mesh({"tensor_parallel_size": 2, "tp_plan": SPLIT, "devices": 2}, partial_gradient)
+@pytest.mark.parametrize(
+    ("has_hook", "text"),
+    [
+        (False, "the gradient of scale differs by"),
+        (True, "replicas of ranks 0 and 1 differ after it: scale\n.*\n.*with_grad_allreduce"),
+    ],
+)
+def test_a_partial_gradient_of_a_replicated_parameter_is_an_error(
+    has_hook: bool, text: str
+) -> None:
+    mesh = {"tensor_parallel_size": 2, "tp_plan": SPLIT, "devices": 2}
+    with pytest.raises(RankFailedError, match=text):
+        on_mesh(mesh, partial_gradient, has_hook)
 
 
 def validate_unevenly(fabric: Fabric) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from fabric import Fabric
+from fabric._torch import full_tensor
 from fabric.strategies import ModelParallelStrategy
 from tests.ranks import outcome, run_in_ranks
 
@@ -294,3 +295,108 @@ def test_a_layer_of_zeros_is_compared_after_its_first_step() -> None:
     for outcomes in on_mesh(train_from_zero):
         assert outcomes[0] == "fine"
         assert "the output of block.out differs" in outcomes[1]
+
+
+# -- norms of split heads --------------------------------------------------------------------------
+
+
+class HeadNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class QwenAttention(nn.Module):
+    """The attention of Qwen3: grouped queries, and a norm of each query and key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.query = nn.Linear(WIDTH, 16, bias=False)
+        self.key = nn.Linear(WIDTH, 8, bias=False)
+        self.value = nn.Linear(WIDTH, 8, bias=False)
+        self.out = nn.Linear(16, WIDTH, bias=False)
+        self.query_norm = HeadNorm(self.head_dim)
+        self.key_norm = HeadNorm(self.head_dim)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query_norm(self.split_heads(self.query(x))).transpose(1, 2)
+        key = self.key_norm(self.split_heads(self.key(x))).transpose(1, 2)
+        value = self.split_heads(self.value(x)).transpose(1, 2)
+        heads = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class QwenBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = HeadNorm(WIDTH)
+        self.attention = QwenAttention()
+        self.mlp = TwoLayers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+QWEN_PLAN = {
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key": "colwise",
+    "blocks.*.attention.value": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.gate": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+}
+
+
+class Qwen(nn.Module):
+    _tp_plan = QWEN_PLAN
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([QwenBlock(), QwenBlock()])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train_qwen(fabric: Fabric, plans: list[Any]) -> list[list[Tensor]]:
+    """Return the parameters after two steps, and what a hook of a norm got, for each plan."""
+    results = []
+    for plan in plans:
+        torch.manual_seed(5)
+        module = Qwen().double()
+        # On one device there is no plan.
+        vars(fabric.strategy)["tp_plan"] = plan
+        seen: list[Tensor] = []
+        norm = module.get_parameter("blocks.0.attention.query_norm.weight")
+        norm.register_hook(seen.append)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
+        model, optimizer = fabric.setup(module, optimizer)
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 2 * 5 * WIDTH).double().sin().view(2, 5, WIDTH)
+            loss = model(x).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = [full_tensor(parameter.detach()) for parameter in model.parameters()]
+        results.append([*parameters, seen[-1]])
+    return results
+
+
+def test_norms_of_split_heads_get_the_gradient_of_all_heads() -> None:
+    with_line = {**QWEN_PLAN, "blocks.*.attention.*_norm": "replicated_with_grad_allreduce"}
+    plans = ["auto", with_line]
+    expected = run_in_ranks(train_qwen, plans, ranks=1, strategy="auto")[0]
+    for actual in on_mesh(train_qwen, plans):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)

@@ -505,6 +505,14 @@ class TrainingChecks:
             if number != other_number:
                 different_names.append(name)
         if different_names:
+            suggestion = (
+                "fabric.backward(loss_function(model(batch), target)); "
+                f"optimizer.step(); {_TURN_OFF}"
+            )
+            for contract in self._contracts:
+                is_of_contract = not contract.replicated().keys().isdisjoint(different_names)
+                if is_of_contract and contract.replica_remedy:
+                    suggestion = contract.replica_remedy
             rank = self._store.rank
             lower_rank, higher_rank = sorted((rank, published.rank))
             raise UsageError(
@@ -513,8 +521,7 @@ class TrainingChecks:
                 f"{_join_names(different_names)}",
                 expected="the same changes on all ranks, by gradients of set-up modules from "
                 "outside of no_backward_sync",
-                suggestion="fabric.backward(loss_function(model(batch), target)); "
-                f"optimizer.step(); {_TURN_OFF}",
+                suggestion=suggestion,
             )
 
 

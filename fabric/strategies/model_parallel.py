@@ -42,9 +42,11 @@ from fabric.strategies.tp_plan import (
     check_styles,
     find_head_attributes,
     find_layers,
+    find_partial_gradients,
     has_whole_output,
     is_split,
     lines_of_plan,
+    sum_over_parts,
     torch_styles,
 )
 
@@ -155,9 +157,11 @@ class ModelParallelStrategy(FSDPStrategy):
             ``{"blocks.*.attention.query": "colwise", "blocks.*.attention.out": "rowwise"}``. The
             styles are ``"colwise"``, ``"rowwise"``, ``"colwise_rep"`` (its output is whole),
             ``"rowwise_rep"`` (its input is whole), ``"sequence_parallel"`` (a norm that is computed
-            in parts of dim 1), or a ``ParallelStyle`` of torch. ``"auto"`` takes the model's own
-            plan. An attribute that counts heads, in a module with ``"colwise"`` layers, becomes the
-            number of this rank's heads.
+            in parts of dim 1), ``"replicated_with_grad_allreduce"`` (a layer on this rank's heads,
+            whose gradients are added up over the parts; a norm of each head needs no such line), or
+            a ``ParallelStyle`` of torch. ``"auto"`` takes the model's own plan. An attribute that
+            counts heads, in a module with ``"colwise"`` layers, becomes the number of this rank's
+            heads.
         **options: the options of :class:`fabric.strategies.FSDPStrategy` except ``device_mesh`` and
             ``HYBRID_SHARD``.
 
@@ -374,6 +378,9 @@ class ModelParallelStrategy(FSDPStrategy):
         layers = self._find_layers(root)
         self._unsplit_layers = dict(layers)
         self._original_parameters = {}
+        # Before the sharding, which keeps the hooks of parameters, and before heads are divided.
+        partial_gradients = find_partial_gradients(root, layers)
+        sum_over_parts(partial_gradients, topology.mesh["tensor_parallel"])
         # A list, because setattr changes the attributes through which the generator goes.
         for heads in list(find_head_attributes(root, self._unsplit_layers)):
             local_heads = heads.number_of_heads // topology.tensor_parallel_size
@@ -433,8 +440,15 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in contract.parameters().items():
             if not is_split(parameter):
                 replicated[name] = parameter
-        # The scope is the name of the set of ranks that compare these parameters.
-        return replace(contract, replicated=lambda: replicated, scope="parts of layers")
+        return replace(
+            contract,
+            replicated=lambda: replicated,
+            # The name of the set of ranks that compare these parameters.
+            scope="parts of layers",
+            replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
+            "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
+            '"replicated_with_grad_allreduce" of tp_plan for this layer',
+        )
 
     @override
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:

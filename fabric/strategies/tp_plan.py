@@ -7,18 +7,20 @@ the heads, is computed in parts, one on each rank. In a part, each rank has rand
 own, so that dropout differs between parts. Their seed is drawn from the stream that all ranks
 share. Everywhere else the random numbers of all ranks are equal. If a part uses no random numbers,
 no seed is drawn. A parameter between the two layers that is not split itself, such as a norm of
-each head, would get the gradient of one part only: the training checks detect the difference.
+each head, gets the gradient of one part only. For norms of heads, and for layers whose style is
+``"replicated_with_grad_allreduce"``, the gradients of all parts are added up.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from fabric._torch import local_tensor, real_tensors
+from fabric._torch import hook_entry, local_tensor, real_tensors
 from fabric.errors import ConfigurationError, UsageError
 
 __all__ = [
@@ -27,25 +29,32 @@ __all__ = [
     "check_styles",
     "find_head_attributes",
     "find_layers",
+    "find_partial_gradients",
     "generators_of",
     "has_whole_output",
     "is_split",
     "lines_of_plan",
+    "sum_over_parts",
     "torch_styles",
 ]
 
 # Newer model libraries use the second name of each of these styles.
 _WHOLE_OUTPUT_STYLES = ("colwise_rep", "colwise_gather_output")
 _WHOLE_INPUT_STYLES = ("rowwise_rep", "rowwise_split_input")
+# The style of layers that compute with this rank's heads. transformers uses this name, too.
+_PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
 _STYLES = (
     "colwise",
     "rowwise",
     *_WHOLE_OUTPUT_STYLES,
     *_WHOLE_INPUT_STYLES,
     "sequence_parallel",
+    _PARTIAL_GRADIENT_STYLE,
 )
 # The names of attributes that count heads in the attention modules of common models.
 _HEAD_ATTRIBUTES = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?heads?")
+# The names of attributes that hold the width of a head there.
+_HEAD_WIDTH_ATTRIBUTES = ("head_dim", "head_size", "attention_head_size", "d_head")
 
 
 class _SplitDimension(NamedTuple):
@@ -193,23 +202,65 @@ def find_head_attributes(
         layers: the layers to split, each with its style.
     """
     for path, module in root.named_modules():
-        colwise_layers: list[nn.Linear] = []
-        for child in module.children():
-            if isinstance(child, nn.Linear) and layers.get(child) == "colwise":
-                colwise_layers.append(child)
+        colwise_layers = _colwise_children(module, layers)
         if not colwise_layers:
             continue
-        for attribute, value in vars(module).items():
-            # A bool is an int for isinstance, but not a number of heads.
-            is_number = type(value) is int
-            if is_number and _HEAD_ATTRIBUTES.fullmatch(attribute):
-                yield HeadAttribute(
-                    path=path,
-                    module=module,
-                    attribute=attribute,
-                    number_of_heads=value,
-                    colwise_layers=colwise_layers,
-                )
+        for attribute in _head_attributes(module):
+            yield HeadAttribute(
+                path=path,
+                module=module,
+                attribute=attribute,
+                number_of_heads=getattr(module, attribute),
+                colwise_layers=colwise_layers,
+            )
+
+
+def find_partial_gradients(
+    root: nn.Module, layers: Mapping[nn.Module, Any]
+) -> Iterator[nn.Parameter]:
+    """Yield the parameters that get the gradient of one part of a split computation.
+
+    These are the parameters of layers whose style says so, and of norms of the heads.
+
+    Args:
+        root: the model, whose numbers of heads are not divided yet.
+        layers: the layers that the plan splits, each with its style.
+    """
+    for module in root.modules():
+        if layers.get(module) == _PARTIAL_GRADIENT_STYLE:
+            yield from module.parameters()
+        head_width = _width_of_heads(module, layers)
+        for child in module.children():
+            is_norm = "norm" in type(child).__name__.lower()
+            shapes = {parameter.shape for parameter in child.parameters()}
+            # A norm of another width is not applied to each head by itself.
+            if is_norm and child not in layers and shapes == {(head_width,)}:
+                yield from child.parameters()
+
+
+def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Add up the gradients of the parts of a split computation, in each backward pass.
+
+    Args:
+        parameters: the parameters that get the gradient of one part on each rank.
+        mesh: the mesh of one dimension that has the parts.
+    """
+    group = mesh.get_group()
+
+    def sum_gradient(grad: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a gradient over the ranks. A hook of a parameter. Collective."""
+        total = grad.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            entry = hook_entry(parameter.register_hook(sum_gradient))
+            # The hooks of the user get the gradient of the whole model: they go behind this one.
+            # torch calls the hooks of a tensor in the order in which they were put into the dict.
+            for key in list(entry.hooks):
+                if key != entry.key:
+                    entry.hooks[key] = entry.hooks.pop(key)
 
 
 def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
@@ -225,6 +276,8 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
     """
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
+    if style == _PARTIAL_GRADIENT_STYLE:
+        return []
     if style == "sequence_parallel":
         # Only this layer computes parts of dim 1. Its input and its output are whole.
         split_input = parallel.PrepareModuleInput(
@@ -260,6 +313,49 @@ def is_split(parameter: Any, dim: int | None = None) -> bool:
         return False
     mesh_dim = mesh.mesh_dim_names.index("tensor_parallel")
     return parameter.placements[mesh_dim].is_shard(dim)
+
+
+def _width_of_heads(module: nn.Module, layers: Mapping[nn.Module, Any]) -> int | None:
+    """Return the width of the heads that the colwise children of a module compute.
+
+    Return None if the module has no colwise children, or does not say how many heads it has.
+
+    Args:
+        module: the module, whose numbers of heads are not divided yet.
+        layers: the layers that the plan splits, each with its style.
+    """
+    widths = [layer.out_features for layer in _colwise_children(module, layers)]
+    if not widths:
+        return None
+    attributes = vars(module)
+    for name in _HEAD_WIDTH_ATTRIBUTES:
+        if name in attributes:
+            return attributes[name]
+    numbers = [attributes[name] for name in _head_attributes(module)]
+    if not numbers:
+        return None
+    # Keys and values may have fewer heads than queries.
+    return max(widths) // max(numbers)
+
+
+def _colwise_children(module: nn.Module, layers: Mapping[nn.Module, Any]) -> list[nn.Linear]:
+    """Return the children of a module that are split ``"colwise"``."""
+    colwise_layers: list[nn.Linear] = []
+    for child in module.children():
+        if isinstance(child, nn.Linear) and layers.get(child) == "colwise":
+            colwise_layers.append(child)
+    return colwise_layers
+
+
+def _head_attributes(module: nn.Module) -> list[str]:
+    """Return the names of the attributes of a module that hold a number of heads."""
+    names: list[str] = []
+    for name, value in vars(module).items():
+        # A bool is an int for isinstance, but not a number of heads.
+        is_number = type(value) is int
+        if is_number and _HEAD_ATTRIBUTES.fullmatch(name):
+            names.append(name)
+    return names
 
 
 def _styles_by_pattern(root: nn.Module, plan: Mapping[str, Any] | str) -> Mapping[str, Any]:
