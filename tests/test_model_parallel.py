@@ -408,6 +408,11 @@ WRONG_OPTIONS = {
     "a function, or a plan": {"parallelize_fn": print, "tp_plan": PLAN},
     "a dict by pattern": {"tp_plan": "own"},
     "takes no nonsense": {"nonsense": 1},
+    "the mesh cannot have -2 processes along sequence": {"sequence_parallel_size": -2},
+    "the mesh cannot have 2.0 processes along data_parallel": {"data_parallel_size": 2.0},
+    "the mesh cannot have '2' processes along tensor_parallel": {"tensor_parallel_size": "2"},
+    "the mesh cannot have True processes along replicate": {"replicate_size": True},
+    "the plan has no line, and so splits no layer": {"tp_plan": {}},
 }
 
 
@@ -527,6 +532,7 @@ def set_up_with_wrong_functions(fabric: Fabric) -> bool:
     strategy.tp_plan = None
     strategy.parallelize_fn = return_nothing
     assert "which returned a NoneType" in outcome(lambda: fabric.setup(Tied()))
+    assert "return model, as the last line" in outcome(lambda: fabric.setup(Tied()))
     strategy.parallelize_fn = put_head_on_meta
     assert "head.weight on meta" in outcome(lambda: fabric.setup(Tied()))
     return True
@@ -535,6 +541,42 @@ def set_up_with_wrong_functions(fabric: Fabric) -> bool:
 def test_functions_that_return_no_usable_model_are_refused_on_all_ranks() -> None:
     mesh = {"tensor_parallel_size": 2, "devices": 2}
     assert on_mesh(mesh, set_up_with_wrong_functions) == [True, True]
+
+
+def split_other_layers_by_rank(model: Any, mesh: Any) -> Any:
+    """Split two layers of the same shape, each rank in its own order."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    names = ["query", "key"]
+    if mesh.get_local_rank("tensor_parallel") == 1:
+        names.reverse()
+    return parallelize_module(model, mesh["tensor_parallel"], {names[0]: ColwiseParallel()})
+
+
+def split_more_layers_on_rank_1(model: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    plan = {"query": ColwiseParallel()}
+    if mesh.get_local_rank("tensor_parallel") == 1:
+        plan["key"] = ColwiseParallel()
+    return parallelize_module(model, mesh["tensor_parallel"], plan)
+
+
+def set_up_attention(fabric: Fabric) -> None:
+    fabric.setup(Attention())
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (split_other_layers_by_rank, "(query|key).weight is split as (None on rank 0|.*Shard)"),
+        (split_more_layers_on_rank_1, "this rank comes to .*; split here so far: query.weight"),
+    ],
+)
+def test_functions_that_split_other_layers_by_rank_are_errors(function: Any, text: str) -> None:
+    mesh = {"tensor_parallel_size": 2, "devices": 2, "parallelize_fn": function}
+    with pytest.raises(RankFailedError, match=text):
+        on_mesh(mesh, set_up_attention)
 
 
 def set_up_a_parallelized_module(fabric: Fabric) -> str:

@@ -34,6 +34,7 @@ from fabric.contract import GradientContract
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
+from fabric.strategies.agreement import AgreeingCollectives
 from fabric.strategies.fsdp.api import FSDPStrategy
 from fabric.strategies.fsdp.sharding import receive_values, shard_module
 from fabric.strategies.split_comparison import SplitComparison, copy_without_values
@@ -105,6 +106,24 @@ def mesh_sizes(
             expected="parallelize_fn= or tp_plan=",
         )
     return sizes
+
+
+def _check_sizes(requested: Mapping[str, Any]) -> None:
+    """Raise an ArgumentTypeError for a size of the mesh that is not a number of processes.
+
+    Args:
+        requested: the size of each dimension. A size of 0 is left to :func:`mesh_sizes`, whose
+            error has all sizes.
+    """
+    for name, size in requested.items():
+        # type() and not isinstance(): a bool is not a size.
+        is_number = type(size) is int and size >= 0
+        if not is_number and size != "auto":
+            raise ArgumentTypeError(
+                f"ModelParallelStrategy({name}_size={size!r})",
+                problem=f"the mesh cannot have {size!r} processes along {name}",
+                expected='a whole number of at least 1, or "auto" for what the other sizes leave',
+            )
 
 
 @dataclass(frozen=True)
@@ -191,6 +210,13 @@ class ModelParallelStrategy(FSDPStrategy):
                 f"sharding_strategy={self.sharding_strategy!r})",
                 suggestion="replicate_size=2 for two copies of all shards",
             )
+        requested_sizes = {
+            "replicate": replicate_size,
+            "data_parallel": data_parallel_size,
+            "sequence": sequence_parallel_size,
+            "tensor_parallel": tensor_parallel_size,
+        }
+        _check_sizes(requested_sizes)
         is_valid_plan = tp_plan in (None, "auto") or isinstance(tp_plan, Mapping)
         has_both = parallelize_fn is not None and bool(tp_plan)
         if not is_valid_plan or has_both:
@@ -201,18 +227,15 @@ class ModelParallelStrategy(FSDPStrategy):
         check_styles(tp_plan)
         self.parallelize_fn = parallelize_fn
         self.tp_plan = tp_plan
-        self._requested_sizes = {
-            "replicate": replicate_size,
-            "data_parallel": data_parallel_size,
-            "sequence": sequence_parallel_size,
-            "tensor_parallel": tensor_parallel_size,
-        }
+        self._requested_sizes = requested_sizes
         # None unless the runtime runs.
         self._topology: _Topology | None = None
         # While a model is set up: the layers that are still to be split, each with its style.
         self._unsplit_layers: dict[nn.Module, Any] = {}
         # While a model is set up: the user's parameter of each parameter that was split.
         self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
+        # The number of models that parallelize_fn has split.
+        self._parallelized_models = 0
         # The comparison of a split model with the whole one, until gradient_contract() takes it.
         self._comparison: SplitComparison | None = None
 
@@ -546,22 +569,51 @@ class ModelParallelStrategy(FSDPStrategy):
 
         Raises:
             UsageError: on all ranks, if the function did not split the model in place on one of
-                them.
+                them, or split the model in different ways.
         """
         communicator = self.runtime.communicator
         before = dict(root.named_parameters())
         receive_values(communicator, root, list(before.values()))
-        result = parallelize_fn(root, mesh)
+        self._parallelized_models += 1
+        key = f"parallelize_fn {self._parallelized_models}"
+        with AgreeingCollectives(key, root, self.runtime.store) as agreement:
+            result = parallelize_fn(root, mesh)
+            agreement.finish()
         after = dict(root.named_parameters())
         # None if the function has split the model in place on this rank.
         error = _check_parallelized(
             root, result, names_before=before.keys(), parameters_after=after
         )
-        # Called for its error: it raises the error of any rank on all ranks.
-        communicator.gather_objects(None, error=error)
+        placements: dict[str, str] = {}
+        for name, parameter in after.items():
+            # None for a plain parameter.
+            placements[name] = str(getattr(parameter, "placements", None))
+        # Raises the error of any rank on all ranks.
+        placements_by_rank = communicator.gather_objects(placements, error=error)
+        _check_same_placements(root, placements_by_rank)
         for name, parameter in after.items():
             if parameter is not before[name]:
                 self._original_parameters[parameter] = before[name]
+
+
+def _check_same_placements(root: nn.Module, placements_by_rank: list[dict[str, str]]) -> None:
+    """Raise a UsageError if ``parallelize_fn`` split a model in different ways on the ranks.
+
+    Args:
+        root: the model.
+        placements_by_rank: for each rank, how each parameter is split, by name.
+    """
+    first = placements_by_rank[0]
+    for rank, placements in enumerate(placements_by_rank):
+        for name, placement in placements.items():
+            if placement != first[name]:
+                raise UsageError(
+                    f"parallelize_fn({type(root).__name__}, mesh)",
+                    problem=f"{name} is split as {first[name]} on rank 0, and as {placement} on "
+                    f"rank {rank}",
+                    expected="the same layers, split in the same way on all ranks",
+                    suggestion="no branch on the rank in parallelize_fn",
+                )
 
 
 def _check_parallelized(
@@ -582,17 +634,24 @@ def _check_parallelized(
     Returns:
         The error. None if the model has the same parameters as before, all with values.
     """
+    request = f"parallelize_fn({type(root).__name__}, mesh)"
+    if result is not root:
+        return UsageError(
+            f"{request}, which returned a {type(result).__name__}",
+            problem="the model is split in place, and has to be returned",
+            suggestion="return model, as the last line of parallelize_fn",
+        )
     # Names that exist only before or only after the call. The name of a parameter that was untied
     # is among them, since tied parameters have one name.
     wrong_names = sorted(names_before ^ parameters_after.keys())
     for name, parameter in parameters_after.items():
         if parameter.is_meta:
             wrong_names.append(f"{name} on meta")
-    if result is root and not wrong_names:
+    if not wrong_names:
         return None
     return UsageError(
-        f"parallelize_fn({type(root).__name__}, mesh), which returned a {type(result).__name__}",
+        request,
         problem="these parameters were added, removed or untied, or have no values: "
-        f"{', '.join(sorted(wrong_names)) or 'none'}",
+        f"{', '.join(sorted(wrong_names))}",
         expected="the model itself, with all its parameters, split in place",
     )

@@ -99,13 +99,21 @@ class HeadAttribute(NamedTuple):
 
 
 def check_styles(plan: Any) -> None:
-    """Raise a ConfigurationError for a plan with an unknown style.
+    """Raise a ConfigurationError for a plan without lines or with an unknown style.
 
     Args:
-        plan: a style for each pattern of names. ``"auto"`` and None have no styles to check.
+        plan: a style for each pattern of names, at least one. ``"auto"`` and None have no styles to
+            check.
     """
     if not isinstance(plan, Mapping):
         return
+    if not plan:
+        raise ConfigurationError(
+            "tp_plan={}",
+            problem="the plan has no line, and so splits no layer",
+            expected='a style for each pattern of layers, or "auto" for the plan of the model',
+            suggestion='tp_plan={"*.up": "colwise", "*.down": "rowwise"}',
+        )
     for style in plan.values():
         if style in _STYLES:
             continue
