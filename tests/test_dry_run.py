@@ -628,3 +628,18 @@ def test_optimizers_of_gpus_take_more_memory():
 )
 def test_an_option_that_cannot_be_planned_is_refused(options, words):
     assert words in outcome(lambda: planned(**options))
+
+
+@pytest.mark.parametrize(
+    ("built", "words"),
+    [
+        (None, "a NoneType"),
+        ((), "a tuple of nothing"),
+        ((nn.Linear(1, 1), None), "a tuple of Linear, NoneType"),
+        ([1], "a list of int"),
+    ],
+)
+def test_a_build_that_returns_no_model_is_an_error(built, words):
+    text = outcome(lambda: fabric.plan(lambda fabric: built, print))
+    assert f"build(fabric) has returned {words}" in text
+    assert "return model, optimizer" in text

@@ -303,12 +303,7 @@ class _Job:
         Returns:
             The types of the layers that FSDP would wrap.
         """
-        # A model, or a tuple of a model and its optimizers.
-        model: Any = self.build(fabric)
-        optimizers: Sequence[Optimizer] = ()
-        has_optimizers = not isinstance(model, nn.Module)
-        if has_optimizers:
-            model, *optimizers = model
+        model, *optimizers = _check_built(self.build(fabric))
         # Found before setup, which may wrap the layers. A dict keeps each type once, in order.
         layer_types = dict.fromkeys(type(layer) for layer in find_fsdp_modules(model))
         if self.steps_together:
@@ -329,6 +324,34 @@ class _Job:
                 trace.peak = 0
             self.step(fabric, model, *optimizers)
         return tuple(layer_types)
+
+
+def _check_built(built: Any) -> Sequence[Any]:
+    """Return the model that ``build`` has returned, and its optimizers.
+
+    Args:
+        built: a model, or a tuple of a model and its optimizers.
+
+    Raises:
+        ConfigurationError: ``build`` has returned something else.
+    """
+    if isinstance(built, nn.Module):
+        return [built]
+    is_sequence = isinstance(built, tuple | list)
+    if is_sequence and built:
+        model, *optimizers = built
+        has_optimizers = all(isinstance(optimizer, Optimizer) for optimizer in optimizers)
+        if isinstance(model, nn.Module) and has_optimizers:
+            return built
+    names = type(built).__name__
+    if is_sequence:
+        names = f"{names} of {', '.join(type(part).__name__ for part in built) or 'nothing'}"
+    raise ConfigurationError(
+        "fabric.plan(build, step)",
+        problem=f"build(fabric) has returned a {names}",
+        expected="a model, or a tuple of a model and its optimizers",
+        suggestion="return model, optimizer, as the last line of build",
+    )
 
 
 def _step_together(optimizer: Optimizer) -> None:
