@@ -586,3 +586,37 @@ def test_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused_by_
         assert mixed_over_blocks == "fine"
     [[converted, *_]] = in_ranks(set_up_mixed_dtypes, ranks=1, precision="bf16-true")
     assert converted == "fine"
+
+
+class Complex(nn.Module):
+    """A layer with a complex parameter, as in spectral models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.phase).abs()
+
+
+def set_up_complex_parameters(fabric: Fabric) -> str:
+    return outcome(lambda: fabric.setup(nn.Sequential(nn.Linear(4, 4), Complex())))
+
+
+def train_complex_parameters(fabric: Fabric) -> float:
+    module = nn.Sequential(nn.Linear(4, 4), Complex())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    loss = model(torch.ones(2, 4)).sum()
+    fabric.backward(loss)
+    optimizer.step()
+    phase = full_tensor(model[1].phase.detach())
+    return (phase - 1).abs().max().item()
+
+
+def test_complex_and_real_parameters_in_one_fsdp_module_are_refused_by_name() -> None:
+    for precision in ("32-true", "bf16-mixed"):
+        for text in in_ranks(set_up_complex_parameters, precision=precision):
+            assert "torch.complex64: ['1.phase']" in text
+            assert "FSDPStrategy(auto_wrap_policy={...})" in text
+    assert min(in_ranks(train_complex_parameters, auto_wrap_policy={Complex})) > 0

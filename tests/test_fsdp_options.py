@@ -233,6 +233,14 @@ def test_a_strategy_without_replicas_takes_a_mesh_of_one_dimension() -> None:
     assert "device_mesh=(4,)" in caught.value.expected
 
 
+@pytest.mark.parametrize("mesh", [(4.0,), ("4",), (-4,), 4, "4"])
+def test_a_mesh_of_something_else_than_numbers_of_processes_is_refused(mesh: Any) -> None:
+    strategy = FSDPStrategy(device_mesh=mesh)
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_plan(accelerator="cpu", devices=4, strategy=strategy, env={})
+    assert "device_mesh=(4,)" in caught.value.expected
+
+
 @pytest.mark.parametrize(
     ("value", "offloads"),
     [

@@ -69,8 +69,12 @@ def check_mesh(
         for shards in range(1, world_size + 1):
             if world_size % shards == 0:
                 valid_sizes.append((world_size // shards, shards))
-    sizes = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
-    if sizes not in valid_sizes:
+    sizes: Any = mesh
+    if isinstance(mesh, DeviceMesh):
+        sizes = tuple(mesh.shape)
+    # 2.0 equals 2, but is no size.
+    has_numbers = isinstance(sizes, Sequence) and all(type(size) is int for size in sizes)
+    if not has_numbers or tuple(sizes) not in valid_sizes:
         expected = " or ".join(map(str, valid_sizes))
         raise ConfigurationError(
             f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} "
@@ -282,8 +286,10 @@ def check_dtypes(
             continue
         # A parameter with several names has one owner by now, so the first name is enough.
         name, owner = next(iter(owners.items()))
+        dtype = parameter.dtype
         # The precision may convert the parameter before it is sharded.
-        dtype = precision.param_dtype or parameter.dtype
+        if precision.param_dtype is not None and parameter.is_floating_point():
+            dtype = precision.param_dtype
         names_by_dtype.setdefault(owner, {}).setdefault(dtype, []).append(name)
     for names in names_by_dtype.values():
         if len(names) > 1:
