@@ -547,7 +547,9 @@ def has_unreduced_gradient(record: Any) -> bool:
 def drop_unreduced_gradient(record: Any) -> None:
     """Drop the gradient that :func:`has_unreduced_gradient` has found."""
     record._unsharded_param.grad = None
-    record.unsharded_accumulated_grad = None
+    # From torch 2.15 on, this is the same gradient, and cannot be set.
+    if record.unsharded_accumulated_grad is not None:
+        record.unsharded_accumulated_grad = None
 
 
 def allocates_outputs(operator: Any) -> bool:

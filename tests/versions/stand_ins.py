@@ -14,6 +14,8 @@ from pathlib import Path
 
 NVIDIA_LIBRARY = re.compile(r"lib(cu|nv|nccl)")
 NVIDIA_FUNCTION = re.compile(r"_*(cu|nv|nccl)")
+# The line of torch/version.py that is None in a build for CPUs.
+CUDA_VERSION = re.compile(r"(?<=^cuda: Optional\[str\] = )'.*'$", re.MULTILINE)
 NVIDIA_REQUIREMENT = re.compile(r"^Requires-Dist: (cuda|nvidia|triton)\b.*\n", re.MULTILINE)
 # A line of `readelf -d` about a library that has to be loaded.
 NEEDED_LIBRARY = re.compile(r"NEEDED.*\[(?P<library>.*)\]")
@@ -31,22 +33,25 @@ Functions = Mapping[str, Mapping[str, Iterable[str]]]
 def replace_nvidia_packages(packages: Path) -> None:
     """Remove torch's requirements of NVIDIA's packages, and build stand-ins for the libraries.
 
-    Does nothing if the installed torch is not a CUDA build, or if this was done before.
+    Afterwards, torch claims to be a build for CPUs: it would warn that the package ``triton`` is
+    missing. Does nothing if torch is a build for CPUs, or if this was done before.
 
     Args:
         packages: the ``site-packages`` folder of an environment with torch.
     """
-    [metadata] = packages.glob("torch-*.dist-info/METADATA")
-    text = metadata.read_text()
-    if not NVIDIA_REQUIREMENT.search(text):
+    version_file = packages / "torch" / "version.py"
+    version_text = version_file.read_text()
+    if not CUDA_VERSION.search(version_text):
         return
     folder = packages / "torch" / "lib"
     libraries = sorted(folder.glob("*.so*"))
     with tempfile.TemporaryDirectory() as scratch:
         for name, functions in required_functions(libraries).items():
             build_library(folder / name, functions, Path(scratch))
+    [metadata] = packages.glob("torch-*.dist-info/METADATA")
+    metadata.write_text(NVIDIA_REQUIREMENT.sub("", metadata.read_text()))
     # Last, so that an interrupted call is done again.
-    metadata.write_text(NVIDIA_REQUIREMENT.sub("", text))
+    version_file.write_text(CUDA_VERSION.sub("None", version_text))
 
 
 def required_functions(libraries: Iterable[Path]) -> Functions:
@@ -64,7 +69,11 @@ def required_functions(libraries: Iterable[Path]) -> Functions:
             if NVIDIA_LIBRARY.match(name) and name not in own_names:
                 functions.setdefault(name, defaultdict(set))
         library_of_version.update(required_versions(library))
-    for version, name in library_of_version.items():
+    for version, name in list(library_of_version.items()):
+        # A stand-in of an earlier call is not built again.
+        if name not in functions:
+            del library_of_version[version]
+            continue
         # The loader looks for a version even if torch needs no function of it.
         functions[name][version] = set()
     for library in libraries:
