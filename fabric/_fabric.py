@@ -55,11 +55,12 @@ from fabric.data import (
 )
 from fabric.data.metrics import compute_metrics
 from fabric.environments import Environment
-from fabric.errors import CheckpointError, UsageError
+from fabric.errors import ArgumentTypeError, CheckpointError, UsageError
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
 from fabric.launchers.rank import exit_with_late_error
+from fabric.launchers.serialize import dump_result, load
 from fabric.loggers import Loggers
 from fabric.loggers.progress import Metrics, Progress, print_texts_of_ranks
 from fabric.module import Compiled, FabricModule, Module
@@ -314,7 +315,8 @@ class Fabric:
             rank. None if ``return_result`` is false.
 
         Raises:
-            RankFailedError: a process raised, exited early or was killed.
+            RankFailedError: a process raised, exited early or was killed. Or the result has sharded
+                tensors, of which a process has only a part.
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
@@ -353,7 +355,7 @@ class Fabric:
             if not return_result:
                 return None
             if return_all:
-                return self._communicator("launch").gather_objects(result)
+                return _gather_results(self._communicator("launch"), result)
             return result
 
     def _check_launch(self, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -1796,6 +1798,27 @@ def _run_in_rank(
     fabric._join_job(World.from_env(os.environ))
     with fabric:
         return function(fabric, *args, **kwargs)
+
+
+def _gather_results(communicator: Communicator, result: Any) -> list[Any]:
+    """Return the results of all ranks by rank, in a job that is running. Collective.
+
+    The results of other ranks are pickled as in a launch, with tensors on the CPU. A single process
+    gets its own object.
+
+    Raises:
+        FabricError: the result of a rank does not pickle. Every rank raises the error.
+    """
+    if communicator.size == 1:
+        return [result]
+    pickled_result = b""
+    error = None
+    try:
+        pickled_result = dump_result(result)
+    except ArgumentTypeError as caught:
+        error = caught
+    pickled_results = communicator.gather_objects(pickled_result, error=error)
+    return list(map(load, pickled_results))
 
 
 def _launch_on_call(run: Callable[..., Any]) -> Callable[..., Any]:

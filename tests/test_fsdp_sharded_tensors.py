@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn, optim
 from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.strategies import FSDPStrategy
-from tests.ranks import outcome, run_in_ranks
+from tests.ranks import SharedRanks, outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -360,3 +361,79 @@ def gradients_of_changed_output(fabric: Fabric) -> Tensors:
 def test_the_output_of_a_model_may_change_in_place_without_a_warning_about_views() -> None:
     for gradients in run_sharded(gradients_of_changed_output):
         assert_equals_plain(gradients)
+
+
+# -- results of a launch ---------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """A result of the user's own class."""
+
+    weights: Any
+
+
+def return_tensors(fabric: Fabric, kind: str) -> Any:
+    torch.manual_seed(0)
+    plain = Tower()
+    plain_optimizer = optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = fabric.setup(plain, plain_optimizer)
+    fabric.backward(model(X).mean())
+    optimizer.step()
+    results: dict[str, Callable[[], Any]] = {
+        "state dict": model.state_dict,
+        "nested": lambda: {"last": [1, model.head.weight]},
+        "object": lambda: Progress(model.state_dict()),
+        "optimizer": optimizer.state_dict,
+        "full state dict": lambda: fabric.get_state_dict(model),
+        "full tensor": lambda: full_tensor(model.head.weight),
+        "nothing": lambda: None,
+    }
+    return results[kind]()
+
+
+REFUSED = {
+    "state dict": "result['blocks.0.0.bias'] is a DTensor",
+    "nested": "result['last'][1] is a DTensor",
+    "object": "result.weights['blocks.0.0.bias'] is a DTensor",
+    "optimizer": "result['state'][0]['momentum_buffer'] is a DTensor",
+}
+
+
+def refusal(launcher: Any, kind: str) -> str:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher=launcher)
+    return outcome(lambda: fabric.launch(return_tensors, kind))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_launch_refuses_to_return_a_shard_as_if_it_were_the_tensor(kind: str) -> None:
+    text = refusal(SharedRanks(), kind)
+    assert REFUSED[kind] in text
+    assert "this rank has a part of the tensor of shape" in text
+    assert "return fabric.get_state_dict(model)" in text
+
+
+def test_every_launcher_refuses_shards() -> None:
+    assert REFUSED["state dict"] in refusal("fork", "state dict")
+    assert REFUSED["state dict"] in refusal("forkserver", "state dict")
+
+
+def results_in_a_job(fabric: Fabric) -> list[Any]:
+    """Launch in a job that runs already, which gathers the results without a launcher."""
+    full_states = fabric.launch(return_tensors, "full state dict", return_all=True)
+    error = outcome(lambda: fabric.launch(return_tensors, "nested", return_all=True))
+    return [full_states, error]
+
+
+def test_the_remedies_return_whole_tensors() -> None:
+    shapes = {name: value.shape for name, value in Tower().state_dict().items()}
+    full_state: Any = {}
+    for full_states, error in run_in_ranks(results_in_a_job, strategy="fsdp"):
+        full_state, state_of_other_rank = full_states
+        assert {name: value.shape for name, value in full_state.items()} == shapes
+        assert state_of_other_rank == {}
+        assert REFUSED["nested"] in error
+    weights = run_in_ranks(return_tensors, "full tensor", strategy="fsdp")
+    for weight in weights:
+        assert type(weight) is Tensor
+        torch.testing.assert_close(weight, full_state["head.weight"])

@@ -113,17 +113,24 @@ def dump_result(value: Any) -> bytes:
     """Pickle the result of a rank, with tensors detached, on the CPU, without shared memory.
 
     Raises:
-        ArgumentTypeError: a part of the result cannot be pickled. The text names the part.
+        ArgumentTypeError: a part of the result cannot be pickled, or is a tensor of which this rank
+            has only a shard. The text names the part.
     """
     data_or_error = _try_dump(_dump_detached, value)
     if isinstance(data_or_error, bytes):
         return data_or_error
     unpicklable = _find_unpicklable(value, _dump_detached)
+    suggestion = "return the values that you need; or None, or launch(..., return_result=False)"
+    if isinstance(data_or_error, _ShardError):
+        suggestion = (
+            "return fabric.get_state_dict(model) for the weights of a model, or "
+            "tensor.full_tensor() for a tensor, called on every rank; or fabric.save(path, ...)"
+        )
     raise ArgumentTypeError(
         "what the function returned in a rank has to reach the launching process",
         problem=f"result{unpicklable.path} is {unpicklable.description}",
         expected="numbers, texts, tensors, state dicts, and collections of them",
-        suggestion="return the values that you need; or None, or launch(..., return_result=False)",
+        suggestion=suggestion,
     ) from data_or_error
 
 
@@ -227,14 +234,15 @@ def _dump_with(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) ->
             They come before those of the pickler.
     """
     # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
-    default_reducers = getattr(pickler_type, "dispatch_table", copyreg.dispatch_table)
+    # They are read from an object, because the class pickle.Pickler has a descriptor of this name.
+    buffer = io.BytesIO()
+    default_reducers = getattr(pickler_type(buffer), "dispatch_table", copyreg.dispatch_table)
 
     class Pickler(pickler_type):
         # An attribute of the class, since cloudpickle's class has one, too. The constructor reads
         # it, and an attribute that is set on the object afterwards would be ignored.
         dispatch_table: ClassVar = ChainMap(reducers, default_reducers)
 
-    buffer = io.BytesIO()
     Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
@@ -261,7 +269,15 @@ def _tensor_reducers() -> dict[type, _Reducer]:
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_tensor}
+    reducers: dict[type, _Reducer] = {
+        torch.Tensor: _reduce_tensor,
+        torch.nn.Parameter: _reduce_tensor,
+    }
+    # The module is loaded if there is a DTensor. Its import takes a second.
+    dtensor_module = sys.modules.get("torch.distributed.tensor")
+    if dtensor_module is not None:
+        reducers[dtensor_module.DTensor] = _reduce_dtensor
+    return reducers
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -277,3 +293,21 @@ def _reduce_tensor(tensor: Any) -> Any:
     if is_parameter:
         detached = type(tensor)(detached, tensor.requires_grad)
     return detached.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+class _ShardError(pickle.PicklingError):
+    """An error for a tensor of which this rank has only a part."""
+
+
+def _reduce_dtensor(tensor: Any) -> Any:
+    """Return what a pickler stores for a DTensor: a plain tensor, if this rank has all of it.
+
+    Raises:
+        _ShardError: this rank has only a shard, or a part of a sum over ranks. In the launching
+            process, which has no other shards, the shard would look like the tensor.
+    """
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return _reduce_tensor(tensor.to_local())
+    raise _ShardError(
+        f"this rank has a part of the tensor of shape {tuple(tensor.shape)}, {tensor.placements}"
+    )
