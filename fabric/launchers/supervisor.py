@@ -743,17 +743,20 @@ class Supervisor:
         has_raised = exit_code == 1 and text != ""
         if has_raised:
             outcome = "failed (exit code 1)"
-        problem = ""
+        problems: list[str] = []
         if exit_code == -signal.SIGABRT:
             # C++ code often aborts because another rank made a different call. The table shows it.
-            problem = self._last_calls()
-        problems = [problem, untested_torch()]
+            problems.append(self._last_calls())
+        note = untested_torch()
+        # A rank that left early did so on its own, and the error ends with this sentence.
+        if note and exit_code != 0:
+            problems.append(note)
         return RankFailedError(
             f"{title} {outcome}",
             rank=cause.global_rank,
             exit_code=exit_code,
             traceback=text,
-            problem="\n".join(filter(None, problems)),
+            problem="\n".join(problems),
         )
 
     def _last_calls(self) -> str:
