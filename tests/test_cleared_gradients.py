@@ -86,6 +86,7 @@ CLEARINGS = [
     set_to_zero_by_optimizer,
     clear_by_model,
     set_to_zero_by_model,
+    set_data_to_zero,
 ]
 Clear = Callable[[nn.Module, torch.optim.Optimizer], None]
 

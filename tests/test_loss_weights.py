@@ -722,3 +722,101 @@ def test_a_weight_that_one_rank_leaves_out_is_reported_and_is_no_hang(
     with pytest.raises(RankFailedError):
         run_in_ranks(leave_a_weight_out, timeout=4.0, launcher="forkserver")
     assert "in all_reduce at" in capfd.readouterr().err
+
+
+def add_a_pass_without_a_weight(fabric: Fabric, order: str, syncs: bool) -> str:
+    """Return the outcome of a step with a weighted loss, and with a plain backward pass.
+
+    Args:
+        fabric: the job.
+        order: when the plain backward pass comes: before another weighted loss, before clipping, or
+            between clipping and the step.
+        syncs: whether it synchronizes gradients.
+    """
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = fabric.setup(model, optimizer)
+    tokens = torch.ones(4, 3, dtype=torch.float64)
+
+    def take_weighted_step() -> None:
+        fabric.backward(sum_of_losses(model, tokens), weight=4)
+        if order == "after clipping":
+            fabric.clip_gradients(model, optimizer, clip_val=1e9)
+        with fabric.no_backward_sync(model, enabled=not syncs):
+            sum_of_losses(model, tokens).backward()
+        if order == "before a weighted loss":
+            fabric.backward(sum_of_losses(model, tokens), weight=4)
+        optimizer.step()
+
+    refusal = outcome(take_weighted_step)
+    # The error says to clear the gradients.
+    optimizer.zero_grad()
+    fabric.backward(sum_of_losses(model, tokens), weight=4)
+    optimizer.step()
+    return refusal
+
+
+def add_passes_without_a_weight(fabric: Fabric) -> list[str]:
+    refusals: list[str] = []
+    for order in ("before a weighted loss", "before the step", "after clipping"):
+        for syncs in (True, False):
+            refusals.append(add_a_pass_without_a_weight(fabric, order, syncs))
+    return refusals
+
+
+@pytest.mark.parametrize("run", ["single", "dp", "ddp", "fsdp"])
+def test_a_plain_backward_pass_after_a_weighted_one_is_refused(run: str) -> None:
+    for refusals in RUNS[run](add_passes_without_a_weight):
+        for refusal in refusals:
+            assert "a backward pass without fabric.backward" in refusal
+            assert "fabric.backward(loss, weight=n) for every loss of a step" in refusal
+
+
+class WindowOutcome(NamedTuple):
+    """What two steps subtract from a weight, and how many messages their window sends."""
+
+    kept: float
+    dropped: float
+    messages: int
+
+
+def train_with_zero_gradients_on_one_rank(fabric: Fabric) -> WindowOutcome:
+    """Keep and drop a pass whose gradient is exactly zero on one rank, in the first windows."""
+    model, optimizer = set_up_linear(fabric)
+    is_first_rank = fabric.global_rank == 0
+    value = 0.0
+    if is_first_rank:
+        value = 6.0
+    with fabric.no_backward_sync(model):
+        backward(fabric, model, value, 3)
+    model.weight.grad.nan_to_num_()
+    with CommDebugMode() as mode:
+        backward(fabric, model, 6.0, 3)
+    kept = take_step(model, optimizer)
+    with fabric.no_backward_sync(model):
+        backward(fabric, model, value, 3)
+    optimizer.zero_grad(set_to_none=False)
+    backward(fabric, model, 6.0, 3)
+    return WindowOutcome(kept, take_step(model, optimizer), mode.get_total_counts())
+
+
+def test_gradients_that_are_zero_on_one_rank_keep_their_weight_until_they_are_cleared() -> None:
+    # The message is that of the gradients: neither rank asks for a new divisor.
+    for result in run_in_ranks(train_with_zero_gradients_on_one_rank):
+        assert result == WindowOutcome(kept=1.5, dropped=2.0, messages=1)
+
+
+@pytest.mark.parametrize("reads_at_once", [True, False])
+def test_gradients_that_are_cleared_through_data_leave_no_weight(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, reads_at_once: bool
+) -> None:
+    model, optimizer = set_up_linear(fabric)
+    backward(fabric, model, 6.0, 3)
+    assert take_step(model, optimizer) == 2.0
+    weights = fabric._session.ensure_loss_weights()
+    monkeypatch.setattr(weights, "reads_at_once", reads_at_once)
+    backward(fabric, model, 6.0, 3)
+    model.weight.grad.data.zero_()
+    backward(fabric, model, 6.0, 2)
+    backward(fabric, model, 2.0, 2)
+    assert take_step(model, optimizer) == 2.0

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from fabric._torch import local_tensor
 
-__all__ = ["has_gradients", "is_cleared", "local_gradients", "mark_as_computed"]
+__all__ = [
+    "has_gradients",
+    "is_cleared",
+    "local_gradients",
+    "mark_as_computed",
+    "mark_first_gradient",
+]
 
 
 def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
@@ -86,3 +92,21 @@ def mark_as_computed(grad: Tensor) -> None:
     # Through ``data``, which hides the change from autograd: a graph may contain the gradient.
     first_element = grad.data[(0,) * grad.dim()]
     first_element.masked_fill_(first_element == 0, -0.0)
+
+
+def mark_first_gradient(optimizer: Optimizer) -> bool:
+    """Mark the first gradient of an optimizer that has elements on this rank as computed.
+
+    See ``[Note: Cleared gradients]``. One mark is enough to tell whether all gradients of the
+    optimizer have been cleared.
+
+    Returns:
+        Whether the optimizer has any gradients.
+    """
+    grads_by_kind = local_gradients(optimizer)
+    for grads in grads_by_kind:
+        for grad in grads:
+            if grad.numel() > 0:
+                mark_as_computed(grad)
+                return True
+    return bool(grads_by_kind)

@@ -12,11 +12,13 @@ gives, which a loss scale and float16 gradients need. The divisor of a window is
 optimizer's step before. The first window computes its divisor in the first backward pass, which
 takes another message, once.
 
-Optimizers of the same losses share one window. To detect cleared gradients, one gradient of each
-optimizer is compared after each backward pass and before the next, without waiting for a device.
-All gradients are read only if this gradient has changed.
+Optimizers of the same losses share one window. Before each backward pass, the windows of optimizers
+end whose gradients the user has cleared, see ``[Note: Cleared gradients]`` in
+``fabric/optim/gradients.py``. A backward pass that ``Fabric.backward`` does not know of has no
+weight. Hooks of the parameters record which of them get gradients, so that such a pass is an error.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,10 +38,16 @@ from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
 from fabric.contract import GradientContract
 from fabric.errors import ConfigurationError, UsageError
-from fabric.optim.gradients import has_gradients, local_gradients
+from fabric.optim.gradients import (
+    has_gradients,
+    is_cleared,
+    local_gradients,
+    mark_first_gradient,
+)
 from fabric.optim.loss_scaler import LossScaler, has_closure
 from fabric.runtime import Runtime
 from fabric.strategies.parallel import as_list
+from fabric.tree import parameters_of
 
 __all__ = ["LossWeights"]
 
@@ -79,12 +87,16 @@ class _OptimizerState:
     Attributes:
         window: the optimizer's window, ``_DIVIDED`` or ``_FOREIGN``. None after a step.
         fingerprint: see ``_gradient_fingerprint``, of the gradients after the last backward pass.
+        had_gradients: whether there were gradients after the last backward pass.
         divisor: the divisor of the optimizer's next window. None before the first step.
+        watched: by id, the parameters with a hook that records that they get a gradient.
     """
 
     window: _Window | None = None
     fingerprint: object = None
+    had_gradients: bool = False
     divisor: Tensor | None = None
+    watched: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,9 @@ class _BackwardPass:
     fingerprints: dict[Optimizer, object] = field(default_factory=dict)
 
 
+# More parameters than one backward pass reaches.
+_MAX_REACHED = 1_000_000
+
 # A problem in errors.
 _CLOSURE = (
     "gradients are divided after a backward pass and before a step, but a closure makes a backward "
@@ -110,6 +125,7 @@ _CLOSURE = (
 )
 # Suggestions in errors.
 _CLEAR = "optimizer.zero_grad() after step()"
+_WEIGH_ALL = "fabric.backward(loss, weight=n) for every loss of a step; never loss.backward()"
 _NAME_OPTIMIZERS = "optimizer=... if the loss is not for all that are set up"
 _NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
@@ -158,6 +174,14 @@ class LossWeights:
         self._validity_copy_event = torch.cpu.Event() if self.reads_at_once else torch.cuda.Event()
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._running_pass = _BackwardPass()
+        # The parameters that have got a gradient since the last backward pass of Fabric.
+        # A list with a limit, which backward passes without Fabric would fill without end.
+        self._reached: deque[Tensor] = deque(maxlen=_MAX_REACHED)
+        # By contract, the number of passes with unreduced gradients, up to the last backward pass.
+        self._unreduced_passes: WeakKeyDictionary[GradientContract, int] = WeakKeyDictionary()
+        # The hooks of the parameters. The end of this stack removes them.
+        self._parameter_hooks = cleanup.enter_context(ExitStack())
+        cleanup.callback(self._reached.clear)
 
     def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
         """Divide the loss by the divisor and apply the loss scale.
@@ -188,6 +212,9 @@ class LossWeights:
         self._check_set_up(optimizers)
         # Called first, so that cleared gradients do not count as gradients of an earlier loss.
         self._drop_cleared_windows()
+        for set_up_optimizer in self._optimizers:
+            self._refuse_unknown_passes(set_up_optimizer)
+        self._reached.clear()
         window = self._common_window(optimizers)
         if loss_weight is not None:
             window = self._extended_window(window, optimizers, loss_weight)
@@ -220,18 +247,21 @@ class LossWeights:
         """
         finished = self._running_pass
         self._running_pass = _BackwardPass()
+        reached_ids = set(map(id, self._reached))
+        self._reached.clear()
+        for contract in self._contracts:
+            self._unreduced_passes[contract] = contract.unreduced_passes()
         if error is not None:
             return
         # The optimizers that the loss is not for. If their gradients have changed, the loss has
         # reached their parameters all the same.
         for optimizer, fingerprint_before in finished.fingerprints.items():
             fingerprint = _gradient_fingerprint(optimizer)
-            if fingerprint != fingerprint_before:
-                self._record_foreign_gradients(optimizer, fingerprint, finished.window)
+            has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
+            if has_reached or fingerprint != fingerprint_before:
+                self._record_foreign_gradients(optimizer, finished.window)
         for optimizer in finished.optimizers:
-            state = self._states.setdefault(optimizer, _OptimizerState())
-            state.window = finished.window
-            state.fingerprint = _gradient_fingerprint(optimizer)
+            self._end_pass(optimizer, finished.window)
 
     @torch.no_grad()
     def divide_gradients(self, optimizer: Optimizer) -> None:
@@ -244,9 +274,12 @@ class LossWeights:
             UsageError: the optimizer has gradients of losses that are for other optimizers.
         """
         state = self._states.get(optimizer)
-        if state is None or state.window is None or state.window is _DIVIDED:
+        if state is None or state.window is None:
             return
+        self._refuse_unknown_passes(optimizer)
         window = state.window
+        if window is _DIVIDED:
+            return
         if window is _FOREIGN:
             self._refuse_step(
                 optimizer, "it has gradients of weighted losses for other optimizers", _CLEAR
@@ -328,18 +361,73 @@ class LossWeights:
     def _drop_cleared_windows(self) -> None:
         """End the windows of optimizers whose gradients the user has cleared.
 
-        Called before each backward pass. Reading the values of gradients waits for the device. So
-        they are read only if the fingerprint, which is known without waiting, has changed since the
-        last backward pass.
+        Called before each backward pass. On CUDA, this waits for the device only if the fingerprint
+        has changed since the last backward pass. Otherwise gradients may have been cleared through
+        ``data``, which no fingerprint shows. Then the weights so far become zero on the device.
         """
+        flags: dict[_Window, list[Tensor]] = {}
         for optimizer, state in self._states.items():
-            if state.window is None:
+            window = state.window
+            if window is None:
                 continue
             fingerprint = _gradient_fingerprint(optimizer)
             has_changed = fingerprint != state.fingerprint
             state.fingerprint = fingerprint
-            if has_changed and not has_gradients(optimizer):
-                state.window = None
+            if self.reads_at_once or has_changed:
+                if _has_cleared_gradients(optimizer, state, has_changed):
+                    state.window = None
+                    # The divisor is kept, so that the next window sends no message.
+                    if window not in (_DIVIDED, _FOREIGN):
+                        state.divisor = window.divisor
+            elif window not in (_DIVIDED, _FOREIGN):
+                for grads in local_gradients(optimizer):
+                    flags.setdefault(window, []).extend(map(is_cleared, grads))
+        for window, cleared in flags.items():
+            are_all_cleared = torch.stack([flag.to(self._device) for flag in cleared]).all()
+            window.weight = torch.where(are_all_cleared, 0, window.weight)
+
+    def _refuse_unknown_passes(self, optimizer: Optimizer) -> None:
+        """Raise a UsageError if gradients without a weight were added to those of a window.
+
+        ``Fabric.backward`` does not know of such a backward pass.
+        """
+        state = self._states.get(optimizer)
+        if state is None or state.window is None:
+            return
+        reached_ids = set(map(id, self._reached))
+        for contract in self._contracts:
+            # Unreduced gradients, as in no_backward_sync under FSDP, do not call the hooks.
+            if contract.unreduced_passes() > self._unreduced_passes.get(contract, 0):
+                reached_ids.update(map(id, contract.unreduced()))
+        if not reached_ids.isdisjoint(map(id, parameters_of(optimizer))):
+            self._refuse(
+                "a backward pass without fabric.backward, into gradients of "
+                f"{type(optimizer).__name__}",
+                "its loss has no weight, but an earlier loss since the last step has one",
+                f"{_WEIGH_ALL}. optimizer.zero_grad() drops these gradients",
+            )
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Record which parameters of an optimizer get gradients, also new and unfrozen ones."""
+        state = self._states.setdefault(optimizer, _OptimizerState())
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in state.watched or not parameter.requires_grad:
+                continue
+            state.watched[id(parameter)] = parameter
+            # The method is no Python function, so that a pass makes no more Python calls.
+            handle = parameter.register_post_accumulate_grad_hook(self._reached.append)
+            self._parameter_hooks.callback(handle.remove)
+
+    def _end_pass(self, optimizer: Optimizer, window: _Window | None) -> None:
+        """Record the gradients of an optimizer after a backward pass, and the window they are of.
+
+        The gradients are marked as computed, so that :meth:`_drop_cleared_windows` can tell whether
+        they have been cleared.
+        """
+        state = self._states.setdefault(optimizer, _OptimizerState())
+        state.window = window
+        state.had_gradients = mark_first_gradient(optimizer)
+        state.fingerprint = _gradient_fingerprint(optimizer)
 
     def _common_window(self, optimizers: Sequence[Optimizer]) -> _Window | None:
         """Return the window of the optimizers of a loss, or None if they have none.
@@ -386,6 +474,8 @@ class LossWeights:
         if window is not None:
             return _Window(divisor=window.divisor, weight=window.weight + weight)
         self._check_new_window(optimizers)
+        for set_up_optimizer in self._optimizers:
+            self._watch(set_up_optimizer)
         for optimizer in optimizers:
             state = self._states.get(optimizer)
             if state is not None and state.divisor is not None:
@@ -443,16 +533,13 @@ class LossWeights:
             optimizers=optimizers, window=window, fingerprints=fingerprints
         )
 
-    def _record_foreign_gradients(
-        self, optimizer: Optimizer, fingerprint: object, window: _Window | None
-    ) -> None:
+    def _record_foreign_gradients(self, optimizer: Optimizer, window: _Window | None) -> None:
         """Record that an optimizer got gradients of a loss that is for other optimizers.
 
         Such gradients are allowed if the user clears them before the optimizer's next step.
 
         Args:
             optimizer: the optimizer.
-            fingerprint: the fingerprint of its gradients after the backward pass.
             window: the window that includes the loss. None if the loss has no weight.
 
         Raises:
@@ -469,9 +556,7 @@ class LossWeights:
         # Gradients of a loss without a weight are never divided, so they need no record.
         has_weight = window is not None
         if has_weight:
-            state = self._states.setdefault(optimizer, _OptimizerState())
-            state.window = _FOREIGN
-            state.fingerprint = fingerprint
+            self._end_pass(optimizer, _FOREIGN)
 
     # -- around a step --------------------------------------------------------------------------
 
@@ -519,7 +604,9 @@ class LossWeights:
                 if its closure has called ``backward`` with a weight.
         """
         is_within_backward = optimizer in self._running_pass.optimizers
-        has_weighted_closure = optimizer in self._states and has_closure(args, kwargs)
+        state = self._states.get(optimizer)
+        has_had_weights = state is not None and state.had_gradients
+        has_weighted_closure = has_had_weights and has_closure(args, kwargs)
         if is_within_backward or has_weighted_closure:
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
         self.divide_gradients(optimizer)
@@ -556,6 +643,27 @@ class LossWeights:
             expected="weighted losses, added to gradients that are cleared after each step",
             suggestion=suggestion,
         )
+
+
+def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_changed: bool) -> bool:
+    """Return whether the user has cleared the gradients of an optimizer since its last pass.
+
+    Waits for the device.
+
+    Args:
+        optimizer: the optimizer.
+        state: its state.
+        has_changed: whether its fingerprint has changed.
+    """
+    num_elements = 0
+    for grads in local_gradients(optimizer):
+        for grad in grads:
+            num_elements += grad.numel()
+    if num_elements > 0:
+        return not has_gradients(optimizer)
+    # This rank has no gradients, or shards without elements, which cannot show that they were set
+    # to zero.
+    return state.had_gradients and has_changed
 
 
 def _power_of_two_above(mean: Tensor) -> Tensor:

@@ -622,6 +622,7 @@ class FSDPStrategy(ParallelStrategy):
             gradients_differ=True,
             replicated=lambda: replicated,
             unreduced=unreduced,
+            unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
             # Offloaded shards are copied to the device in the background.
             reshard=partial(forward.reshard, wait=self._offloads_to_cpu),
             # Then FSDP2 itself casts inputs and outputs.

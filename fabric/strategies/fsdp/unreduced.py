@@ -37,6 +37,9 @@ class UnreducedGradients:
     Args:
         root: the user's module, which is sharded already.
         synchronizes: returns whether a backward pass reduces gradients.
+
+    Attributes:
+        num_passes: the number of backward passes so far that have left gradients unreduced.
     """
 
     def __init__(self, root: nn.Module, synchronizes: Callable[[], bool]) -> None:
@@ -47,6 +50,7 @@ class UnreducedGradients:
         self._with_placeholder: list[Any] = []
         # The hooks of the sharded parameters. Empty if the model is not watched.
         self._handles: list[RemovableHandle] = []
+        self.num_passes = 0
         # The number of the last backward pass that has reached a watched parameter.
         self._backward_number = -1
 
@@ -101,6 +105,7 @@ class UnreducedGradients:
     def _after_backward(self) -> None:
         """Add placeholders at the end of a backward pass, or stop watching after a reduction."""
         if not self._synchronizes():
+            self.num_passes += 1
             self.add_placeholders()
             return
         self._with_placeholder.clear()
