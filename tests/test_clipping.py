@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_ as clip_norm
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError, NonFiniteGradientError
 from fabric.optim.clipping import clip_gradients
 from tests.models import Net
-from tests.ranks import run_in_ranks
+from tests.ranks import outcome, run_in_ranks
 
 DEFAULTS = {
     "clip_val": None,
@@ -211,3 +213,121 @@ def test_fsdp_clipping_returns_one_norm_on_all_ranks():
     first, second = run_in_ranks(norm_under_fsdp, strategy="fsdp")
     assert type(first) is Tensor
     assert torch.equal(first, second)
+
+
+# -- torch's functions on gradients that are not those of the step ---------------------------------
+
+
+def set_up_net(fabric: Fabric) -> tuple[Any, torch.optim.Optimizer]:
+    net = Net()
+    return fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def backward(fabric: Fabric, model: Any, is_weighted: bool) -> None:
+    outputs = model(torch.ones(2, 4))
+    if is_weighted:
+        loss = outputs.sum()
+        fabric.backward(loss, weight=2)
+    else:
+        loss = outputs.mean()
+        fabric.backward(loss)
+
+
+def clip_norm_by_torch(fabric: Fabric, is_weighted: bool) -> None:
+    model, optimizer = set_up_net(fabric)
+    backward(fabric, model, is_weighted)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def clip_values_by_torch(fabric: Fabric, is_weighted: bool) -> None:
+    model, optimizer = set_up_net(fabric)
+    backward(fabric, model, is_weighted)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def clip_under_another_name(fabric: Fabric, is_weighted: bool) -> None:
+    model, optimizer = set_up_net(fabric)
+    backward(fabric, model, is_weighted)
+    clip_norm(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def clip_all(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clip_in_a_function(fabric: Fabric, is_weighted: bool) -> None:
+    model, optimizer = set_up_net(fabric)
+    backward(fabric, model, is_weighted)
+    clip_all(model)
+    optimizer.step()
+
+
+CLIPPING_BY_TORCH = [
+    clip_norm_by_torch,
+    clip_values_by_torch,
+    clip_under_another_name,
+    clip_in_a_function,
+]
+
+
+def clip_after_fabric(fabric: Fabric, is_weighted: bool) -> None:
+    model, optimizer = set_up_net(fabric)
+    for _ in range(2):
+        backward(fabric, model, is_weighted)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mask_gradients(fabric: Fabric, is_weighted: bool) -> None:
+    model, optimizer = set_up_net(fabric)
+    for _ in range(2):
+        backward(fabric, model, is_weighted)
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+RIGHT_CHANGES = [mask_gradients, clip_after_fabric]
+
+
+def clip_gradients_by_torch(fabric: Fabric, is_weighted: bool) -> tuple[list[str], list[str]]:
+    """Return the outcomes of clipping by torch, and of changes that are right."""
+    refusals = [outcome(partial(case, fabric, is_weighted)) for case in CLIPPING_BY_TORCH]
+    right = [outcome(partial(case, fabric, is_weighted)) for case in RIGHT_CHANGES]
+    return refusals, right
+
+
+@pytest.mark.parametrize(
+    ("options", "is_weighted"),
+    [
+        ({"ranks": 1}, True),
+        ({"ranks": 1, "precision": "16-mixed"}, False),
+        ({"strategy": "ddp"}, True),
+        ({"strategy": "fsdp"}, True),
+        ({"strategy": "fsdp", "precision": "16-mixed"}, True),
+    ],
+    ids=str,
+)
+def test_clipping_by_torch_before_gradients_are_complete_is_refused(
+    options: dict[str, Any], is_weighted: bool
+) -> None:
+    state = "still multiplied by the loss scale"
+    if is_weighted:
+        state = "not divided by the loss weights yet"
+    for refusals, right in run_in_ranks(clip_gradients_by_torch, is_weighted, **options):
+        for text in refusals:
+            assert text.startswith("UsageError: SGD.step() on rank")
+            assert state in text
+            assert "fabric.clip_gradients(model, optimizer, max_norm=1.0)" in text
+        assert set(right) == {"fine"}
+
+
+def test_clipping_by_torch_of_complete_gradients_is_right() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        clip_norm_by_torch(fabric, is_weighted=False)

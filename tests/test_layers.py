@@ -47,7 +47,7 @@ ORDER = {
     ),
     "diagnostics": (
         "call_site stacks recorder checker hang_report bypass batch_counts uneven_inputs "
-        "training_checks loss_reduction loss_checks"
+        "clipping_check training_checks loss_reduction loss_checks"
     ),
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "user_call"]
+__all__ = ["CallSite", "is_user_code", "user_call"]
 
 # Frames in these files are not user code: fabric, torch, and context managers around a call.
 _INTERNAL_PATHS = (
@@ -34,6 +34,11 @@ class CallSite(NamedTuple):
     def __str__(self) -> str:
         # A file below the current folder is shown with its relative path.
         return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line}"
+
+
+def is_user_code(frame: FrameType) -> bool:
+    """Return whether a frame runs code of the user, and not of fabric or torch."""
+    return not frame.f_code.co_filename.startswith(_INTERNAL_PATHS)
 
 
 def user_call(frame: FrameType | None) -> CallSite | None:

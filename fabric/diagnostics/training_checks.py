@@ -46,6 +46,7 @@ from fabric._torch import (
 )
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
+from fabric.diagnostics.clipping_check import ClippingCheck
 from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
 from fabric.optim.gradients import has_gradients
@@ -540,6 +541,7 @@ class SetupChecks:
         scales_loss: whether ``fabric.backward`` scales the loss, and with it the gradients.
         open_micro_batch: returns the current micro-batch inside a window of ``fabric.accumulate``:
             its number, and the length of the window. None after the last one, or without a window.
+        pending_change: see :class:`ClippingCheck`.
     """
 
     def __init__(
@@ -553,6 +555,7 @@ class SetupChecks:
         check_setup: Callable[[Sequence[Optimizer]], object],
         scales_loss: bool,
         open_micro_batch: Callable[[], tuple[int, int] | None],
+        pending_change: Callable[[Optimizer], str | None],
     ) -> None:
         """Add the hooks around the steps of all optimizers and around backward passes."""
         self._contracts = contracts
@@ -566,6 +569,7 @@ class SetupChecks:
         # All values are None.
         self._scaled_parameters = WeakTensorKeyDictionary()
         self._open_micro_batch = open_micro_batch
+        self._clipping_check = ClippingCheck(pending_change)
         # The set-up optimizers that have stepped inside a window.
         self._stepped_within_window: WeakSet[Optimizer] = WeakSet()
         self._backwards = 0
@@ -647,6 +651,7 @@ class SetupChecks:
         if self._scales_loss and self._backwards <= _CHECKED_STEPS_OF_ALL:
             for leaf in leaves_behind(loss):
                 self._scaled_parameters[leaf] = None
+        self._clipping_check.record(self._optimizers)
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:
             self._hooks.close()
 
@@ -662,6 +667,8 @@ class SetupChecks:
         if not was_set_up:
             self._check_setup([optimizer])  # raises if it could not be set up
             self._check_not_scaled(optimizer, trained)
+        else:
+            self._clipping_check.check(optimizer, self._request(optimizer))
         self._check_parameters_in_use(optimizer, trained)
         if is_first_step and self._store.size > 1:
             self._check_synchronized(optimizer, trained)

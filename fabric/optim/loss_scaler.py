@@ -127,6 +127,10 @@ class LossScaler:
             loss = loss.float()
         return loss * self._scale.to(loss.device, loss.dtype)
 
+    def holds_scaled_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer's gradients, if it has any, are multiplied by the scale."""
+        return optimizer in self._states and self._states[optimizer].is_scaled
+
     def _update_scale(self, found_inf: Tensor) -> None:
         """Halve the scale after an overflow, or double it after enough good steps, in place.
 

@@ -293,6 +293,11 @@ class LossWeights:
             _multiply(grads, window.factor)
         state.window = _DIVIDED
 
+    def has_window(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has gradients that are not divided by their weights yet."""
+        state = self._states.get(optimizer)
+        return state is not None and state.window not in (None, _DIVIDED)
+
     def check(self) -> None:
         """Raise a UsageError if the loss weights of the last step had no valid sum.
 
