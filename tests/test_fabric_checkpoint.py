@@ -866,3 +866,46 @@ def test_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Pa
         assert fabric.load(converted, {"model": model}) == {"epoch": 3}
         assert fabric.load(folder / "meta.pt") == {"step": 7}
         assert torch.equal(model.out.weight, net.out.weight)
+
+
+class MomentumOfRank(torch.optim.SGD):
+    """An optimizer that shards its own state: each rank has the momentum of other rows."""
+
+    def __init__(self, parameters: Any, rank: int) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.rank = rank
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for slots in self.state.values():
+            slots["momentum_buffer"].mul_(self.rank)
+
+
+def save_state_of_ranks(fabric: Fabric, folder: Path) -> list[str]:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    plain_optimizer = MomentumOfRank(plain.parameters(), fabric.global_rank)
+    model, optimizer = fabric.setup(plain, plain_optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    before = outcome(lambda: fabric.save(folder / "before", state))
+    fabric.backward(model(torch.ones(3, 4)).mean())
+    optimizer.step()
+    after = outcome(lambda: fabric.save(folder / "after", state))
+    # The way out that the error names.
+    torch.save(optimizer.state_dict(), folder / f"optimizer-{fabric.global_rank}.pt")
+    fabric.save(folder / "model", {"model": model})
+    loaded = torch.load(folder / f"optimizer-{fabric.global_rank}.pt")
+    assert loaded["state"][0]["momentum_buffer"].any().item() == bool(fabric.global_rank)
+    return [before, after]
+
+
+@pytest.mark.parametrize("checkpoint_io", [FullCheckpoint, ShardedCheckpoint])
+def test_an_optimizer_whose_state_differs_between_ranks_is_not_saved(
+    tmp_path: Path, checkpoint_io: Any
+) -> None:
+    strategy = DDPStrategy(checkpoint_io=checkpoint_io())
+    for before, after in run_in_ranks(save_state_of_ranks, tmp_path, strategy=strategy):
+        assert before == "fine"
+        assert after.startswith("UsageError")
+        assert "a MomentumOfRank, differs between ranks in ['state'][0]" in after
+        assert "torch.save(optimizer.state_dict()" in after

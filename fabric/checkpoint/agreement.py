@@ -1,4 +1,4 @@
-"""Agreement of all ranks on whether a step has succeeded.
+"""Agreement of all ranks on whether a step has succeeded, and whether their tensors are equal.
 
 If a step fails on one rank, all ranks raise before any of them continues. The data that a rank
 sends and receives for this does not grow with the number of ranks, except on rank 0, which commits
@@ -6,10 +6,12 @@ a save for all ranks.
 """
 
 import pickle
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
+from torch import Tensor
 
 from fabric.checkpoint.encoding import tensor_bytes
 from fabric.communicators import Communicator, Reduce
@@ -20,7 +22,7 @@ from fabric.errors import (
     UnsafeCheckpointError,
 )
 
-__all__ = ["gather_on_first", "run_on_all_ranks"]
+__all__ = ["find_difference", "gather_on_first", "run_on_all_ranks"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -75,6 +77,48 @@ def run_on_all_ranks(
         raise error
     problem = f"it failed on rank {failed_rank} of {size}: {text}"
     raise error_class(f"{request} on rank {rank}", problem)
+
+
+def find_difference(communicator: Communicator, tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of a tensor that differs between ranks, the same on all ranks.
+
+    Collective. The ranks compare the names and shapes, and two sums of each tensor. Differences
+    of less than a hundredth are not reported, since kernels of different devices round differently.
+
+    Args:
+        communicator: the ranks.
+        tensors: the tensors of this rank, by name.
+
+    Returns:
+        The name. None if all tensors are equal.
+    """
+    shapes = [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+    checksum = zlib.crc32("\n".join(shapes).encode())
+    # The largest negative number is that of the smallest number.
+    checksums = torch.tensor([checksum, -checksum], device=communicator.device)
+    largest, largest_negative = communicator.all_reduce(checksums, Reduce.MAX).tolist()
+    if largest != -largest_negative:
+        return "the names or shapes of tensors"
+    if not tensors:
+        return None
+    sums = torch.stack(list(map(_sums_of, tensors.values()))).to(communicator.device)
+    highest = communicator.all_reduce(sums.clone(), Reduce.MAX)
+    lowest = -communicator.all_reduce(-sums, Reduce.MAX)
+    # The second sum is that of the absolute values.
+    tolerance = highest[:, 1:] / 100
+    differs = (highest - lowest > tolerance).any(dim=1).tolist()
+    for name, is_different in zip(tensors, differs, strict=True):
+        if is_different:
+            return name
+    return None
+
+
+def _sums_of(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor, and the sum of its absolute values, on the CPU."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    values = tensor.detach().float()
+    return torch.stack([values.sum(), torch.linalg.vector_norm(values, 1)]).cpu()
 
 
 def gather_on_first(communicator: Communicator, value: T) -> list[T]:
