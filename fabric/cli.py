@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from fabric import __version__
 from fabric.errors import ConfigurationError, FabricError
 from fabric.world import World
 
@@ -76,7 +76,7 @@ def _build_parser() -> argparse.ArgumentParser:
         description="Grow a PyTorch loop from one device to many.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"fabric {version('torch-fabric')}")
+    parser.add_argument("--version", action="version", version=f"fabric {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
     _add_consolidate(commands)

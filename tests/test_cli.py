@@ -16,6 +16,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
+import fabric as package
 from fabric import Fabric
 from fabric.cli import main
 from fabric.strategies import SingleDeviceStrategy
@@ -567,3 +568,11 @@ def test_python_m_fabric_is_the_command_and_the_readme_says_so(python_m) -> None
     assert run.stdout == f"fabric {version('torch-fabric')}\n"
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert "`python -m fabric run ...` is always this one" in readme
+
+
+def test_the_command_works_in_a_checkout_without_metadata(tmp_path: Path) -> None:
+    (tmp_path / "fabric").symlink_to(Path(package.__file__).parent)
+    # The option -S leaves out installed packages, and with them their metadata.
+    command = [sys.executable, "-S", "-m", "fabric", "--version"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.stdout == f"fabric {package.__version__}\n", process.stderr

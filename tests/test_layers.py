@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The layers from the lowest to the highest. The entries of one layer do not import each other. A
 # file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
-    ["errors", "_torch", "tested_versions"],
+    ["errors", "_torch", "tested_versions", "migration"],
     ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
     ["store"],
     ["accelerators", "environments"],
@@ -30,7 +30,8 @@ LAYERS = [
     ["tools.timeline"],
     ["_fabric"],
     ["tools"],
-    ["cli", "legacy", "testing", "plotting", "__init__"],
+    ["legacy", "testing", "plotting", "__init__"],
+    ["cli"],
     ["__main__"],
 ]
 # The files of each package, from the lowest to the highest. An __init__ comes after all files of
