@@ -126,6 +126,8 @@ def test_an_error_of_a_pass_around_the_model_names_the_way_and_a_remedy(
     for results in outcomes_of_passes:
         assert "model.encoder(...)" in results["submodule"]
         assert "mark_forward_method" in results["method"]
+        for way in ("user's module", "model.module"):
+            assert "Write: model(...), for model.module(...)" in results[way]
 
 
 def backward_alone_in_no_sync(fabric: Fabric) -> str:
