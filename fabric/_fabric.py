@@ -12,6 +12,7 @@ process.
 
 import atexit
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -24,6 +25,7 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
+    Never,
     NoReturn,
     Self,
     TypeVar,
@@ -35,10 +37,11 @@ from typing import (
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric import checkpoint, collectives
-from fabric._plan import resolve_plan
+from fabric._plan import refuse_unknown_arguments, resolve_plan
 from fabric._session import Session, find_fabric_modules, rank_zero_first
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
@@ -55,7 +58,7 @@ from fabric.data import (
 )
 from fabric.data.metrics import compute_metrics
 from fabric.environments import Environment
-from fabric.errors import ArgumentTypeError, CheckpointError, UsageError
+from fabric.errors import ArgumentTypeError, CheckpointError, UsageError, hide_frames
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
@@ -184,23 +187,26 @@ class Fabric:
         loggers: Any = None,
         check_training: bool = True,
         timings: bool = False,
+        **unknown: Never,
     ) -> None:
         """Check the arguments. No process is started, and no device is touched."""
-        # The plan is everything that is decided before a process starts.
-        self._plan = resolve_plan(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            environment=environment,
-            launcher=launcher,
-            check_collectives=check_collectives,
-            timeout=timeout,
-            watchdog=watchdog,
-            time_limit=time_limit,
-            stop_margin=stop_margin,
-        )
+        with hide_frames:
+            refuse_unknown_arguments(unknown, _ARGUMENTS)
+            # The plan is everything that is decided before a process starts.
+            self._plan = resolve_plan(
+                accelerator=accelerator,
+                strategy=strategy,
+                devices=devices,
+                num_nodes=num_nodes,
+                precision=precision,
+                environment=environment,
+                launcher=launcher,
+                check_collectives=check_collectives,
+                timeout=timeout,
+                watchdog=watchdog,
+                time_limit=time_limit,
+                stop_margin=stop_margin,
+            )
         self._callbacks = as_list(callbacks)
         self._loggers = Loggers(as_list(loggers))
         self._should_check_training = check_training
@@ -317,6 +323,7 @@ class Fabric:
         Raises:
             RankFailedError: a process raised, exited early or was killed. Or the result has sharded
                 tensors, of which a process has only a part.
+            ArgumentTypeError: the function cannot be called with the Fabric and the arguments.
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
@@ -325,7 +332,8 @@ class Fabric:
         refuse_while_importing_main()
         if self._is_closed:
             raise self._not_running_error("launch()")
-        self._check_launch(function_and_args, kwargs)
+        with hide_frames:
+            self._check_launch(function_and_args, kwargs)
         # launch() without a function only connects the processes.
         function: Callable[..., Any] = _return_none
         args: Sequence[Any] = ()
@@ -366,32 +374,35 @@ class Fabric:
             kwargs: the keyword arguments of the call, which are for the function.
 
         Raises:
+            ArgumentTypeError: the first argument is not a function, or not one that can be called
+                with the Fabric and these arguments.
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
         plan = self._plan
         is_rank = plan.world is not None  # False in a process that is about to start the ranks
         if function_and_args:
-            call_text = f"fabric.launch({function_and_args[0]!r})"
-            lacks_function = not callable(function_and_args[0])
-        else:
-            call_text = "fabric.launch()"
-            launcher_needs_function = not is_rank and plan.launcher.runs_function
-            # Keyword arguments are for a function, too.
-            lacks_function = launcher_needs_function or bool(kwargs)
+            _check_function(self, function_and_args, kwargs)
+            return
+        # Keyword arguments are for a function.
+        lacks_function = bool(kwargs) or (not is_rank and plan.launcher.runs_function)
         if lacks_function:
             raise UsageError(
-                call_text,
+                "fabric.launch()",
                 problem=f"start method {plan.launcher.name!r} has no function to run in each "
-                "process with these arguments",
-                suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
+                "process",
+                expected="a function whose first argument is the Fabric: def train(fabric): ...",
+                suggestion="fabric.launch(train), or fabric.launch(train, 1, 2) with arguments",
             )
         # With a function, a second launch() runs the function in the ranks that exist.
-        if is_rank and self._session is not None and not function_and_args:
+        if is_rank and self._session is not None:
             raise UsageError(
                 f"fabric.launch() on rank {self.global_rank}",
                 problem="the job has been launched already, by an earlier launch() or by an "
                 "earlier call that needs a device or other ranks",
+                expected="one launch() right after Fabric(...)",
+                suggestion="no second launch(); or fabric.launch(train) to run a function in the "
+                "ranks that exist",
             )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -490,8 +501,9 @@ class Fabric:
             module: the model. Its parameters are moved and converted in place. An
                 ``nn.ParameterList`` or ``nn.ParameterDict``, which has no forward pass, is
                 replicated, and its gradients are averaged before each step or clipping.
-            *optimizers: optimizers of the module's parameters. The same objects are returned, with
-                hooks around their step.
+            *optimizers: optimizers of the module's parameters, and learning-rate schedulers of
+                these optimizers. The same objects are returned. The optimizers get hooks around
+                their step.
             scheduler: a learning-rate scheduler of one of the optimizers. None if there is none.
             move_to_device: whether parameters and buffers move to this process's device.
 
@@ -505,9 +517,11 @@ class Fabric:
                 of the module's parameters.
         """
         session = self._ensure_session("setup")
-        session.check_setup(module, optimizers)  # raises before anything has changed
+        trained_optimizers = _without_schedulers(optimizers)
+        with hide_frames:
+            session.check_setup(module, trained_optimizers)  # raises before anything has changed
         model = session.setup_module(module, move_to_device=move_to_device)
-        session.setup_optimizers(optimizers)
+        session.setup_optimizers(trained_optimizers)
         return _single_or_tuple(model, *optimizers, scheduler)
 
     @overload
@@ -534,7 +548,8 @@ class Fabric:
         """Set up optimizers of modules that are set up already, and return them.
 
         Args:
-            *optimizers: optimizers of parameters of set-up modules.
+            *optimizers: optimizers of parameters of set-up modules, and learning-rate schedulers of
+                these optimizers.
             scheduler: a learning-rate scheduler of one of the optimizers. None if there is none.
 
         Returns:
@@ -546,8 +561,10 @@ class Fabric:
                 module.
         """
         session = self._ensure_session("setup_optimizers")
-        session.check_setup(None, optimizers)  # raises before anything has changed
-        session.setup_optimizers(optimizers)
+        trained_optimizers = _without_schedulers(optimizers)
+        with hide_frames:
+            session.check_setup(None, trained_optimizers)  # raises before anything has changed
+        session.setup_optimizers(trained_optimizers)
         return _single_or_tuple(*optimizers, scheduler)
 
     @overload
@@ -1727,8 +1744,8 @@ class Fabric:
             problem=f"this Fabric is for {self.world_size} processes, and they are not connected "
             "before launch()",
             expected="calls that need a device or other ranks come after fabric.launch()",
-            suggestion="fabric.launch() right after Fabric(...); or fabric.launch(main) with "
-            "main(fabric)",
+            suggestion="fabric.launch() right after Fabric(...); or fabric.launch(train) with "
+            "def train(fabric): ..., which a notebook needs",
         )
 
     def _communicator(
@@ -1771,12 +1788,67 @@ class Fabric:
             raise
 
 
+# The names of the arguments of Fabric, for errors.
+_ARGUMENTS = inspect.getfullargspec(Fabric.__init__).kwonlyargs
+
+
 def _single_or_tuple(*results: Any) -> Any:
     """Return a single result itself, and several as a tuple. A result that is None is left out."""
     results = tuple(result for result in results if result is not None)
     if len(results) == 1:
         return results[0]
     return results
+
+
+def _check_function(
+    fabric: Fabric, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise an ArgumentTypeError if ``launch`` cannot call its function, before it starts ranks.
+
+    Args:
+        fabric: the Fabric, which is the first argument of the function.
+        function_and_args: the positional arguments of ``launch``.
+        kwargs: the keyword arguments of ``launch``.
+    """
+    function, *args = function_and_args
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"fabric.launch({function!r})",
+            problem=f"an object of type {type(function).__name__} is not a function",
+            suggestion="fabric.launch(train, 1, 2), not fabric.launch(train(fabric, 1, 2))",
+        )
+    name = getattr(function, "__name__", repr(function))
+    kind = ""
+    if inspect.iscoroutinefunction(function):
+        kind = "async"
+    elif inspect.isgeneratorfunction(function):
+        kind = "a generator"
+    if kind:
+        raise ArgumentTypeError(
+            f"fabric.launch({name})",
+            problem=f"{name} is {kind}, so that calling it would run nothing",
+            expected="a function that returns when the training is over",
+            suggestion=f"def main(fabric): asyncio.run({name}(fabric)) for async code, or a loop "
+            f"over {name}(fabric) for a generator",
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function written in C
+        return
+    try:
+        signature.bind(fabric, *args, **kwargs)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"fabric.launch({name}, ...)",
+            problem=f"{name}{signature} does not take these arguments: {error}",
+            expected="the Fabric as the first argument, and then those of launch()",
+            suggestion=f"def {name}(fabric, ...)",
+        ) from None
+
+
+def _without_schedulers(optimizers: Sequence[Any]) -> list[Any]:
+    """Return the arguments of ``setup`` that are not schedulers, which need no setup."""
+    return [argument for argument in optimizers if not isinstance(argument, LRScheduler)]
 
 
 def _return_none(fabric: Fabric) -> None:

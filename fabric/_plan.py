@@ -5,7 +5,7 @@ initializes no device, so that an argument that cannot work is an error before t
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -25,6 +25,12 @@ from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.base import is_interactive, notebook_start_method
 from fabric.launchers.preemption import to_seconds
 from fabric.launchers.serialize import has_cloudpickle
+from fabric.migration import (
+    ACCELERATOR_NAMES,
+    KEYWORDS,
+    STRATEGY_NAMES,
+    find_foreign_name,
+)
 from fabric.precision import Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -36,6 +42,7 @@ __all__ = [
     "STRATEGIES",
     "Plan",
     "parse_strategy",
+    "refuse_unknown_arguments",
     "resolve_plan",
 ]
 
@@ -120,6 +127,9 @@ _CHECK_OFF = ("", "0", "false", "no", "off")
 # About 116 days. torch's stores and gloo count milliseconds, and gloo in less than 64 bits.
 _MAX_SECONDS = 10_000_000
 
+# The names of other toolkits, by the argument of Fabric.
+_FOREIGN_NAMES = {"strategy": STRATEGY_NAMES, "accelerator": ACCELERATOR_NAMES}
+
 _Devices = tuple[torch.device, ...]
 
 
@@ -191,9 +201,13 @@ class Plan:
 
     def describe(self) -> list[str]:
         """Return a line about each decision, for ``Fabric.describe``."""
-        devices = ", ".join(map(str, self.devices))
+        hardware = self.accelerator.name
+        # The devices of a CPU have no numbers. A line below says how many there are.
+        if any(device.index is not None for device in self.devices):
+            devices = ", ".join(map(str, self.devices))
+            hardware = f"{hardware}: {devices}"
         lines = [
-            f"accelerator  {self.accelerator.name}, {devices}",
+            f"accelerator  {hardware}",
             f"strategy     {self.strategy.name} ({type(self.strategy).__name__})",
             f"precision    {self.precision.name}",
             f"processes    {self.world_size} on {self.num_nodes} node(s), by {self.started_by}",
@@ -256,6 +270,29 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
         deadline=_deadline(options),
         stop_margin=options["stop_margin"],
     )
+
+
+def refuse_unknown_arguments(names: Iterable[str], known_names: Iterable[str]) -> None:
+    """Raise if the constructor of ``Fabric`` got arguments that it does not have.
+
+    Args:
+        names: the names of these arguments.
+        known_names: the names of the arguments of the constructor.
+
+    Raises:
+        ArgumentTypeError: there is such an argument.
+    """
+    for name in names:
+        suggestion = KEYWORDS.get(name, "")
+        similar_names = get_close_matches(name, known_names, n=1)
+        if not suggestion and similar_names:
+            suggestion = f"Fabric({similar_names[0]}=...)"
+        raise ArgumentTypeError(
+            f"Fabric({name}=...)",
+            problem="there is no argument of that name",
+            expected=", ".join(known_names),
+            suggestion=suggestion,
+        )
 
 
 def _merge_options(
@@ -496,11 +533,14 @@ def _parse_name(
         return _make_from_entry(plugins[name].load(), base_class)
 
     names = ["auto", *table, *plugins]
-    similar_names = get_close_matches(name, names, n=1)
-    suggested_name = next(iter(similar_names), "auto")
+    suggestion = f'Fabric({argument}="{_similar_name(argument, name, names)}")'
     if isinstance(value, str):
         error = ConfigurationError
         problem = f"there is no {argument} of that name"
+    elif isinstance(value, type) and issubclass(value, base_class):
+        error = ArgumentTypeError
+        problem = "it is a class, and not an object of the class"
+        suggestion = f"Fabric({argument}={value.__name__}())"
     else:
         error = ArgumentTypeError
         problem = f"an object of type {type(value).__name__} is not a valid {argument}"
@@ -509,8 +549,23 @@ def _parse_name(
         problem=problem,
         expected=f"{', '.join(map(repr, names))}, or an object of a subclass of "
         f"{group}.{base_class.__name__}",
-        suggestion=f'Fabric({argument}="{suggested_name}")',
+        suggestion=suggestion,
     )
+
+
+def _similar_name(argument: str, name: str, names: Sequence[str]) -> str:
+    """Return the name that a user probably means, for an error. ``"auto"`` if there is none.
+
+    Args:
+        argument: the argument of ``Fabric``.
+        name: the name that does not exist.
+        names: the names that exist.
+    """
+    foreign_names = _FOREIGN_NAMES.get(argument, {})
+    replacement = find_foreign_name(name, foreign_names)
+    if replacement is not None:
+        return replacement
+    return next(iter(get_close_matches(name, names, n=1)), "auto")
 
 
 def _make_from_entry(entry: Any, base_class: type[K], **options: Any) -> K:

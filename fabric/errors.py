@@ -40,6 +40,7 @@ __all__ = [
     "RankFailedError",
     "UnsafeCheckpointError",
     "UsageError",
+    "hide_frames",
 ]
 
 
@@ -82,6 +83,28 @@ class FabricError(Exception):
         # A pickle contains the class, the only required argument, and the attributes. The
         # attributes hold the other arguments, and the notes that were added to the error.
         return type(self), (self.request,), self.__dict__
+
+
+class _HiddenFrames:
+    """A context that removes the frames of fabric from the traceback of an error of fabric.
+
+    The traceback then ends at the line of the user, which the message is about. A generator with
+    ``contextmanager`` would restore the frames.
+    """
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Remove the frames up to the caller of the function that has entered the context."""
+        if isinstance(error, FabricError):
+            # Python adds the frames of the callers when the error leaves this context.
+            error.__traceback__ = None
+
+
+hide_frames = _HiddenFrames()
 
 
 class ConfigurationError(FabricError, ValueError):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fabric.accelerators import EntryPoint
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.migration import PRECISION_NAMES
 from fabric.tree import map_tensors
 
 __all__ = [
@@ -229,10 +230,15 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
     plugins = {plugin.name: plugin for plugin in entry_points(group="fabric.precisions")}
     if name not in plugins:
         names = (*PRECISIONS, *PRECISION_ALIASES, *plugins)
+        suggestion = ""
+        replacement = PRECISION_NAMES.get(name)
+        if replacement is not None:
+            suggestion = f'precision="{replacement}"'
         raise ConfigurationError(
             f"precision={precision!r}",
             problem="there is no such precision",
             expected=", ".join(map(repr, names)),
+            suggestion=suggestion,
         )
     loaded = plugins[name].load()
     # An entry point may be a precision, a class of precisions, or a function.

@@ -143,28 +143,23 @@ REFUSALS: dict[str, tuple[Callable[[Job], Any], type[FabricError], list[str]]] =
     ),
     "launch of a result": (
         lambda job: job.fabric.launch(3),
-        UsageError,
-        ["launch(3)", "not fabric.launch(main(1, 2))"],
+        ArgumentTypeError,
+        ["launch(3)", "not fabric.launch(train(fabric, 1, 2))"],
     ),  # type: ignore[arg-type]
     "launch without a function": (
         lambda job: several().launch(),
         UsageError,
-        ["'spawn'", "fabric.launch(main, 1, 2)"],
+        ["'spawn'", "fabric.launch(train, 1, 2)"],
     ),
     "launch with arguments": (
         lambda job: job.fabric.launch(x=3),
         UsageError,
-        ["no function", "main, 1, 2"],
+        ["no function", "train, 1, 2"],
     ),
     "setup of a loader": (
         lambda job: job.fabric.setup(Net(), DataLoader([1])),
         UsageError,
         ["DataLoader", "neither", "setup_dataloaders(loader)"],
-    ),
-    "setup of a scheduler": (
-        lambda job: setup_with_a_positional_scheduler(job.fabric),
-        UsageError,
-        ["StepLR", "neither", "setup(..., scheduler=scheduler)"],
     ),
     "setup of a list": (
         lambda job: job.fabric.setup(Net(), [job.new_optimizer]),
@@ -261,10 +256,17 @@ def setup_with_one_optimizer_twice(fabric: Fabric) -> None:
     fabric.setup(net, optimizer, optimizer)
 
 
-def setup_with_a_positional_scheduler(fabric: Fabric) -> None:
+def test_setup_accepts_schedulers_after_their_optimizers() -> None:
     net = Net()
     optimizer = sgd(net)
-    fabric.setup(net, optimizer, StepLR(optimizer, 1))
+    scheduler = StepLR(optimizer, step_size=1)
+    other_optimizer = sgd(net)
+    other_scheduler = StepLR(other_optimizer, step_size=1)
+    with single() as fabric:
+        results = fabric.setup(net, optimizer, scheduler)
+        assert results[1:] == (optimizer, scheduler)
+        others = fabric.setup_optimizers(other_optimizer, other_scheduler)
+        assert others == (other_optimizer, other_scheduler)
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -784,7 +786,7 @@ def test_setup_of_no_loader_and_launch_of_no_function_are_errors() -> None:
     with single() as fabric:
         with pytest.raises(TypeError, match="loader"):
             fabric.setup_dataloaders()  # type: ignore[call-overload]
-        with pytest.raises(UsageError, match=r"launch\(None\)"):
+        with pytest.raises(ArgumentTypeError, match=r"launch\(None\)"):
             fabric.launch(None)  # type: ignore[arg-type]
 
 

@@ -56,6 +56,7 @@ def test_defaults_are_one_process_on_one_device() -> None:
     fabric = plan()
     assert isinstance(fabric.strategy, SingleDeviceStrategy)
     assert processes(fabric) == "1 on 1 node(s), by this script"
+    assert fabric.describe().startswith("accelerator  cpu\n")
     assert fabric.precision.name == "32-true"
     assert fabric.global_rank == 0
 

@@ -14,6 +14,7 @@ key of a dict, or is an attribute of a dict. A load could not fill in a separate
 such a path, so the values of the tensor are stored in the JSON.
 """
 
+import argparse
 import ctypes
 import math
 import struct
@@ -366,15 +367,21 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     if kind in PLAIN_COLLECTIONS:
         # A plain collection is refused only because it contains itself.
         problem = "this collection contains itself"
+    suggestion = (
+        f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "
+        "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(), or its own entry "
+        "for what has load_state_dict(). Classes that torch.serialization.add_safe_globals allows "
+        "fit into one file: checkpoint_io=FullCheckpoint()"
+    )
+    if isinstance(value, argparse.Namespace):
+        last_key = path[-1] if path else "args"
+        suggestion = f"{{{last_key!r}: vars(args)}}, and argparse.Namespace(**...) after the load"
     return ArgumentTypeError(
         f"save {expression}, a {kind.__module__}.{kind.__qualname__}",
         problem,
         expected="tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and "
         "sets of these, by exact type",
-        suggestion=f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "
-        "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(), or its own entry "
-        "for what has load_state_dict(). Classes that torch.serialization.add_safe_globals allows "
-        "fit into one file: checkpoint_io=FullCheckpoint()",
+        suggestion=suggestion,
     )
 
 

@@ -253,7 +253,11 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
     is_committed = False
     if not is_new and not target.is_dir():
         raise CheckpointError(
-            request, problem="there is a file of that name", expected="the path of a folder"
+            request,
+            problem="there is a file of that name, and this strategy saves a folder of shards",
+            expected="the path of a folder, or a path where nothing is",
+            suggestion='another path; or FSDPStrategy(state_dict_type="full"), which replaces the '
+            "file",
         )
     if (target / INDEX).is_file():
         # Called for its error: an index that is not fabric's must not be replaced.

@@ -51,6 +51,7 @@ def clip_gradients(
             f"norm_type={norm_type!r})",
             expected="clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with "
             "norm_type > 0 or inf",
+            suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
         )
     grads: list[Tensor] = []
     # torch cannot clip gradients on different meshes in one call. The mesh of a plain tensor is
