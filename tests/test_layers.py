@@ -20,7 +20,7 @@ LAYERS = [
     ["communicators", "launchers"],
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
     ["collectives", "optim.gradients", "optim.loss_scaler", "optim.clipping"],
-    ["diagnostics", "batch_norm"],
+    ["diagnostics", "batch_norm", "optim.closures"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers", "launchers.preemption"],
     ["_plan", "checkpoint.keeper"],
@@ -52,7 +52,7 @@ ORDER = {
     ),
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",
-    "optim": "gradients loss_scaler clipping parameter_lists loss_weights ema",
+    "optim": "gradients loss_scaler clipping closures parameter_lists loss_weights ema",
     "strategies": (
         "init_module base standalone parallel data_parallel ddp "
         "fsdp.wrapping fsdp.state fsdp.unreduced fsdp.sharding fsdp.forward fsdp.api fsdp "
