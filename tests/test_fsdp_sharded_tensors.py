@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,6 +172,81 @@ def gradients_with_penalty(fabric: Fabric) -> Tensors:
 def test_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
     for gradients in run_sharded(gradients_with_penalty):
         assert_equals_plain(gradients)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer whose hidden state is made in the way that the argument says."""
+
+    def __init__(self, from_weight: bool) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 2, batch_first=True)
+        self.from_weight = from_weight
+
+    def initial_state(self) -> Tensor:
+        if self.from_weight:
+            return self.layer.weight_hh_l0.new_zeros(1, 2, 2)
+        return torch.zeros(1, 2, 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        output, _ = self.layer(x, state)
+        return output
+
+
+class Momentum(optim.Optimizer):
+    """An optimizer of the user, whose state may be plain tensors."""
+
+    def __init__(self, parameters: Iterable[Tensor], has_plain_state: bool) -> None:
+        super().__init__(parameters, {"has_plain_state": has_plain_state})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                total = torch.zeros_like(parameter)
+                if group["has_plain_state"]:
+                    total = torch.zeros(parameter.shape)
+                total.add_(parameter.grad)
+                parameter.sub_(total)
+
+
+def run_recurrent(fabric: Fabric, from_weight: bool) -> None:
+    model = fabric.setup(Recurrent(from_weight))
+    state = model.initial_state()
+    fabric.backward(model(torch.ones(2, 3, 4), state).sum())
+
+
+def step_with_momentum(fabric: Fabric, has_plain_state: bool) -> None:
+    module = Tower()
+    optimizer = Momentum(module.parameters(), has_plain_state)
+    model, optimizer = fabric.setup(module, optimizer)
+    fabric.backward(model(X).sum())
+    optimizer.step()
+
+
+def read_weight(fabric: Fabric, shard_only: bool) -> list[float]:
+    model = fabric.setup(nn.Linear(2, 1))
+    weight = model.weight
+    if not shard_only:
+        weight = fabric.get_state_dict(model)["weight"]
+    return weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("action", "remedy"),
+    [
+        (run_recurrent, "torch.zeros(..., device=x.device) for weight.new_zeros(...)"),
+        (step_with_momentum, "torch.zeros_like(p)"),
+        (read_weight, "fabric.get_state_dict(model)[name]"),
+    ],
+)
+def test_an_error_about_shards_that_leaves_the_loop_has_a_remedy_that_works(
+    action: Callable[..., object], remedy: str
+) -> None:
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        text = outcome(lambda: fabric.launch(action, True))
+        assert text.count("Write:") == 1
+        assert remedy in text
+        assert outcome(lambda: fabric.launch(action, False)) == "fine"
 
 
 # -- refusals --------------------------------------------------------------------------------------

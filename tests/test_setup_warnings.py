@@ -90,6 +90,40 @@ def test_a_job_that_has_set_up_a_module_is_not_warned() -> None:
     assert reports == [Report([], "fine")] * 2
 
 
+class AveragingSGD(torch.optim.SGD):
+    """An optimizer that averages the gradients over the ranks in its own step."""
+
+    def __init__(self, fabric: Fabric, net: Net) -> None:
+        super().__init__(net.parameters(), lr=0.1)
+        self.fabric = fabric
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = self.fabric.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def train_with_an_optimizer_that_communicates(fabric: Fabric) -> tuple[Report, torch.Tensor]:
+    net, _ = make_net()
+    optimizer = AveragingSGD(fabric, net)
+    batch = torch.ones(2, 4) + fabric.global_rank
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(batch).sum().backward()
+        optimizer.step()
+
+    return report(fabric, step, times=3), net.head.bias.detach()
+
+
+def test_an_optimizer_that_communicates_by_itself_trains_without_setup_and_warnings() -> None:
+    results = run_in_ranks(train_with_an_optimizer_that_communicates, check_training=False)
+    (first_report, first_bias), (second_report, second_bias) = results
+    assert first_report == second_report == Report([], "fine")
+    assert torch.equal(first_bias, second_bias)
+
+
 # -- loaders --------------------------------------------------------------------------------------
 
 DATA = TensorDataset(torch.ones(8, 4))

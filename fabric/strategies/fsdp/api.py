@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -99,7 +100,12 @@ _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its "
         "FSDP module",
-        "weight.full_tensor() for this use, before model(batch) for a penalty on all weights",
+        "weight.full_tensor() for this use, before model(batch) for a penalty on all weights; "
+        "torch.zeros(..., device=x.device) for weight.new_zeros(...), which makes a shard, too",
+    ),
+    r"Cannot flatten unevenly|\.(numpy|tolist)\(\) is not supported for tensor subclasses": (
+        "a weight is read where this rank has its shard only",
+        "fabric.get_state_dict(model)[name] on every rank, for the whole weight",
     ),
     "out of bounds for storage of size 0": (
         "a second derivative, or a change in place of what an FSDP module returned, needs weights "
@@ -119,6 +125,12 @@ _EXPLANATIONS = {
         'torch.optim.AdamW, or strategy="ddp"',
     ),
 }
+# Words in the errors of torch for operations on parameters of which a rank has a shard only.
+_SHARD_WORDS = r"(?i)DTensor|shard|redistribut|tensor subclass"
+_OTHER_OPTIMIZER = (
+    'torch.optim.AdamW, or strategy="ddp"; or state that is made with torch.zeros_like(p) and '
+    "operations for each element, in the step of an optimizer of your own"
+)
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -299,17 +311,18 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def _explain(self, exception: BaseException) -> None:
-        """Add a note to an error of torch whose text is in ``_EXPLANATIONS``.
+        """Add a note to an error of torch that :func:`_find_explanation` knows.
 
-        An exception that passes several contexts may be explained several times. It gets each note
+        An exception that passes several contexts may be explained several times. It gets the note
         once.
         """
-        text = str(exception)
-        notes = getattr(exception, "__notes__", ())
-        for pattern, (problem, suggestion) in _EXPLANATIONS.items():
-            note = str(FabricError(problem, suggestion=suggestion))
-            if re.search(pattern, text) and note not in notes:
-                exception.add_note(note)
+        explanation = _find_explanation(exception)
+        if explanation is None:
+            return
+        problem, suggestion = explanation
+        note = str(FabricError(problem, suggestion=suggestion))
+        if note not in getattr(exception, "__notes__", ()):
+            exception.add_note(note)
 
     # -- building a module ----------------------------------------------------------------------
 
@@ -799,3 +812,34 @@ def _parse_backward_prefetch(value: Any) -> int | None:
 def _rng_state() -> bytes:
     """Return the state of torch's default CPU generator."""
     return bytes(torch.get_rng_state().tolist())
+
+
+def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
+    """Return the problem behind an error of torch, and what to write instead. None if unknown."""
+    text = str(exception)
+    optimizer_name = _optimizer_that_raised(exception)
+    if optimizer_name is not None and re.search(_SHARD_WORDS, text):
+        problem = f"{optimizer_name}.step() uses an operation that torch does not have for shards"
+        return problem, _OTHER_OPTIMIZER
+    for pattern, explanation in _EXPLANATIONS.items():
+        if re.search(pattern, text):
+            return explanation
+    return None
+
+
+def _optimizer_that_raised(exception: BaseException) -> str | None:
+    """Return the name of the class of the optimizer whose ``step`` raised an exception.
+
+    Return None if the exception comes from elsewhere, as from a module in the closure of a step.
+    """
+    optimizer_name: str | None = None
+    for frame, _ in walk_tb(exception.__traceback__):
+        owner = None
+        if frame.f_code.co_argcount > 0:
+            first_argument = frame.f_code.co_varnames[0]  # usually "self"
+            owner = frame.f_locals.get(first_argument)
+        if isinstance(owner, Optimizer) and frame.f_code.co_name == "step":
+            optimizer_name = type(owner).__name__
+        elif isinstance(owner, nn.Module):
+            return None
+    return optimizer_name
