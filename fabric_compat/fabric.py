@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,8 @@ from fabric._fabric import Fabric as _Fabric
 from fabric._fabric import _single_or_tuple
 from fabric._plan import _parse_accelerator
 from fabric.data.sharding import ShardedSampler
-from fabric.strategies import SingleDeviceStrategy
+from fabric.errors import ConfigurationError
+from fabric.strategies import SingleDeviceStrategy, Strategy
 from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
@@ -58,22 +59,16 @@ class Fabric(_Fabric):
         elif isinstance(strategy, SingleDeviceStrategy):
             # Each of several processes may have its own single device.
             options.setdefault("environment", "none")
-        checkpoint_io = None
-        for plugin in as_list(plugins):
-            if isinstance(plugin, ClusterEnvironment):
-                options["environment"] = _environment(plugin, options)
-            elif isinstance(plugin, CheckpointIO):
-                checkpoint_io = plugin
-            elif isinstance(plugin, Precision):
-                options["precision"] = plugin
-            else:
-                raise TypeError(
-                    f"plugins={plugin!r} is not a precision, an environment or a format of "
-                    "checkpoints"
-                )
+        sorted_plugins = _sort_plugins(as_list(plugins))
+        _refuse_second_places(sorted_plugins, options)
+        cluster = sorted_plugins.get("cluster_environment")
+        if cluster is not None:
+            options["environment"] = _environment(cluster, options)
+        options["precision"] = sorted_plugins.get("precision", options["precision"])
         if options["precision"] is not None:
             options["precision"] = precision_object(options["precision"])
         super().__init__(**options)
+        checkpoint_io = sorted_plugins.get("checkpoint_io")
         if checkpoint_io is not None:
             self.strategy.checkpoint_io = checkpoint_io
         # A strategy given by name becomes an object of this package's class of the same name.
@@ -140,9 +135,13 @@ class Fabric(_Fabric):
         model = session.setup_module(module, move_to_device)
         # FabricModule.__setattr__ would set the attribute of the user's module.
         object.__setattr__(model, "__class__", _FabricModule)
-        model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
-        if self.precision.name != "32-true":
-            _note(f"modules under {self.precision.name} cast inputs, and return float32")
+        precision = precision_object(model._fabric_precision)
+        model.__dict__["_fabric_precision"] = precision
+        if precision.name != "32-true":
+            _note(
+                f"modules under {precision.name} get floating inputs as {precision.input_dtype}, "
+                f"and return {torch.get_default_dtype()}"
+            )
         return model
 
     def setup_module(self, module: Any, move_to_device: bool = True, **_: Any) -> Any:
@@ -253,6 +252,63 @@ def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={option!r} contradicts LT_{name.upper()}={value!r}")
         options[name] = value
     return options
+
+
+def _sort_plugins(plugins: list[Any]) -> dict[str, Any]:
+    """Return the plugins by the argument of a strategy that each of them stands for.
+
+    Raises:
+        TypeError: An object is not a plugin.
+        ConfigurationError: Two plugins stand for the same argument.
+    """
+    sorted_plugins: dict[str, Any] = {}
+    for plugin in plugins:
+        if isinstance(plugin, ClusterEnvironment):
+            argument = "cluster_environment"
+        elif isinstance(plugin, CheckpointIO):
+            argument = "checkpoint_io"
+        elif isinstance(plugin, Precision):
+            argument = "precision"
+        else:
+            raise TypeError(
+                f"plugins={plugin!r} is not a precision, an environment or a format of checkpoints"
+            )
+        if argument in sorted_plugins:
+            raise ConfigurationError(
+                f"Fabric(plugins=...) with {type(plugin).__name__}",
+                problem=f"two of the plugins are for {argument}",
+                expected="at most one precision, one environment and one format of checkpoints",
+            )
+        sorted_plugins[argument] = plugin
+    return sorted_plugins
+
+
+def _refuse_second_places(plugins: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise a ConfigurationError if a plugin's argument is set in another place, too.
+
+    Args:
+        plugins: The plugins by argument.
+        options: The arguments of ``Fabric``.
+    """
+    strategy = options["strategy"]
+    for argument, plugin in plugins.items():
+        places: list[str] = []
+        if argument == "precision" and options["precision"] is not None:
+            places.append(f"precision={options['precision']!r}")
+        of_strategy = None
+        if isinstance(strategy, Strategy) and argument == "precision":
+            of_strategy = strategy._requested_precision
+        elif isinstance(strategy, Strategy):
+            of_strategy = getattr(strategy, argument)
+        if of_strategy is not None:
+            places.append(f"{argument}={type(of_strategy).__name__}(...) of the strategy")
+        if places:
+            raise ConfigurationError(
+                f"Fabric(plugins={type(plugin).__name__}(...)) with {' and '.join(places)}",
+                problem=f"{argument} is set in several places",
+                expected="one place for each option",
+                suggestion=f"Fabric() without the plugin {type(plugin).__name__}",
+            )
 
 
 def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvironment | str:

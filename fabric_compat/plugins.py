@@ -81,8 +81,13 @@ class Precision(FabricPrecision):
     def has_own_context(self) -> bool:
         return type(self).forward_context is not Precision.forward_context
 
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype to which the floating inputs of a module are cast."""
+        return self.param_dtype or torch.float32
+
     def convert_input(self, data: Any) -> Any:
-        return _convert_fp_tensor(data, self.param_dtype or torch.float32)
+        return _convert_fp_tensor(data, self.input_dtype)
 
     def convert_output(self, data: Any) -> Any:
         return _convert_fp_tensor(data, torch.get_default_dtype())
@@ -128,6 +133,10 @@ class MixedPrecision(Precision):
                 init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval()
             )
             vars(self).update(loss_scale=scale)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return self.compute_dtype or torch.float32
 
 
 class HalfPrecision(Precision):

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric.accelerators import CPUAccelerator
-from fabric.errors import UsageError
+from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.world import World
 from fabric_compat import Fabric, is_wrapped
+from fabric_compat.fabric import _note
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
 from fabric_compat.plugins import (
     CheckpointIO,
@@ -24,6 +25,7 @@ from fabric_compat.plugins import (
     MixedPrecision,
     Precision,
     SingleDeviceCollective,
+    TorchCheckpointIO,
     TorchCollective,
 )
 from fabric_compat.strategies import STRATEGY_REGISTRY, DDPStrategy
@@ -112,27 +114,62 @@ def test_a_collective_may_be_the_first_call_of_a_script(
         ("64-true", torch.float64),
         ("bf16-true", torch.bfloat16),
         (32, torch.float32),
-        ("bf16-mixed", torch.float32),
+        ("bf16-mixed", torch.bfloat16),
+        ("16-mixed", torch.float16),
     ],
 )
-def test_outputs_are_float32_and_inputs_are_cast(precision: Any, inside: torch.dtype) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_outputs_are_float32_and_inputs_are_cast(
+    precision: Any, inside: torch.dtype, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _note.__wrapped__.cache_clear()
+
     class Model(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             self.seen = input.dtype, torch.zeros(1).dtype
             return super().forward(input)
 
-    with single(precision=precision) as fabric:
+    is_mixed = str(precision).endswith("mixed")
+    dtype_of_weights = torch.float32 if is_mixed else inside
+    with single(precision=precision, strategy=strategy) as fabric:
         module = Model(2, 2)
         model = fabric.setup(module)
         assert model(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float32
-        assert model.module.seen == (inside, torch.float32 if precision == "bf16-mixed" else inside)
-        assert model.dtype == (torch.float32 if precision == "bf16-mixed" else inside)
+        assert model.module.seen == (inside, dtype_of_weights)
+        # FSDP gathers weights in the dtype of the computation, and keeps those of the root.
+        if strategy == "auto":
+            assert model.dtype == dtype_of_weights
+        if inside is not torch.float32:
+            note = f"get floating inputs as {inside}, and return torch.float32"
+            assert note in capsys.readouterr().err
         assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize(
-    "plugin", [MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()]
-)
+MIXED = MixedPrecision("bf16-mixed", "cpu")
+TWO_PLACES: dict[str, dict[str, Any]] = {
+    "two precisions": {"plugins": [MIXED, HalfPrecision("bf16-true")]},
+    "precision and plugin": {"plugins": MIXED, "precision": "bf16-mixed"},
+    "precision of the strategy": {
+        "plugins": MIXED,
+        "strategy": DDPStrategy(precision="64-true"),
+    },
+    "two formats": {"plugins": [TorchCheckpointIO(), TorchCheckpointIO()]},
+    "format of the strategy": {
+        "plugins": TorchCheckpointIO(),
+        "strategy": DDPStrategy(checkpoint_io=TorchCheckpointIO()),
+    },
+    "two environments": {"plugins": [LightningEnvironment(), LightningEnvironment()]},
+}
+
+
+@pytest.mark.parametrize("case", TWO_PLACES)
+def test_a_plugin_for_what_another_place_sets_is_refused(case: str) -> None:
+    options = TWO_PLACES[case]
+    with pytest.raises(ConfigurationError, match=r"in several places|two of the plugins"):
+        single(**options)
+
+
+@pytest.mark.parametrize("plugin", [MIXED, HalfPrecision("bf16-true"), DoublePrecision()])
 def test_precisions_are_objects_with_methods(plugin: Precision) -> None:
     with single(plugins=plugin) as fabric:
         fabric.launch()
@@ -314,7 +351,7 @@ def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> N
     with single() as fabric:
         fabric.launch()
         fabric.launch()
-        with pytest.raises(UsageError, match=r"fabric.launch\(main, 1, 2\)"):
+        with pytest.raises(ArgumentTypeError, match=r"fabric.launch\(train, 1, 2\)"):
             fabric.launch(3)
 
 
