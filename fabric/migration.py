@@ -115,7 +115,7 @@ KEYWORDS = {
     "seed": "fabric.seed_everything(seed)",
     "split_batches": "DataLoader(..., batch_size=batch_size // fabric.world_size)",
     "step_scheduler_with_optimizer": "scheduler.step() in the loop, once for each step",
-    "sync_batchnorm": "Fabric(strategy=DDPStrategy(sync_batchnorm=True))",
+    "sync_batchnorm": "model = fabric.sync_batchnorm(model) before fabric.setup(model)",
     "torch_tp_plugin": 'Fabric(strategy="model_parallel")',
 }
 
