@@ -552,6 +552,26 @@ def drop_unreduced_gradient(record: Any) -> None:
         record.unsharded_accumulated_grad = None
 
 
+def reset_fsdp_pass(root: Any, records: Sequence[Any]) -> None:
+    """Clear what a pass that raised has left in FSDP2's state, and keep all gradients.
+
+    From torch 2.15 on, ``reset_iter_state`` clears gradients, too, also those of earlier passes.
+
+    Args:
+        root: the outermost module that FSDP2 shards.
+        records: its :func:`fsdp_parameter_records`.
+    """
+    gradients: list[tuple[Any, Tensor]] = []
+    for record in records:
+        # The unsharded parameter does not exist before the first forward pass.
+        for parameter in (record.sharded_param, getattr(record, "_unsharded_param", None)):
+            if parameter is not None and parameter.grad is not None:
+                gradients.append((parameter, parameter.grad))
+    root.reset_iter_state()
+    for parameter, grad in gradients:
+        parameter.grad = grad
+
+
 def allocates_outputs(operator: Any) -> bool:
     """Return whether an ATen operator allocates its outputs, which then are not views or inputs.
 

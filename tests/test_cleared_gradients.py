@@ -217,3 +217,33 @@ def test_gradients_that_are_changed_in_place_are_not_dropped(run: str) -> None:
     expected = [parameter.grad for parameter in module.parameters()]
     for actual in RUNS[run](keep_gradients):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def raise_zero_division(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+def fail_within_a_window(fabric: Fabric) -> list[Tensor]:
+    """Return the gradients of a window with two forward passes that raise."""
+    model, _ = fabric.setup(*make_model())
+    for number in range(LAST + 1):
+        rank_samples = micro_batch(0, number)[fabric.global_rank :: fabric.world_size]
+        if number > 0:
+            handle = model.last.register_forward_pre_hook(raise_zero_division)
+            with pytest.raises(ZeroDivisionError):
+                model(rank_samples)
+            handle.remove()
+        # The first pass reduces gradients, and the second does not.
+        with fabric.no_backward_sync(model, enabled=number == DROPPED):
+            fabric.backward(model(rank_samples).square().mean())
+    return [full_tensor(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("run", ["ddp", "fsdp"])
+def test_a_forward_pass_that_raises_leaves_the_gradients_of_its_window(run: str) -> None:
+    module, _ = make_model()
+    for number in range(LAST + 1):
+        module(micro_batch(0, number)).square().mean().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    for actual in RUNS[run](fail_within_a_window):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

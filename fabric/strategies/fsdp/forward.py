@@ -164,7 +164,7 @@ class ShardedForward:
             # checkpointing calls the root in it.
             has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
             if has_failed_backward:
-                self.root.reset_iter_state()
+                self.unreduced.reset_pass()
             # Optimizers and loading change shards in place, which raises their versions.
             sum_of_versions = sum(map(in_place_version, self._shards))
             if sum_of_versions != self._sum_of_versions:
@@ -207,7 +207,7 @@ class ShardedForward:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
         if not self._has_succeeded:
-            self.root.reset_iter_state()
+            self.unreduced.reset_pass()
         elif not torch.is_grad_enabled():
             # No backward pass will free the gathered parameters of the root. A change of them would
             # be lost, since the shards would not change.

@@ -25,6 +25,7 @@ from fabric._torch import (
     has_unreduced_gradient,
     in_place_version,
     local_tensor,
+    reset_fsdp_pass,
 )
 from fabric.optim.gradients import is_cleared, mark_as_computed
 
@@ -44,6 +45,7 @@ class UnreducedGradients:
 
     def __init__(self, root: nn.Module, synchronizes: Callable[[], bool]) -> None:
         """List the sharded parameters. Called after the model has been sharded."""
+        self._root = root
         self._records = fsdp_parameter_records(root)
         self._synchronizes = synchronizes
         # The records whose parameters show that they have unreduced gradients.
@@ -75,6 +77,10 @@ class UnreducedGradients:
             if parameter.requires_grad:
                 # The gathered parameter, which backward passes reach, shares these hooks.
                 self._handles.append(parameter.register_hook(self._on_gradient))
+
+    def reset_pass(self) -> None:
+        """Clear FSDP2's state after a pass that raised. The gradients stay as they are."""
+        reset_fsdp_pass(self._root, self._records)
 
     @torch.no_grad()
     def add_placeholders(self) -> None:
