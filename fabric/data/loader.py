@@ -157,8 +157,8 @@ class FabricDataLoader(_Base):
           attribute ``shards_itself``. Only complete rounds count unless ``uneven`` is
           ``"longest"``. All ranks must iterate the dataset in the same order. The workers have the
           same random streams on every rank, from rank 0's base seed. Without workers only the
-          numbers that the dataset's ``__iter__`` draws before it returns are the same, so the
-          dataset should shuffle by epoch (``set_epoch``).
+          numbers that the dataset draws up to its first sample are the same, so a dataset that
+          draws its order later should shuffle by epoch (``set_epoch``).
         - Workers of map-style datasets have different random streams on each rank, unless
           ``seed_workers`` is false. On rank 0 these are exactly torch's.
 
@@ -326,6 +326,9 @@ class FabricDataLoader(_Base):
         worker_seed_streams = self._spec.worker_seed_streams
         if worker_seed_streams is None:
             return iter(self.loader)
+        # Fabric has replaced the dataset if it draws the base seed.
+        dataset: Any = self.loader.dataset
+        dataset.read_first_sample_in_iter(True)
         # torch draws the base seed of the workers in iter(). draw() calls iter() with rank 0's
         # random states, and also returns these states, which are not needed.
         _, batches = worker_seed_streams.draw(partial(iter, self.loader))
@@ -352,6 +355,10 @@ class FabricDataLoader(_Base):
             if generator not in replayed_generators:
                 generators.append(generator)
         streams = RandomStreams(global_streams=("torch",), generators=tuple(generators))
+        if spec.worker_seed_streams is not None:
+            dataset: Any = self.loader.dataset
+            # The draws of a sample change the streams, and the dataset's own state counts it.
+            dataset.read_first_sample_in_iter(False)
         states_before = streams.state()
         batches = iter(self.loader)
         streams.restore(states_before)

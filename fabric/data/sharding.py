@@ -340,13 +340,26 @@ class InterleavedIterable(IterableDataset[Any]):
             _rank=rank,
             _num_replicas=num_replicas,
             _includes_incomplete=includes_incomplete,
+            _reads_first_sample=False,
         )
+
+    def read_first_sample_in_iter(self, is_enabled: bool) -> None:
+        """Set whether ``iter()`` reads the first sample of the dataset.
+
+        A dataset whose ``__iter__`` is a generator function draws its order then. ``iter()`` is
+        called with the same random states on all ranks at the start of an epoch. Later samples are
+        read with the states of each rank.
+        """
+        vars(self).update(_reads_first_sample=is_enabled)
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over this rank's sample of each round."""
         # iter(dataset) is called when torch calls iter: some datasets draw their order there. A
         # generator function would call it later.
         samples = iter(self._dataset)
+        if self._reads_first_sample:
+            first_samples = list(islice(samples, 1))
+            samples = chain(first_samples, samples)
         # zip takes one sample from each source for a round. The sources are one iterator, so a
         # round has num_replicas samples that follow each other.
         sources = [samples] * self._num_replicas
