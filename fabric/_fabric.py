@@ -58,7 +58,13 @@ from fabric.data import (
 )
 from fabric.data.metrics import compute_metrics
 from fabric.environments import Environment
-from fabric.errors import ArgumentTypeError, CheckpointError, UsageError, hide_frames
+from fabric.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    UsageError,
+    hide_frames,
+)
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
@@ -70,7 +76,7 @@ from fabric.module import Compiled, FabricModule, Module
 from fabric.optim.ema import ExponentialMovingAverage
 from fabric.optim.parameter_lists import PARAMETER_LISTS
 from fabric.precision import Precision, PrecisionName
-from fabric.seed import seed_everything
+from fabric.seed import seed_everything, seed_rank
 from fabric.strategies import StrategyName
 from fabric.strategies.base import without_sync
 from fabric.strategies.init_module import created_on
@@ -93,6 +99,7 @@ T = TypeVar("T")
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
 _Source = Literal["every_rank", "rank0"]
+_PerRank = bool | Literal["after_setup"]
 _Optimizers = Optimizer | Sequence[Optimizer] | None
 _EntryFilters = Mapping[str, Callable[[str, Any], bool]] | None
 
@@ -105,7 +112,7 @@ class _Seeding(NamedTuple):
 
     seed: int
     workers: bool
-    per_rank: bool
+    per_rank: _PerRank
 
 
 class Fabric:
@@ -212,6 +219,8 @@ class Fabric:
         self._should_check_training = check_training
         self._should_measure_timings = timings
         self._seeding: _Seeding | None = None  # None until seed_everything() is called
+        # True from seed_everything(per_rank="after_setup") until the next setup of a module.
+        self._has_to_separate_streams = False
         self._session: Session | None = None  # begun by _ensure_session()
         self._is_closed = False
 
@@ -522,6 +531,7 @@ class Fabric:
             session.check_setup(module, trained_optimizers)  # raises before anything has changed
         model = session.setup_module(module, move_to_device=move_to_device)
         session.setup_optimizers(trained_optimizers)
+        self._separate_streams(session)
         return _single_or_tuple(model, *optimizers, scheduler)
 
     @overload
@@ -1414,7 +1424,11 @@ class Fabric:
             UnsafeCheckpointError: the checkpoint holds code, which was not run.
         """
         refuses_code = weights_only is not False  # None means True
-        with self._ensure_session("load").checkpoints("load") as coordinator:
+        session = self._ensure_session("load")
+        if rng:
+            # Before the load: a process that has no saved streams keeps these.
+            self._separate_streams(session)
+        with session.checkpoints("load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
     def load_raw(
@@ -1452,7 +1466,7 @@ class Fabric:
             return coordinator.state_dict(module)
 
     def seed_everything(
-        self, seed: int | None = None, workers: bool = True, per_rank: bool = False
+        self, seed: int | None = None, workers: bool = True, per_rank: _PerRank = False
     ) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
@@ -1463,10 +1477,15 @@ class Fabric:
             seed: the seed, ``0 <= seed < 2**32``. None draws one, the same for all processes.
             workers: whether loader workers of different processes get different streams, in loaders
                 that are set up from now on. If not, worker k has the same stream on every process.
-            per_rank: whether each process gets streams of its own.
+            per_rank: whether each process gets streams of its own. ``"after_setup"`` gives all
+                processes the same streams to build the model and the data, and each process its own
+                ones from the next ``setup`` of a module, or ``load``, on: for dropout masks and
+                other noise. The first process then continues its streams, so that a job of one
+                process is the plain loop. Processes that read the same batch, as under tensor
+                parallelism, always have the same streams.
 
         Raises:
-            ConfigurationError: the seed is out of range.
+            ConfigurationError: the seed is out of range, or ``per_rank`` has another value.
         """
         # In Lightning the method is static. A call on the class passes the seed as `self`.
         if not isinstance(self, Fabric):
@@ -1474,6 +1493,11 @@ class Fabric:
                 "Fabric.seed_everything(...)",
                 problem="seed_everything was called on the class",
                 suggestion="fabric = Fabric(...), then fabric.seed_everything(1)",
+            )
+        if not isinstance(per_rank, bool) and per_rank != "after_setup":
+            raise ConfigurationError(
+                f"fabric.seed_everything(per_rank={per_rank!r})",
+                expected='True, False or "after_setup"',
             )
         # Before the launch this process is seeded as rank 0, and the ranks repeat the call later.
         world = self._plan.world or World()
@@ -1483,9 +1507,25 @@ class Fabric:
             if self.is_global_zero:
                 seed = seed_everything(None)
             seed = self.broadcast(seed)
-        seed = seed_everything(seed, rank=world.rank, per_rank=per_rank)
+        rank = world.rank
+        if self._session is not None:
+            # The setup of a module synchronizes the streams of ranks that read the same batch. Here
+            # they get equal streams without communication.
+            rank = self._session.data_parallel_rank
+        seed = seed_everything(seed, rank=rank, per_rank=per_rank is True)
         self._seeding = _Seeding(seed, workers, per_rank)
+        self._has_to_separate_streams = per_rank == "after_setup"
         return seed
+
+    def _separate_streams(self, session: Session) -> None:
+        """Give each rank streams of its own, if ``per_rank="after_setup"`` asks for it.
+
+        Called after the setup of a module, and before a load, which may restore later states.
+        """
+        if self._has_to_separate_streams:
+            assert self._seeding is not None, "seed_everything() sets both"
+            seed_rank(self._seeding.seed, session.data_parallel_rank)
+            self._has_to_separate_streams = False
 
     @property
     def logger(self) -> Any:

@@ -23,7 +23,9 @@ __all__ = [
     "rng_state",
     "sample_generator",
     "seed_everything",
+    "seed_rank",
     "set_rng_state",
+    "stream_digests",
 ]
 
 # Seeds are below this number, since numpy's legacy generator takes at most 32 bits.
@@ -58,6 +60,15 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
         rank = 0  # every rank gets the streams of rank 0
     _seed_streams(seed, rank)
     return seed
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give a rank the streams of ``seed_everything(seed, rank=rank, per_rank=True)``.
+
+    Rank 0 continues its own streams. So the job of one process, which is rank 0, is not changed.
+    """
+    if rank > 0:
+        _seed_streams(seed, rank)
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
@@ -183,6 +194,23 @@ def rng_state() -> dict[str, Any]:
             "states": torch.cuda.get_rng_state_all(),
         }
     return state
+
+
+def stream_digests() -> dict[str, str]:
+    """Return a short text for the state of each random stream, by the name of the stream.
+
+    Equal texts mean equal states. The CUDA stream is that of the current device.
+    """
+    state = RandomStreams(("python", "numpy", "torch")).state()
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        state["cuda"] = torch.cuda.get_rng_state()
+    digests: dict[str, str] = {}
+    for name, stream_state in state.items():
+        if isinstance(stream_state, torch.Tensor):
+            stream_state = stream_state.tolist()
+        digest = hashlib.blake2b(repr(stream_state).encode(), digest_size=8)
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ ORDER = {
     ),
     "diagnostics": (
         "call_site stacks recorder checker hang_report bypass batch_counts uneven_inputs "
-        "clipping_check training_checks loss_reduction loss_checks"
+        "clipping_check training_checks equal_draws loss_reduction loss_checks"
     ),
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",

@@ -1,0 +1,192 @@
+"""The check that data-parallel replicas draw different random numbers.
+
+[Note: Equal draws] With one seed, all ranks draw the same dropout masks and the same noise, so that
+the job sees only as much randomness as a single process. Two replicas compare their random streams
+in the first training passes of each module. They draw the same numbers in two cases: the forward
+pass draws from equal streams, or numbers were drawn from equal streams since the pass before, and
+the outputs of both replicas are equal.
+
+The replicas compare through the store and never by a collective, as in ``training_checks.py``. The
+replica that comes first writes its numbers, and the other replica warns if its numbers are equal.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from fabric.diagnostics.training_checks import fingerprint
+from fabric.hooks import Hooks
+from fabric.seed import stream_digests
+from fabric.store import JobStore
+from fabric.tree import flatten
+
+__all__ = ["EqualDrawsCheck"]
+
+_CHECKED_PASSES = 3  # training passes of each module, and backward passes
+_COMPARED_REPLICAS = (0, 1)
+
+
+class _Draws(NamedTuple):
+    """What a replica writes to the store after a forward pass.
+
+    Attributes:
+        replica: index of the replica.
+        process: id of its process. Ranks that are threads of one process share their streams.
+        streams: digests of the streams that numbers were drawn from, by name.
+        outputs: fingerprints of the outputs. Empty if the forward pass itself drew.
+    """
+
+    replica: int
+    process: int
+    streams: dict[str, str]
+    outputs: list[int]
+
+
+class EqualDrawsCheck:
+    """Warns if two replicas draw the same random numbers. See ``[Note: Equal draws]``.
+
+    Args:
+        store: the store in which the replicas compare their streams.
+        replica: index of the data-parallel replica of this rank.
+        backward: the hooks around backward passes.
+    """
+
+    def __init__(self, store: JobStore, replica: int, backward: Hooks) -> None:
+        """Add a function that ends the check after the first backward passes."""
+        self.store = store
+        self.replica = replica
+        self.has_warned = False
+        self._module_count = 0
+        self._backwards = 0
+        self._is_closed = False
+        # The keys are weak, since the hooks hold the model, which the user may drop.
+        self._passes: WeakKeyDictionary[Hooks, _TrainingPasses] = WeakKeyDictionary()
+        self._backward = backward
+        backward.after.append(self._after_backward)
+
+    def watch(self, module: nn.Module, title: str, forward: Hooks) -> None:
+        """Check the first training passes of a module.
+
+        Args:
+            module: the user's module.
+            title: the class of the module, for the warning.
+            forward: the hooks around its forward pass.
+        """
+        number = self._module_count
+        self._module_count += 1
+        if self._is_closed or self.replica not in _COMPARED_REPLICAS:
+            return
+        passes = _TrainingPasses(self, module, title, key=f"equal draws/{number}")
+        forward.before.append(passes.before)
+        forward.after.append(passes.after)
+        self._passes[forward] = passes
+
+    def close(self) -> None:
+        """Remove all hooks. Do not call this in a forward pass, which iterates over its hooks."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._backward.after.remove(self._after_backward)
+        for forward, passes in self._passes.items():
+            forward.before.remove(passes.before)
+            forward.after.remove(passes.after)
+
+    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        self._backwards += 1
+        if self._backwards >= _CHECKED_PASSES or self.has_warned:
+            self.close()
+
+
+class _TrainingPasses:
+    """The first training passes of one module.
+
+    Args:
+        check: the check of all modules.
+        module: the user's module.
+        title: the class of the module.
+        key: identifies the module in the store. It is the same on all ranks.
+    """
+
+    def __init__(self, check: EqualDrawsCheck, module: nn.Module, title: str, key: str) -> None:
+        self._check = check
+        # Weak, since the check of all modules holds this object: the user may drop the model.
+        self._module = ref(module)
+        self._title = title
+        self._key = key
+        self._count = 0
+        # The streams before the current pass. None if the pass is not checked.
+        self._streams_before: dict[str, str] | None = None
+        # The streams at the end of the previous pass. None before the first pass.
+        self._streams_of_previous: dict[str, str] | None = None
+
+    def before(self) -> None:
+        """Record the streams before a training pass. A function of ``Hooks.before``."""
+        self._streams_before = None
+        module = self._module()
+        is_checked = self._count < _CHECKED_PASSES and not self._check.has_warned
+        is_training = module is not None and module.training and torch.is_grad_enabled()
+        if is_checked and is_training:
+            self._streams_before = stream_digests()
+
+    def after(self, output: Any, error: BaseException | None) -> None:
+        """Compare what was drawn with the other replica. A function of ``Hooks.after``."""
+        streams_before = self._streams_before
+        self._streams_before = None
+        if streams_before is None or error is not None:
+            return
+        self._count += 1
+        streams = stream_digests()
+        drawn_inside = _changed(streams_before, streams)
+        drawn_outside: dict[str, str] = {}
+        if self._streams_of_previous is not None:
+            drawn_outside = _changed(self._streams_of_previous, streams_before)
+        self._streams_of_previous = streams
+        if drawn_inside:
+            self._compare(drawn_inside, outputs=[])
+        elif drawn_outside:
+            leaves, _ = flatten(output)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if tensors:
+                self._compare(drawn_outside, outputs=fingerprint(tensors))
+
+    def _compare(self, streams: dict[str, str], outputs: list[int]) -> None:
+        """Warn if the other replica has written the same numbers for this pass."""
+        check = self._check
+        draws = _Draws(check.replica, os.getpid(), streams, outputs)
+        key = f"{self._key}/{self._count}"
+        # Writes this replica's numbers if no rank has written any. Returns those in the store.
+        content = check.store.set_if_absent(key, json.dumps(draws).encode())
+        first = _Draws(*json.loads(content))
+        is_other_process = first.replica != draws.replica and first.process != draws.process
+        has_equal_draws = first.streams == streams and first.outputs == outputs
+        if not is_other_process or not has_equal_draws:
+            return
+        check.has_warned = True
+        effect = "which gives them equal outputs"
+        if not outputs:
+            effect = "such as dropout masks, in a forward pass"
+        first_replica, second_replica = _COMPARED_REPLICAS
+        warnings.warn(
+            f"training pass {self._count} of {self._title}: replicas {first_replica} and "
+            f"{second_replica} of the model draw the same random numbers ({', '.join(streams)}), "
+            f"{effect}. For different ones, write "
+            'fabric.seed_everything(seed, per_rank="after_setup") before the model is built; '
+            "Fabric(check_training=False) if this is meant",
+            # The line of the forward pass: past this method, after() and FabricModule.__call__.
+            stacklevel=4,
+        )
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """Return the streams in ``before`` that have another state in ``after``."""
+    changed: dict[str, str] = {}
+    for name, digest in before.items():
+        if after.get(name) != digest:
+            changed[name] = digest
+    return changed
