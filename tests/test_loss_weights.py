@@ -628,6 +628,42 @@ def test_an_overflow_of_a_weighted_loss_skips_one_step_and_no_more_scale_than_th
         assert of_sum.loss_scale >= of_mean.loss_scale
 
 
+def train_after_a_large_batch(fabric: Fabric, path: str, resumes: bool) -> tuple[list[bool], Any]:
+    """Return which of the steps after the first were skipped, and the weight at the end."""
+    model, optimizer = set_up_linear(fabric)
+    if resumes:
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    else:
+        backward(fabric, model, 4.0, 4096)
+        optimizer.step()
+        optimizer.zero_grad()
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+    skipped: list[bool] = []
+    for _ in range(4):
+        # Divided by the small divisor of these batches, the scaled gradients overflow.
+        backward(fabric, model, 16.0, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(fabric.step_was_skipped(optimizer))
+    # Empty on other ranks than the first.
+    state_dict = fabric.get_state_dict(model)
+    return skipped, state_dict.get("weight")
+
+
+@pytest.mark.parametrize(
+    "options", [{"ranks": 1}, {"strategy": "ddp"}, {"strategy": "fsdp"}], ids=str
+)
+def test_a_resumed_run_skips_the_steps_of_the_uninterrupted_run(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    options = {"precision": "16-mixed", **options}
+    uninterrupted = run_in_ranks(train_after_a_large_batch, path, False, **options)
+    resumed = run_in_ranks(train_after_a_large_batch, path, True, **options)
+    assert uninterrupted[0][0][:2] == [False, True]
+    assert resumed == uninterrupted
+
+
 # -- what is refused over ranks --------------------------------------------------------------------
 
 

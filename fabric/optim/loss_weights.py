@@ -317,6 +317,29 @@ class LossWeights:
             suggestion = "optimizer.zero_grad() in place of such a step"
             self._refuse("an optimizer's step after weighted losses", problem, suggestion)
 
+    def state_dict(self) -> list[float | None]:
+        """Return the divisor of the next window of each set-up optimizer, in order.
+
+        A divisor is None before the first step of an optimizer. Reading them waits for the device.
+        """
+        divisors: list[float | None] = []
+        for optimizer in self._optimizers:
+            state = self._states.get(optimizer)
+            if state is None or state.divisor is None:
+                divisors.append(None)
+            else:
+                divisors.append(float(state.divisor))
+        return divisors
+
+    def load_state_dict(self, divisors: Sequence[float | None]) -> None:
+        """Restore the divisors that :meth:`state_dict` returned, as far as there are optimizers."""
+        device = "cpu" if self.reads_at_once else self._device
+        for optimizer, divisor in zip(self._optimizers, divisors, strict=False):
+            state = self._states.setdefault(optimizer, _OptimizerState())
+            state.divisor = None
+            if divisor is not None:
+                state.divisor = torch.full((), divisor, dtype=torch.float64, device=device)
+
     # -- before a backward pass -----------------------------------------------------------------
 
     def _parse_weight(self, weight: Any) -> LossWeight:
