@@ -146,6 +146,31 @@ def test_no_sync_around_the_backward_pass_only_raises() -> None:
         assert "inside of no_backward_sync" in text
 
 
+def detach_an_output_first(fabric: Fabric) -> tuple[str, str]:
+    """Return the outcomes of a window after an output was detached, with and without gradients."""
+    model, optimizer = make(fabric, Net())
+    x = torch.ones(2, 4)
+
+    def pass_in_window() -> None:
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(x).mean())
+        fabric.backward(model(x).mean())
+
+    with torch.no_grad():
+        model(x)
+    without_gradients = outcome(pass_in_window)
+    optimizer.zero_grad()
+    model(x).detach()
+    return outcome(pass_in_window), without_gradients
+
+
+def test_a_window_after_a_detached_output_raises_with_a_remedy_that_works() -> None:
+    for with_gradients, without_gradients in run_in_ranks(detach_an_output_first):
+        assert "an earlier one without a backward pass" in with_gradients
+        assert "with torch.no_grad(): around a forward pass" in with_gradients
+        assert without_gradients == "fine"
+
+
 def sync_states(fabric: Fabric) -> list[bool]:
     """Return whether gradients are synchronized after inner blocks and after an error."""
     module = Net()
