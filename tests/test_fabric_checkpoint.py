@@ -909,3 +909,75 @@ def test_an_optimizer_whose_state_differs_between_ranks_is_not_saved(
         assert after.startswith("UsageError")
         assert "a MomentumOfRank, differs between ranks in ['state'][0]" in after
         assert "torch.save(optimizer.state_dict()" in after
+
+
+def prefixed(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def file_contents(net: nn.Module) -> dict[str, Any]:
+    """Return the contents of files of other tools, with the words of the line that loads each."""
+    state = dict(net.state_dict())
+    return {
+        "fabric.load(path, {'model_state_dict': model})": {"model_state_dict": state, "epoch": 1},
+        "fabric.load_raw(path, model)": state,
+        "key.removeprefix('model.')": {"state_dict": prefixed(state, "model."), "epoch": 1},
+        "key.removeprefix('module.')": {"model": prefixed(state, "module.")},
+    }
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_error_of_a_file_of_other_names_shows_the_line_that_loads_it(
+    tmp_path: Path, strict: bool
+) -> None:
+    saved = NormNet()
+    path = tmp_path / "file.pt"
+    for line, content in file_contents(saved).items():
+        torch.save(content, path)
+        with single() as fabric:
+            model = fabric.setup(NormNet())
+            with pytest.raises(CheckpointError) as caught:
+                fabric.load(path, {"model": model}, strict=strict)
+            suggestion = str(caught.value.suggestion)
+            assert line in suggestion
+            assert "strict=False" not in suggestion
+            # The line works as it is written.
+            exec(suggestion, {"fabric": fabric, "path": path, "model": model})
+            torch.testing.assert_close(model.out.weight, saved.out.weight)
+
+
+def test_a_load_by_name_that_would_leave_a_module_as_it_is_raises(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    with single() as fabric:
+        fabric.save(path, {"model": nn.Linear(3, 2), "empty": nn.Identity()})
+        model = fabric.setup(NormNet())
+        with pytest.raises(CheckpointError, match="no name of the module is in the file"):
+            fabric.load(path, {"model": model}, strict=False)
+        with pytest.raises(CheckpointError, match="the file has no 'net'"):
+            fabric.load(path, {"net": model}, strict=False)
+        # Another module is loaded, and no entry of the file is meant for this one.
+        fabric.load(path, {"model": nn.Linear(3, 2), "net": model}, strict=False)
+        fabric.load(path, {"empty": model}, strict=False)
+
+
+def save_sharded_state_dict(fabric: Fabric, folder: Path) -> bool:
+    torch.manual_seed(0)
+    model = fabric.setup(NormNet())
+    fabric.save(folder / "bare.pt", model.state_dict())
+    handle = fabric.save(folder / "async.pt", model.state_dict(), async_=True)
+    assert handle is not None
+    handle.wait()
+    loaded_model = fabric.setup(NormNet())
+    fabric.load_raw(folder / "bare.pt", loaded_model)
+    weights = local_tensor(model.out.weight)
+    return torch.equal(local_tensor(loaded_model.out.weight), weights)
+
+
+def test_a_sharded_state_dict_is_saved_as_a_file_of_whole_tensors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = NormNet().state_dict()
+    assert run_in_ranks(save_sharded_state_dict, tmp_path, strategy="fsdp") == [True, True]
+    for name in ("bare.pt", "async.pt"):
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        torch.testing.assert_close(dict(loaded), dict(expected))
+        NormNet().load_state_dict(loaded)
