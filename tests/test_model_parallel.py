@@ -178,7 +178,6 @@ def split_and_shard(model: Any, mesh: Any) -> Any:
 
 
 MESHES: list[dict[str, Any]] = [
-    {"tensor_parallel_size": 2, "devices": 2},
     {"tensor_parallel_size": 4},
     {"tensor_parallel_size": 2, "replicate_size": 2},
     {},
@@ -213,7 +212,10 @@ def on_mesh(mesh: dict[str, Any], function: Any, *args: Any) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("mesh", [{"tensor_parallel_size": 2}, *SLOW_MESHES])
+TENSOR_PARALLEL_ALONE = {"tensor_parallel_size": 2, "devices": 2}
+
+
+@pytest.mark.parametrize("mesh", [{"tensor_parallel_size": 2}, TENSOR_PARALLEL_ALONE, *SLOW_MESHES])
 def test_three_steps_are_those_of_the_single_process(mesh: dict[str, Any]) -> None:
     shape = mesh.get("shape", ())
     [expected] = run_in_ranks(train, *shape, ranks=1, strategy="auto")
@@ -254,13 +256,15 @@ def test_a_checkpoint_of_any_mesh_loads_into_every_mesh(tmp_path: Path) -> None:
     c = tmp_path / "c"
     d = tmp_path / "d"
     e = tmp_path / "e"
+    f = tmp_path / "f"
     expected = on_mesh(two, load_and_save, None, a, True)[0]
     results = [
         run_in_ranks(load_and_save, a, b, ranks=1, strategy="auto")[0],
         on_mesh({}, load_and_save, b, c)[0],
         on_mesh(four_in_full, load_and_save, c, d)[0],
         run_in_ranks(load_and_save, d, e)[0],
-        on_mesh(two, load_and_save, e, None)[0],
+        on_mesh(TENSOR_PARALLEL_ALONE, load_and_save, e, f)[0],
+        on_mesh(two, load_and_save, f, None)[0],
     ]
     for result in results:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
@@ -836,3 +840,92 @@ def test_a_loss_may_be_computed_of_split_logits() -> None:
     ):
         assert loss_difference < 1e-12
         assert gradient_difference < 1e-12
+
+
+# -- tensor parallelism alone ----------------------------------------------------------------------
+
+
+def list_parameters(fabric: Fabric) -> bool:
+    """Check that only the parameters of split layers are on a mesh, with values of their own."""
+    with fabric.init_module():
+        module = Wide()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    parameters = dict(model.named_parameters())
+    assert type(parameters["blocks.1.weight"]) is nn.Parameter
+    assert parameters["blocks.1.weight"].untyped_storage().filename is None
+    split: Any = parameters["blocks.0.up.weight"]
+    assert split.device_mesh.ndim == 1
+    other = torch.optim.Adam(model.parameters())
+    fabric.setup_optimizers(other)
+    for optimizer_of_model in (optimizer, other):
+        loss = model(torch.ones(3, WIDTH)).square().mean()
+        fabric.backward(loss)
+        before = full_parameters(model)
+        optimizer_of_model.step()
+        assert largest_difference(full_parameters(model), before) > 0
+    return True
+
+
+def test_parameters_are_not_sharded_over_one_rank() -> None:
+    mesh = {**TENSOR_PARALLEL_ALONE, "tp_plan": WIDE_PLAN}
+    assert on_mesh(mesh, list_parameters) == [True, True]
+
+
+class Rate(nn.Module):
+    """Split layers with dropout between them."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH)
+        self.dropout = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = dropout(self.up(x).tanh(), p=self.dropout, training=self.training)
+        return x + self.down(hidden)
+
+
+def train_compiled(fabric: Fabric, order: str, rate: float, plan: Any) -> list[Tensor]:
+    """Return losses and parameters of a model that is compiled before or after setup."""
+    vars(fabric.strategy)["tp_plan"] = plan
+    torch.manual_seed(7)
+    torch.compiler.reset()
+    norm = nn.LayerNorm(WIDTH)
+    module: Any = nn.Sequential(Rate(rate), norm, Rate(rate)).double()
+    if order == "before":
+        module = torch.compile(module, backend="aot_eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model: Any
+    model, optimizer = fabric.setup(module, optimizer)
+    if order == "after":
+        model = torch.compile(model, backend="aot_eager")
+    losses = []
+    for _ in range(3):
+        x = torch.linspace(-1, 1, 8 * WIDTH).double().view(2, 4, WIDTH)
+        loss = model(x).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *full_parameters(model)]
+
+
+RATE_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+NORM_PLAN = {**RATE_PLAN, "1": "sequence_parallel"}
+
+
+@pytest.mark.parametrize(
+    ("order", "rate", "plan"),
+    [
+        ("before", 0.0, RATE_PLAN),
+        ("after", 0.0, NORM_PLAN),
+        ("before", 0.5, RATE_PLAN),
+    ],
+)
+def test_a_compiled_model_takes_the_steps_of_the_uncompiled_one(
+    order: str, rate: float, plan: dict[str, str]
+) -> None:
+    expected = on_mesh(TENSOR_PARALLEL_ALONE, train_compiled, "never", rate, plan)
+    actual = on_mesh(TENSOR_PARALLEL_ALONE, train_compiled, order, rate, plan)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

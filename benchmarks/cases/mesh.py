@@ -1,5 +1,6 @@
-"""Throughput and peak memory of the GPT of the mesh example, on a mesh of 2 x 2 ranks."""
+"""Throughput and peak memory of the GPT of the mesh example, on meshes of 2 x 2 and 1 x 2 ranks."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,8 @@ def build(quick: bool) -> nn.Module:
     return example("mesh/gpt.py").GPT(layers=layers, width=width)
 
 
-def split(model: Any, mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
+def split_layers(model: Any, mesh: Any) -> Any:
+    """Split the layers of the model along ``mesh["tensor_parallel"]``, by hand."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -37,10 +38,16 @@ def split(model: Any, mesh: Any) -> nn.Module:
     for block in model.blocks:
         block.attention.num_heads //= PARTS
         parallelize_module(block, mesh["tensor_parallel"], plan)
+    head: Any = {"head": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize_module(model, mesh["tensor_parallel"], head)
+
+
+def split(model: Any, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    split_layers(model, mesh)
+    for block in model.blocks:
         fully_shard(block, mesh=mesh["data_parallel"])
-    parallelize_module(
-        model, mesh["tensor_parallel"], {"head": ColwiseParallel(output_layouts=Replicate())}
-    )
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
@@ -53,16 +60,33 @@ def raw(model: nn.Module) -> Prepared:
     return model, adamw(model), torch.Tensor.backward
 
 
-def ours(model: nn.Module) -> Prepared:
+def raw_parts(model: nn.Module) -> Prepared:
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (PARTS,), mesh_dim_names=("tensor_parallel",))
+    split_layers(model, mesh)
+    return model, adamw(model), torch.Tensor.backward
+
+
+def ours(model: nn.Module, ranks: int = RANKS) -> Prepared:
     from fabric import Fabric
     from fabric.strategies import ModelParallelStrategy
 
     strategy = ModelParallelStrategy(
         tensor_parallel_size=PARTS, tp_plan=example("mesh/gpt.py").PLAN
     )
-    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
     fabric.launch()
     return (*fabric.setup(model, adamw(model)), fabric.backward)
+
+
+def compiled(set_up: Callable[[nn.Module], Prepared]) -> Callable[[nn.Module], Prepared]:
+    """Return a function that sets up a model with ``set_up``, and compiles the result."""
+
+    def set_up_and_compile(model: nn.Module) -> Prepared:
+        model_of_loop, optimizer, backward = set_up(model)
+        return torch.compile(model_of_loop), optimizer, backward
+
+    return set_up_and_compile
 
 
 def lightning(model: nn.Module) -> Prepared:
@@ -79,6 +103,8 @@ def lightning(model: nn.Module) -> Prepared:
 
 
 preparing = partial(gpt.preparing, build=build, batches=RANKS // PARTS, shape=(16, 32), number=3)
+preparing_parts = partial(gpt.preparing, build=build, batches=1, shape=(16, 32), number=3)
+ours_in_parts = partial(ours, ranks=PARTS)
 CASES = [
     Case(
         name="gpt-mesh",
@@ -99,5 +125,24 @@ CASES = [
                 "its tensor parallelism is for models that transformers has loaded on a mesh"
             )
         },
+    ),
+    Case(
+        name="gpt-tensor",
+        title="A small GPT on 2 ranks, tensor parallelism alone",
+        rows={"throughput": Row("tokens/s", "ratio", 0.95)},
+        contestants={"raw": preparing_parts(raw_parts), "fabric": preparing_parts(ours_in_parts)},
+        ranks=PARTS,
+        rounds=12,
+    ),
+    Case(
+        name="gpt-tensor-compiled",
+        title="A small GPT on 2 ranks, tensor parallelism alone, compiled",
+        rows={"throughput": Row("tokens/s", "ratio", 0.95)},
+        contestants={
+            "raw": preparing_parts(compiled(raw_parts)),
+            "fabric": preparing_parts(compiled(ours_in_parts)),
+        },
+        ranks=PARTS,
+        rounds=8,
     ),
 ]

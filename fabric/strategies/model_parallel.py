@@ -36,7 +36,11 @@ from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
 from fabric.strategies.agreement import AgreeingCollectives
 from fabric.strategies.fsdp.api import FSDPStrategy
-from fabric.strategies.fsdp.sharding import receive_values, shard_module
+from fabric.strategies.fsdp.sharding import (
+    prepare_unsharded_module,
+    receive_values,
+    shard_module,
+)
 from fabric.strategies.split_comparison import SplitComparison, copy_without_values
 from fabric.strategies.tp_plan import (
     PartRandomStreams,
@@ -48,6 +52,7 @@ from fabric.strategies.tp_plan import (
     is_split,
     lines_of_plan,
     sum_over_parts,
+    sum_partial_dtensors,
     torch_styles,
 )
 
@@ -230,6 +235,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self._requested_sizes = requested_sizes
         # None unless the runtime runs.
         self._topology: _Topology | None = None
+        # While a model is set up: the model.
+        self._root: nn.Module | None = None
         # While a model is set up: the layers that are still to be split, each with its style.
         self._unsplit_layers: dict[nn.Module, Any] = {}
         # While a model is set up: the user's parameter of each parameter that was split.
@@ -410,7 +417,9 @@ class ModelParallelStrategy(FSDPStrategy):
             setattr(heads.module, heads.attribute, local_heads)
         if self.parallelize_fn is not None:
             self._parallelize(root, self.parallelize_fn, topology.mesh)
+        self._root = root
         prepared = super().setup_module(module)
+        self._root = None
         self._original_parameters = {}
         if topology.tensor_parallel_size > 1:
             streams = PartRandomStreams(topology.mesh, requires_rowwise=self.tp_plan is not None)
@@ -451,6 +460,9 @@ class ModelParallelStrategy(FSDPStrategy):
         first_rank = rank // copy_size * copy_size
         ranks_of_copy = range(first_rank, first_rank + copy_size)
         contract = replace(super().gradient_contract(prepared), peers=lambda: ranks_of_copy)
+        if not self._shards_parameters:
+            # There is autocast in place of the mixed precision of FSDP.
+            contract = replace(contract, casts=False)
         if self._comparison is not None:
             contract = replace(contract, add_first_pass_checks=self._comparison.add_to)
             self._comparison = None
@@ -504,7 +516,28 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in module.named_parameters():
             if parameter in self._original_parameters:
                 originals[name] = self._original_parameters[parameter]
-        shard_module(self.runtime.communicator, module, originals, **arguments)
+        communicator = self.runtime.communicator
+        if self._shards_parameters:
+            shard_module(communicator, module, originals, **arguments)
+            return
+        prepare_unsharded_module(
+            communicator,
+            module,
+            originals,
+            is_root=module is self._root,
+            mesh=self._shard_mesh(),
+        )
+        if module is self._root:
+            sum_partial_dtensors(module.parameters())
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether parameters are sharded. With one rank to shard over, sharding would cost time.
+
+        It takes place all the same if an option needs it.
+        """
+        needs_sharding = self.mixed_precision is not None or self._offloads_to_cpu
+        return self._shard_mesh().size() > 1 or needs_sharding
 
     def _split_layers(self, module: nn.Module) -> None:
         """Split the layers in a module that are not split yet, with rank 0's values. Collective.

@@ -34,7 +34,12 @@ from fabric.diagnostics.training_checks import fingerprint
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
 from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots
-from fabric.strategies.tp_plan import generators_of, is_split
+from fabric.strategies.tp_plan import (
+    ancestors,
+    generators_of,
+    is_split,
+    smallest_modules_around,
+)
 from fabric.tree import flatten, unflatten
 
 __all__ = ["SplitComparison", "copy_without_values"]
@@ -413,12 +418,12 @@ def _find_regions(
             rowwise.append(path)
         elif module not in whole_outputs:
             colwise.append(path)
-    colwise_by_region = _smallest_modules_around(colwise, rowwise)
+    colwise_by_region = smallest_modules_around(colwise, rowwise)
     regions: list[_Region] = []
     lines_by_rowwise: dict[str, list[str]] = {}
     # Deeper modules first: a rowwise layer belongs to the innermost region around it.
     for path in sorted(colwise_by_region, key=_depth, reverse=True):
-        inner_rowwise = [layer for layer in rowwise if path in _ancestors(layer)]
+        inner_rowwise = [layer for layer in rowwise if path in ancestors(layer)]
         new_rowwise = [layer for layer in inner_rowwise if layer not in lines_by_rowwise]
         region_lines: dict[str, None] = {}
         for layer in (*colwise_by_region[path], *new_rowwise):
@@ -437,25 +442,6 @@ def _find_regions(
     return regions
 
 
-def _smallest_modules_around(colwise: list[str], rowwise: list[str]) -> dict[str, list[str]]:
-    """Return the smallest modules with colwise and rowwise layers, each with its colwise layers.
-
-    Args:
-        colwise: the names of the colwise layers.
-        rowwise: the names of the rowwise layers.
-    """
-    with_rowwise: set[str] = set()
-    for path in rowwise:
-        with_rowwise.update(_ancestors(path))
-    colwise_by_module: dict[str, list[str]] = {}
-    for path in colwise:
-        for ancestor in _ancestors(path):
-            if ancestor in with_rowwise:
-                colwise_by_module.setdefault(ancestor, []).append(path)
-                break
-    return colwise_by_module
-
-
 def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
     """Return whether a module has no FSDP modules inside, and no hooks of the user.
 
@@ -471,18 +457,9 @@ def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
     return not any(map(user_hooks, whole.modules()))
 
 
-def _ancestors(path: str) -> list[str]:
-    """Return the names of the modules around a module, from the inner to the root."""
-    ancestors: list[str] = []
-    while path:
-        path = path.rpartition(".")[0]
-        ancestors.append(path)
-    return ancestors
-
-
 def _depth(path: str) -> int:
     """Return how many modules are around a module."""
-    return len(_ancestors(path))
+    return len(ancestors(path))
 
 
 # -- computations -------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ each head, gets the gradient of one part only. For norms of heads, and for layer
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from fabric.errors import ConfigurationError, UsageError
 __all__ = [
     "HeadAttribute",
     "PartRandomStreams",
+    "ancestors",
     "check_styles",
     "find_head_attributes",
     "find_layers",
@@ -34,7 +36,9 @@ __all__ = [
     "has_whole_output",
     "is_split",
     "lines_of_plan",
+    "smallest_modules_around",
     "sum_over_parts",
+    "sum_partial_dtensors",
     "torch_styles",
 ]
 
@@ -263,12 +267,67 @@ def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
 
     for parameter in parameters:
         if parameter.requires_grad:
-            entry = hook_entry(parameter.register_hook(sum_gradient))
-            # The hooks of the user get the gradient of the whole model: they go behind this one.
-            # torch calls the hooks of a tensor in the order in which they were put into the dict.
-            for key in list(entry.hooks):
-                if key != entry.key:
-                    entry.hooks[key] = entry.hooks.pop(key)
+            _register_first(parameter, sum_gradient)
+
+
+def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
+    """Give the gradients of parameters the placements of the parameters, in each backward pass.
+
+    The gradient of a replicated DTensor, such as the weight of a norm that is computed in parts of
+    dim 1, has partial sums. FSDP would add them up.
+
+    Args:
+        parameters: the parameters. Plain ones are left alone.
+    """
+
+    def redistribute(placements: Any, grad: Any) -> Any:
+        """Return a gradient with these placements. A hook of a parameter. Collective."""
+        return grad.redistribute(placements=placements)
+
+    for parameter in parameters:
+        is_dtensor = local_tensor(parameter) is not parameter
+        if is_dtensor and parameter.requires_grad and not is_split(parameter):
+            _register_first(parameter, partial(redistribute, parameter.placements))
+
+
+def _register_first(parameter: nn.Parameter, hook: Callable[[Any], Any]) -> None:
+    """Register a hook of a parameter in front of the hooks of the user.
+
+    These get the gradient of the whole model then. torch calls the hooks of a tensor in the order
+    in which they were put into the dict.
+    """
+    entry = hook_entry(parameter.register_hook(hook))
+    for key in list(entry.hooks):
+        if key != entry.key:
+            entry.hooks[key] = entry.hooks.pop(key)
+
+
+def smallest_modules_around(colwise: list[str], rowwise: list[str]) -> dict[str, list[str]]:
+    """Return the smallest modules with colwise and rowwise layers, each with its colwise layers.
+
+    Args:
+        colwise: the names of the colwise layers.
+        rowwise: the names of the rowwise layers.
+    """
+    with_rowwise: set[str] = set()
+    for path in rowwise:
+        with_rowwise.update(ancestors(path))
+    colwise_by_module: dict[str, list[str]] = {}
+    for path in colwise:
+        for ancestor in ancestors(path):
+            if ancestor in with_rowwise:
+                colwise_by_module.setdefault(ancestor, []).append(path)
+                break
+    return colwise_by_module
+
+
+def ancestors(path: str) -> list[str]:
+    """Return the names of the modules around a module, from the inner to the root."""
+    names: list[str] = []
+    while path:
+        path = path.rpartition(".")[0]
+        names.append(path)
+    return names
 
 
 def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
@@ -584,6 +643,16 @@ def generators_of(device_type: str) -> list[torch.Generator]:
     return generators
 
 
+def _has_dropout(module: nn.Module) -> bool:
+    """Return whether a module has a probability of dropout, by the names of its attributes."""
+    is_dropout = "drop" in type(module).__name__.lower()
+    for name, value in vars(module).items():
+        is_probability = "drop" in name or (is_dropout and name == "p")
+        if is_probability and isinstance(value, float) and value > 0:
+            return True
+    return False
+
+
 class PartRandomStreams:
     """Hooks that give each rank random numbers of its own while layers are computed in parts.
 
@@ -603,29 +672,39 @@ class PartRandomStreams:
         # None outside of a split computation.
         self._saved: _SavedStates | None = None
         self._generators = generators_of(mesh.device_type)
+        # Whether parts draw random numbers, as far as is known.
+        self._draws = False
+        # torch.compile cannot trace changes of generators.
+        self._seed_outside_of_graphs: Any = torch.compiler.disable(self._seed)
+        self._restore_outside_of_graphs: Any = torch.compiler.disable(self._restore)
 
     def register_hooks(self, root: nn.Module) -> None:
         """Register the hooks with a model whose layers are split. They stay as long as the model.
 
         A split computation starts behind a colwise layer and ends before a rowwise layer. The
-        weight of ``nn.Linear`` is transposed: colwise splits dim 0 of it, and rowwise dim 1.
+        weight of ``nn.Linear`` is transposed: colwise splits dim 0 of it, and rowwise dim 1. If the
+        model has dropout, ``torch.compile`` leaves out the modules around split computations.
         """
-        # torch.compile cannot trace changes of generators. The hooks run outside of its graphs.
-        disable: Any = torch.compiler.disable
-        start_part = disable(self._start_part)
-        end_part = disable(self._end_part)
-        for layer in root.modules():
-            if not isinstance(layer, nn.Linear):
+        colwise: list[str] = []
+        rowwise: list[str] = []
+        for path, layer in root.named_modules():
+            if not isinstance(layer, nn.Linear) or not is_split(layer.weight):
                 continue
-            is_colwise = is_split(layer.weight, dim=0)
-            is_rowwise = is_split(layer.weight) and not is_colwise
-            if is_colwise:
-                layer.register_forward_hook(start_part)
-            elif is_rowwise:
+            if is_split(layer.weight, dim=0):
+                colwise.append(path)
+                layer.register_forward_hook(self._start_part)
+            else:
+                rowwise.append(path)
                 # Prepended, so that the users' hooks run with the streams that all ranks share.
-                layer.register_forward_pre_hook(end_part, prepend=True)
+                layer.register_forward_pre_hook(self._end_part, prepend=True)
+        self._draws = any(map(_has_dropout, root.modules()))
+        if self._draws:
+            for path in smallest_modules_around(colwise, rowwise):
+                # A graph of torch.compile cannot change the streams, and so these stay outside.
+                module: Any = root.get_submodule(path)
+                module.forward = torch.compiler.disable(module.forward)
         # Called after an error, too, so that the next forward pass starts with the shared streams.
-        root.register_forward_hook(disable(self._end_forward), always_call=True)
+        root.register_forward_hook(self._end_forward, always_call=True)
 
     def _start_part(self, layer: Any, args: Any, output: Any) -> None:
         """Seed the generators for this rank's part. A forward hook of colwise layers.
@@ -637,8 +716,19 @@ class PartRandomStreams:
         is_plain = local_tensor(output) is output
         is_part = is_plain and output.shape[-1] < layer.out_features
         is_in_part = self._saved is not None
-        if not is_part or not layer.training or is_in_part:
-            return
+        if is_part and layer.training and not is_in_part and self._needs_streams():
+            self._seed_outside_of_graphs()
+
+    def _needs_streams(self) -> bool:
+        """Return whether a part may draw random numbers.
+
+        In a graph of ``torch.compile``, the streams change only if the model has dropout, or if an
+        earlier pass was seen to draw numbers.
+        """
+        return self._draws or not torch.compiler.is_dynamo_compiling()
+
+    def _seed(self) -> None:
+        """Seed the generators for this rank's part."""
         # In a dry run, new tensors are fake. The seed and the states must have real values.
         with real_tensors():
             before_seed = self._generator_states()
@@ -658,12 +748,17 @@ class PartRandomStreams:
 
         Does nothing outside of a split computation.
         """
-        if self._saved is None:
-            return
+        if self._saved is not None:
+            self._restore_outside_of_graphs()
+
+    def _restore(self) -> None:
+        """Restore the streams that all ranks share, at the end of a part."""
+        assert self._saved is not None
         with real_tensors():
             # If the part has drawn no random numbers, the draw of the common seed is undone, too.
             # The model then has the same random numbers as in a single process.
             is_unused = all(map(torch.equal, self._saved.start_of_part, self._generator_states()))
+            self._draws = self._draws or not is_unused
             states = self._saved.before_seed if is_unused else self._saved.after_seed
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)

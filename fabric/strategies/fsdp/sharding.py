@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric._torch import (
+    fsdp_param_groups,
     local_tensor,
     registered_buffers,
     registered_parameters,
@@ -40,6 +41,7 @@ __all__ = [
     "mesh_sizes",
     "parse_mixed_precision",
     "prefetch_in_backward",
+    "prepare_unsharded_module",
     "receive_values",
     "replicate_unsharded",
     "shard_module",
@@ -385,6 +387,9 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
     """
     gathered: set[Tensor] = set()
     for model in models:
+        is_sharded = next(fsdp_param_groups(model), None) is not None
+        if not is_sharded:
+            continue
         for parameter in model.parameters():
             is_dtensor = local_tensor(parameter) is not parameter
             if not is_dtensor:
@@ -497,6 +502,48 @@ def shard_module(
     # Dynamo must not trace the hook, because the hook changes the module.
     outside_of_graphs: Any = torch.compiler.disable(share_with_gathered)
     handle = module.register_forward_pre_hook(outside_of_graphs)
+
+
+def prepare_unsharded_module(
+    communicator: Communicator,
+    module: nn.Module,
+    originals: Mapping[str, nn.Parameter],
+    *,
+    is_root: bool,
+    mesh: DeviceMesh,
+) -> None:
+    """Give a module that is not sharded rank 0's values, as :func:`shard_module` does. Collective.
+
+    The root becomes an FSDP module without parameters, whose hooks cost little, so that the model
+    has the methods of a sharded one.
+
+    Args:
+        communicator: all ranks.
+        module: the module.
+        originals: as for :func:`shard_module`.
+        is_root: whether this is the whole model.
+        mesh: the mesh over which the model would be sharded. It has one rank.
+    """
+    # Imported here, so that importing fabric stays fast.
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    plain_parameters: dict[str, nn.Parameter] = {}
+    if is_root:
+        for name, parameter in module.named_parameters():
+            is_dtensor = local_tensor(parameter) is not parameter
+            if not is_dtensor:
+                plain_parameters[name] = parameter
+    receive_values(communicator, module, list(plain_parameters.values()))
+    for name, original in {**plain_parameters, **originals}.items():
+        parameter = module.get_parameter(name)
+        if is_mapped(parameter):
+            parameter.data = parameter.detach().clone()
+        # The outer modules name the parameters of the inner ones again.
+        is_replaced = shard_of(original) is parameter
+        if parameter is not original and not is_replaced:
+            _replace_original(original, parameter)
+    if is_root and not isinstance(module, FSDPModule):
+        fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()))
 
 
 def replicate_unsharded(
