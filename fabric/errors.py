@@ -40,7 +40,6 @@ __all__ = [
     "RankFailedError",
     "UnsafeCheckpointError",
     "UsageError",
-    "hide_frames",
 ]
 
 

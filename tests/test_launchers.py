@@ -302,6 +302,6 @@ def test_launch_spec_is_plain_data():
 
 def test_launch_at_a_prompt_asks_for_a_function(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(UsageError, match=r"fabric\.launch\(main") as caught:
+    with pytest.raises(UsageError, match=r"fabric\.launch\(train\)") as caught:
         Fabric(accelerator="cpu", devices=2).launch()
     assert "popen" not in str(caught.value)

@@ -313,7 +313,8 @@ def _is_layer(node: Node) -> bool:
 def _may_normalize(node: Node) -> bool:
     """Return whether an operation may divide elements by the number of elements."""
     factors = _constant_factors(node)
-    if factors is None:
+    # An empty batch has no factors, and tells nothing.
+    if factors is None or factors.numel() == 0:
         return True
     if factors.numel() == 1:
         return factors.item() < _MIN_FACTOR_OF_SUM
