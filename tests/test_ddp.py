@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
+from torch.func import functional_call, grad, vmap
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
@@ -34,6 +35,16 @@ def one_step(fabric: Fabric) -> torch.Tensor:
     fabric.backward(loss)
     optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def gradients_of_samples(
+    module: nn.Module, parameters: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return functional_call(module, parameters, (sample,)).pow(2).sum()
+
+    samples = torch.arange(8.0).view(2, 4)
+    return vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
 
 
 def passes(fabric: Fabric) -> dict[str, str]:
@@ -66,6 +77,8 @@ def passes(fabric: Fabric) -> dict[str, str]:
         "plain backward": outcome(lambda: model.loss(x).backward()),
         "user's module": outcome(lambda: fabric.backward(net(x).sum())),
         "model.module": outcome(lambda: fabric.backward(model.module(x).sum())),
+        "vmap": outcome(lambda: fabric.backward(vmap(net)(x).sum())),
+        "torch.func": outcome(lambda: gradients_of_samples(net, dict(net.named_parameters()))),
         "method without submodules": outcome(lambda: fabric.backward(weight_model.penalty())),
         "training_step": outcome(lambda: fabric.backward(model.training_step(x))),
         "backward outside of no_sync": outcome(backward_outside_of_no_sync),
@@ -110,6 +123,8 @@ def test_a_pass_through_the_model_is_synchronized(
         "plain backward",
         "user's module",
         "model.module",
+        "vmap",
+        "torch.func",
         "method without submodules",
         "backward outside of no_sync",
     ],
@@ -128,6 +143,32 @@ def test_an_error_of_a_pass_around_the_model_names_the_way_and_a_remedy(
         assert "mark_forward_method" in results["method"]
         for way in ("user's module", "model.module"):
             assert "Write: model(...), for model.module(...)" in results[way]
+        assert "value.detach() for name, value" in results["torch.func"]
+
+
+def detached_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+def gradients_of_samples_in_rank(fabric: Fabric) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, _ = make(fabric, Net())
+    module = fabric.unwrap(model)
+    gradients = gradients_of_samples(module, detached_parameters(module))
+    for parameter in module.parameters():
+        assert parameter.grad is None
+    return gradients
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+def test_gradients_that_are_a_result_of_torch_func_are_those_of_the_plain_module(
+    strategy: str,
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    expected = gradients_of_samples(net, detached_parameters(net))
+    for actual in run_in_ranks(gradients_of_samples_in_rank, strategy=strategy):
+        torch.testing.assert_close(actual, expected)
 
 
 def backward_alone_in_no_sync(fabric: Fabric) -> str:
