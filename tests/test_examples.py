@@ -88,9 +88,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return losses(tmp_path_factory.mktemp("plain"), TEXT / "train_raw.py", run=run_here)
 
 
-def test_fabric_takes_ten_changed_lines() -> None:
-    assert changed_lines(lines_of("train_raw.py"), lines_of("train.py")) == 10
-    assert "ten lines changed" in (TEXT / "train.py").read_text()
+def test_fabric_takes_eleven_changed_lines() -> None:
+    assert changed_lines(lines_of("train_raw.py"), lines_of("train.py")) == 11
+    assert "eleven lines changed" in (TEXT / "train.py").read_text()
 
 
 def test_changed_lines_are_counted_once() -> None:

@@ -1,6 +1,6 @@
 """Train a small GPT on the source of Python's standard library, character by character.
 
-train_raw.py is the plain PyTorch loop; train.py is the same file with Fabric, ten lines changed.
+train_raw.py is the plain PyTorch loop; train.py is the same file with Fabric, eleven lines changed.
 """
 
 import torch
@@ -32,7 +32,7 @@ def main() -> None:
     report = Report(args.losses, args.steps)
     fabric = Fabric(accelerator=args.accelerator, devices=args.devices, strategy=args.strategy, loggers=report)
     fabric.launch()
-    torch.manual_seed(args.seed)
+    fabric.seed_everything(args.seed, per_rank="after_setup")
 
     data = read_windows(args.text_size, args.block_size)
     loader, val_loader = fabric.setup_dataloaders(*make_loaders(data, args.batch_size // fabric.world_size))

@@ -1,6 +1,6 @@
 """Train a small GPT on the source of Python's standard library, character by character.
 
-train_raw.py is the plain PyTorch loop; train.py is the same file with Fabric, ten lines changed.
+train_raw.py is the plain PyTorch loop; train.py is the same file with Fabric, eleven lines changed.
 """
 
 import torch
