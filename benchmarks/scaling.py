@@ -49,6 +49,9 @@ KINDS = ("ddp", "fsdp", "HYBRID_SHARD", "model_parallel")
 WORLDS = (8, 64, 512, 4096)
 QUICK_WORLDS = (8, 512)
 NODE = 8  # processes of a node
+# Less than the smallest world. Otherwise the smallest world would not shard parameters, and could
+# not be compared with larger worlds.
+TENSOR_PARALLEL_SIZE = 4
 LAYERS = 12
 QUICK_LAYERS = 2
 WIDTH = 64
@@ -257,7 +260,7 @@ def set_up_raw(
             parallelize_module,
         )
 
-        sizes = dist.get_world_size() // NODE, NODE
+        sizes = dist.get_world_size() // TENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_SIZE
         mesh = dist.init_device_mesh(
             "cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
         )
@@ -291,7 +294,7 @@ def set_up_ours(
             sharding_strategy="HYBRID_SHARD", device_mesh=(dist.get_world_size() // NODE, NODE)
         ),
         "model_parallel": lambda: ModelParallelStrategy(
-            tensor_parallel_size=NODE,
+            tensor_parallel_size=TENSOR_PARALLEL_SIZE,
             tp_plan={"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"},
         ),
     }
