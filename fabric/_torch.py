@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils import data
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data import dataloader
 
 # The base class of modes that see every ATen operation below autograd. Its module is private,
@@ -30,6 +30,10 @@ DispatchMode = TorchDispatchMode
 
 # A context in which new tensors are real although a fake tensor mode is active, as in a dry run.
 real_tensors = unset_fake_temporarily
+
+# A context in which no TorchDispatchMode sees the operators: no counter of FLOPs, and no cache of
+# selective activation checkpointing. torch has no public context for all modes.
+without_dispatch_modes = _disable_current_modes
 
 
 # A context in which autograd does not know that views of a tensor without a gradient are views, so

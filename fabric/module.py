@@ -122,10 +122,11 @@ class FabricModule(nn.Module):
         except BaseException as error:
             # A module without a contract has no hooks, and does not come here.
             self._fabric_contract.explain(error)
-            for function in hooks.after:
+            for function in list(hooks.after):
                 function(None, error)
             raise
-        for function in hooks.after:
+        # A copy of the list, since a function may remove itself from the list.
+        for function in list(hooks.after):
             function(output, None)
         return output
 

@@ -185,6 +185,28 @@ def test_another_model_than_the_whole_one_is_an_error_that_names_layer_and_line(
     assert on_mesh(pass_through_wrong_blocks) == [True, True]
 
 
+def pass_output_on(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook behind which torch looks for more hooks if the forward pass raises."""
+
+
+def repeat_wrong_pass(fabric: Fabric) -> list[str]:
+    module = Model(AttentionWithConfig())
+    model = fabric.setup(module)
+    module.register_forward_hook(pass_output_on)
+    x = torch.randn(2, 5, WIDTH)
+    outcomes = []
+    for _ in range(2):
+        text = outcome(lambda: model(x))
+        outcomes.append(text)
+    return outcomes
+
+
+def test_a_wrong_model_raises_the_same_error_when_the_pass_is_repeated() -> None:
+    for first, second in on_mesh(repeat_wrong_pass):
+        assert "the output of block.out differs" in first
+        assert "the output of block.out differs" in second
+
+
 # -- models that are the whole ones ---------------------------------------------------------------
 
 

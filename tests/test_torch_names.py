@@ -524,6 +524,16 @@ class OperatorCounts(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_operators_without_dispatch_modes_are_not_seen():
+    weight = torch.ones(2, requires_grad=True)
+    with OperatorCounts() as operators:
+        with _torch.without_dispatch_modes():
+            loss = weight.mul(2).sum()
+            torch.autograd.grad(loss, weight)
+        weight.add(1)
+    assert dict(operators.calls) == {"aten.add.Tensor": 1}
+
+
 @pytest.mark.parametrize(("ranks", "rows"), [(3, 2), (1000, 1)])
 def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made(ranks, rows):
     from torch.distributed.fsdp import fully_shard

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, get_backend
 from typing_extensions import override
 
 from fabric._torch import (
@@ -403,7 +403,9 @@ class ModelParallelStrategy(FSDPStrategy):
         # From here on, ranks with the same batch draw the same random numbers.
         self._synchronize_rng()
         whole = None
-        if topology.tensor_parallel_size > 1:
+        # Under torch's "fake" backend, as in a dry run, sums over ranks are meaningless.
+        is_fake = get_backend(topology.mesh["tensor_parallel"].get_group()) == "fake"
+        if topology.tensor_parallel_size > 1 and not is_fake:
             whole = copy_without_values(root)
         layers = self._find_layers(root)
         self._unsplit_layers = dict(layers)

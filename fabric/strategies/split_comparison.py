@@ -9,7 +9,8 @@ and the rowwise layer behind it, such as an attention. Its input and its output 
 Both computations have the same inputs, are in evaluation mode, so that dropout is off, and compare
 the outputs of the rowwise layers, the output of the region, the gradients of its inputs and the
 gradients of its parameters that are not split. They leave no trace: buffers, attributes and random
-states are restored. Memory for one whole region is needed at a time, and the time of one step.
+states are restored, and dispatch modes such as counters of FLOPs do not see the operators. Memory
+for one whole region is needed at a time, and the time of one step.
 
 Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
 under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
@@ -28,7 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fabric._torch import full_tensor, in_place_version, local_tensor, user_hooks
+from fabric._torch import (
+    full_tensor,
+    in_place_version,
+    local_tensor,
+    user_hooks,
+    without_dispatch_modes,
+)
 from fabric.communicators import Communicator
 from fabric.diagnostics.training_checks import fingerprint
 from fabric.errors import UsageError
@@ -100,6 +107,7 @@ class _Region:
         lines: for each of these layers, the lines of the plan for the layer and its partners.
         has_zero_weights: whether all rowwise weights are zero, as some models initialize them, so
             that the outputs say nothing.
+        is_compared: whether a pass with gradients has compared the region without a difference.
     """
 
     path: str
@@ -108,6 +116,7 @@ class _Region:
     rowwise_layers: list[str] = field(default_factory=list)
     lines: dict[str, list[str]] = field(default_factory=dict)
     has_zero_weights: bool = False
+    is_compared: bool = False
 
     @property
     def all_lines(self) -> list[str]:
@@ -232,6 +241,7 @@ class SplitComparison:
         if self._regions:
             self._hooks = hooks
             hooks.before.append(self._before_forward)
+            hooks.after.append(self._after_forward)
 
     def _before_forward(self) -> None:
         """Add the hooks of the regions. A function of ``Hooks.before``.
@@ -246,26 +256,36 @@ class SplitComparison:
             compare = partial(self._compare, region)
             handle = region.module.register_forward_pre_hook(compare, with_kwargs=True)
             self._pass_state.callback(handle.remove)
-        # Called between the functions of Hooks.before and Hooks.after, whose lists it may change.
-        handle = self._root.register_forward_hook(self._after_forward, always_call=True)
-        self._pass_state.callback(handle.remove)
         if "torch._dynamo" in sys.modules:
             # Otherwise the hooks would stay in the graphs that this pass compiles.
             self._pass_state.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
-        """Remove the hooks of the regions, and all hooks once no region is left to compare."""
+    def _after_forward(self, output: Any, error: BaseException | None) -> None:
+        """Remove the hooks of the regions, and all hooks once no region is left to compare.
+
+        A function of ``Hooks.after``. After an error, the regions without a finished comparison are
+        compared in the next pass, so that a pass that is repeated raises again.
+        """
+        if not self._is_in_pass:
+            return
         self._pass_state.close()
         self._is_in_pass = False
-        self._has_compared = True
+        if error is None:
+            self._has_compared = True
         if not torch.is_grad_enabled():
             return
         self._passes += 1
-        # These regions are compared again, since a step may give them other weights.
-        self._regions = [region for region in self._regions if region.has_zero_weights]
-        if not self._regions or self._passes >= _MAX_PASSES:
+        remaining: list[_Region] = []
+        for region in self._regions:
+            is_interrupted = error is not None and not region.is_compared
+            # A step may give a region of zeros other weights.
+            if is_interrupted or region.has_zero_weights:
+                remaining.append(region)
+        self._regions = remaining
+        if not remaining or self._passes >= _MAX_PASSES:
             self._regions = []
             self._hooks.before.remove(self._before_forward)
+            self._hooks.after.remove(self._after_forward)
 
     # -- one region -----------------------------------------------------------------------------
 
@@ -283,12 +303,15 @@ class SplitComparison:
         self._is_comparing = True
         try:
             inputs, _ = flatten((args, kwargs))
-            if self._has_same_inputs(inputs):
-                with self._restored_state(region):
-                    difference = self._find_difference(region, args, kwargs)
-                self._raise_if_any(difference)
+            with without_dispatch_modes():
+                if self._has_same_inputs(inputs):
+                    with self._restored_state(region):
+                        difference = self._find_difference(region, args, kwargs)
+                    self._raise_if_any(difference)
         finally:
             self._is_comparing = False
+        self._has_compared = True
+        region.is_compared = torch.is_grad_enabled()
 
     def _raise_if_any(self, difference: "_Difference | None") -> None:
         """Raise on all ranks of a layer if one of them has found a difference. Collective."""
