@@ -20,11 +20,16 @@ from tests.ranks import run_in_ranks
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "mesh.md"
 CODE_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGE_CODE = "\n".join(CODE_BLOCK.findall(PAGE.read_text()))
+# The batch size of a process on a mesh, and under strategies whose ranks all have other batches.
+BATCH_SIZES = {
+    '4 // fabric.device_mesh["data_parallel"].size()': "4 // fabric.world_size",
+    "batch_size=8": "batch_size=8 // fabric.world_size",
+}
 
 
-def execute_page() -> SimpleNamespace:
+def execute_page(code: str = PAGE_CODE) -> SimpleNamespace:
     """Execute the code of the page and return its functions."""
-    code = "\n".join(CODE_BLOCK.findall(PAGE.read_text()))
     namespace: dict[str, Any] = {"__name__": "page"}
     exec(code, namespace)
     return SimpleNamespace(**namespace)
@@ -36,6 +41,16 @@ def full_parameters(model: nn.Module) -> list[Tensor]:
 
 def train(fabric: Fabric, loop: str) -> list[Tensor]:
     loop_of_page = getattr(execute_page(), loop)
+    return full_parameters(loop_of_page(fabric))
+
+
+def train_without_mesh(fabric: Fabric, loop: str) -> list[Tensor]:
+    """Run a loop of the page with the batch size of a strategy that has no mesh."""
+    code = PAGE_CODE
+    for on_mesh, without_mesh in BATCH_SIZES.items():
+        assert on_mesh in code
+        code = code.replace(on_mesh, without_mesh)
+    loop_of_page = getattr(execute_page(code), loop)
     return full_parameters(loop_of_page(fabric))
 
 
@@ -52,6 +67,19 @@ def test_the_loop_over_split_sequences_is_that_of_one_process() -> None:
     [expected] = run_in_ranks(train, "in_parts", ranks=1, strategy="auto")
     strategy = ModelParallelStrategy(sequence_parallel_size=2)
     for actual in run_in_ranks(train, "in_parts", strategy=strategy):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+def test_without_a_mesh_the_loops_end_with_the_same_parameters(strategy: str, ranks: int) -> None:
+    expected = full_parameters(execute_page().plain())
+    results = run_in_ranks(train_without_mesh, "on_mesh", ranks=ranks, strategy=strategy)
+    for actual in results:
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+    (expected,) = run_in_ranks(train, "in_parts", ranks=1, strategy="auto")
+    results = run_in_ranks(train_without_mesh, "in_parts", ranks=ranks, strategy=strategy)
+    for actual in results:
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
