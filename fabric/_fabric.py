@@ -820,13 +820,13 @@ class Fabric:
     def clip_gradients(
         self,
         module: Module | Sequence[Module],
-        optimizer: Optimizer,
+        optimizer: Optimizer | None = None,
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float | Literal["inf"] = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of an optimizer's parameters in place, and return their norm.
+        """Clip gradients in place, and return their norm.
 
         Collective if gradients are sharded or weighted. A loss scale is removed from the gradients
         first. If scaled gradients have overflowed, the step will be skipped, and a norm that is not
@@ -834,7 +834,8 @@ class Fabric:
 
         Args:
             module: the set-up module of the parameters, several modules, or a module around them.
-            optimizer: the set-up optimizer.
+            optimizer: the set-up optimizer whose gradients are clipped. None, the default, clips
+                the gradients of all parameters of the modules, for loops without an optimizer.
             clip_val: the largest absolute value of a gradient, positive.
             max_norm: the largest total norm, positive.
             norm_type: the p of the p-norm, or ``"inf"``.
@@ -847,9 +848,17 @@ class Fabric:
         Raises:
             NonFiniteGradientError: the norm is not finite. No gradient was changed.
             ConfigurationError: both limits were passed, or none, or one that is not positive.
-            UsageError: the optimizer is not set up, or updates no parameter of the module.
+            UsageError: the optimizer is not set up, or updates no parameter of the module; or there
+                is no optimizer, and gradients have a loss scale or loss weights.
+            ArgumentTypeError: ``optimizer`` is not an optimizer.
         """
         models = find_fabric_modules("clip_gradients", module)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ArgumentTypeError(
+                f"clip_gradients with an optimizer of type {type(optimizer).__name__}",
+                expected="a set-up optimizer, or None",
+                suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+            )
         session = self._ensure_session("clip_gradients")
         return session.clip_gradients(
             models,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_ as clip_norm
 
 from fabric import Fabric
-from fabric.errors import ConfigurationError, NonFiniteGradientError
+from fabric.errors import ConfigurationError, NonFiniteGradientError, UsageError
 from fabric.optim.clipping import clip_gradients
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -213,6 +213,51 @@ def test_fsdp_clipping_returns_one_norm_on_all_ranks():
     first, second = run_in_ranks(norm_under_fsdp, strategy="fsdp")
     assert type(first) is Tensor
     assert torch.equal(first, second)
+
+
+def norms_without_an_optimizer(fabric: Fabric) -> list[float]:
+    """Return the norm of the mean gradients, and the norm after clipping."""
+    torch.manual_seed(0)
+    net = Net()
+    model = fabric.setup(net)
+    scales = fabric.setup(nn.ParameterList([nn.Parameter(torch.ones(2))]))
+    # The mean over two ranks equals the factor of a single process.
+    factor = 1.5
+    if fabric.world_size == 2:
+        factor = 1.0 + fabric.global_rank
+    outputs = model(torch.ones(2, 4))
+    loss = (outputs.sum() + scales[0].sum()) * factor
+    fabric.backward(loss)
+    norm = fabric.clip_gradients([model, scales, model], None, max_norm=0.5)
+    clipped_norm = fabric.clip_gradients([model, scales], max_norm=0.5)
+    return [norm.item(), clipped_norm.item()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_are_clipped_without_an_optimizer(strategy: str) -> None:
+    [expected] = run_in_ranks(norms_without_an_optimizer, ranks=1, strategy="single_device")
+    assert expected[1] == pytest.approx(0.5, abs=1e-5)
+    for norms in run_in_ranks(norms_without_an_optimizer, strategy=strategy):
+        assert norms == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_weighted", "problem"),
+    [
+        ("16-mixed", False, "multiplied by the loss scale"),
+        ("32-true", True, "divided by the loss weights"),
+    ],
+)
+def test_unfinished_gradients_are_not_clipped_without_an_optimizer(
+    precision: str, is_weighted: bool, problem: str
+) -> None:
+    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        model, optimizer = set_up_net(fabric)
+        backward(fabric, model, is_weighted)
+        with pytest.raises(UsageError, match=problem) as caught:
+            fabric.clip_gradients(model, max_norm=1.0)
+        assert "fabric.clip_gradients(model, optimizer, max_norm=1.0)" in str(caught.value)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
 # -- torch's functions on gradients that are not those of the step ---------------------------------

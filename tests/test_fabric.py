@@ -188,6 +188,11 @@ REFUSALS: dict[str, tuple[Callable[[Job], Any], type[FabricError], list[str]]] =
         UsageError,
         ["none of the optimizer's parameters", "Net"],
     ),
+    "clip with a limit in place of the optimizer": (
+        lambda job: job.fabric.clip_gradients(job.model, 1.0),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        ["type float", "max_norm=1.0"],
+    ),
     "clip without a limit": (
         lambda job: job.fabric.clip_gradients(job.model, job.optimizer),
         ConfigurationError,

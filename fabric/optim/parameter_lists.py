@@ -4,7 +4,7 @@ Without a forward pass, no strategy can shard their parameters or average their 
 are replicated under every strategy, and their gradients are averaged before each step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,9 @@ from fabric.strategies import Strategy
 __all__ = ["PARAMETER_LISTS", "ParameterLists"]
 
 PARAMETER_LISTS = nn.ParameterList | nn.ParameterDict
+
+# As in Optimizer.param_groups. Only "params" is read.
+_ParamGroups = Sequence[Mapping[str, Any]]
 
 
 class ParameterLists:
@@ -72,15 +75,15 @@ class ParameterLists:
             contract = replace(contract, replicated=contract.parameters)
         return contract
 
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of an optimizer's parameters in lists over the ranks.
+    def average_gradients(self, param_groups: _ParamGroups) -> None:
+        """Average the gradients of the parameters in lists over the ranks.
 
-        Called before gradients are clipped. Collective if the optimizer has parameters in lists.
+        Called before gradients are clipped. Collective if the groups have parameters in lists.
         Before the step, :meth:`_before_step` averages the gradients again. A second average changes
         nothing, because the gradients are equal on all ranks by then. A gradient that is None on
         all ranks stays None.
         """
-        parameters = self._parameters_to_average(optimizer)
+        parameters = self._parameters_to_average(param_groups)
         if parameters:
             self._average_gradients(parameters)
 
@@ -94,7 +97,7 @@ class ParameterLists:
         Raises:
             UsageError: the step has a closure.
         """
-        parameters = self._parameters_to_average(optimizer)
+        parameters = self._parameters_to_average(optimizer.param_groups)
         if not parameters:
             return
         if has_closure(args, kwargs):
@@ -107,14 +110,14 @@ class ParameterLists:
             )
         self._average_gradients(parameters)
 
-    def _parameters_to_average(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of an optimizer that are in lists. In one process, return none."""
+    def _parameters_to_average(self, param_groups: _ParamGroups) -> list[nn.Parameter]:
+        """Return the parameters of the groups that are in lists. In one process, return none."""
         # This method runs before every step. Most jobs have no lists, and the loop below takes long
         # for thousands of parameters.
         if not self._parameters or not self._strategy.is_distributed:
             return []
         listed: list[nn.Parameter] = []
-        for group in optimizer.param_groups:
+        for group in param_groups:
             for parameter in group["params"]:
                 if parameter in self._parameters:
                     listed.append(parameter)
