@@ -1464,8 +1464,14 @@ class Fabric:
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """Return the full state dict of a module, for other formats. Collective.
 
-        For example ``fabric.unwrap(model).save_pretrained(path,
-        state_dict=fabric.get_state_dict(model))``.
+        Only the first process has the weights, so only that process may write them::
+
+            weights = fabric.get_state_dict(model)
+            if fabric.is_global_zero:
+                fabric.unwrap(model).save_pretrained(path, state_dict=weights)
+            fabric.barrier()
+
+        Without the condition, the other processes write a folder without weights to the same path.
 
         Returns:
             Copies on the CPU of the first process. An empty dict on the other processes.

@@ -1,6 +1,8 @@
 """Checkpoints through the facade, on one and on several ranks: exact resuming, and errors."""
 
 import copy
+import inspect
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -803,6 +805,43 @@ def get_state_dict(fabric: Fabric) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_get_state_dict_returns_a_full_copy_on_rank_0(strategy: str) -> None:
     run_in_ranks(get_state_dict, strategy=STRATEGIES[strategy])
+
+
+class SelfSaving(nn.Linear):
+    """A module that writes its own weights, as models of transformers and adapters of PEFT do."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
+        # An existing folder is an error: two ranks that write both reach this line.
+        folder.mkdir()
+        torch.save(state_dict, folder / "weights.pt")
+
+
+def printed_recipe() -> str:
+    """Return the lines of code in the docstring of ``get_state_dict``."""
+    docstring = inspect.getdoc(Fabric.get_state_dict)
+    assert docstring is not None
+    _, _, text = docstring.partition("::\n\n")
+    code, _, _ = text.partition("\n\nWithout")
+    return textwrap.dedent(code)
+
+
+def follow_printed_recipe(fabric: Fabric, path: Path) -> None:
+    torch.manual_seed(0)
+    model = fabric.setup(SelfSaving(3, 2))
+    exec(printed_recipe(), {"fabric": fabric, "model": model, "path": path})
+    # The barrier of the recipe: every rank finds the weights.
+    loaded = torch.load(path / "weights.pt", weights_only=True)
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 2).state_dict()
+    torch.testing.assert_close(dict(loaded), dict(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_printed_recipe_writes_full_weights_on_rank_0_alone(
+    strategy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "pretrained"
+    run_in_ranks(follow_printed_recipe, path, strategy=STRATEGIES[strategy])
 
 
 # -- state dicts without a container, and checkpoints of other toolkits ---------------------------
