@@ -50,6 +50,8 @@ class Target(NamedTuple):
 
 
 TARGETS = (
+    Target("one number", "one number by hand", {2: 1.8, 4: 1.8}),
+    Target("one tensor of one number", "one number by hand", {2: 1.8, 4: 1.8}),
     Target("dict of 64 tensors", "one flat tensor of 64", {2: 1.5, 4: 1.5}),
     Target("dict of 64 floats", "one flat tensor of 64", {2: 1.5, 4: 1.5}),
     Target("a loop over 64 tensors", "dict of 64 tensors", {2: 12.0, 4: 6.0}, at_least=True),
@@ -181,9 +183,13 @@ def contestants(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         for tensor in loose:
             dist.all_reduce(tensor)
 
+    number = torch.zeros(())
     loose = [torch.zeros(()) for _ in range(64)]
     large = torch.zeros(2**24)
     return {
+        "one number by hand": lambda: dist.all_reduce(number),
+        "one number": lambda: fabric.all_reduce(1.0, reduce_op="sum"),
+        "one tensor of one number": lambda: fabric.all_reduce(number, reduce_op="sum"),
         "one flat tensor of 64": lambda: dist.all_reduce(flat[64]),
         "dict of 64 tensors": lambda: fabric.all_reduce(tensors[64], reduce_op="sum"),
         "dict of 64 floats": lambda: fabric.all_reduce(floats[64], reduce_op="sum"),
