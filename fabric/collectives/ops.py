@@ -322,7 +322,7 @@ def _run_for_buckets(
         else:
             result = communicator.run(collective)
         bucket.unpack(result, leaves, num_ranks)
-        if template.call is not None:
+        if buffered and template.call is not None:
             # Without a text, the communicator sends no signature.
             call_without_signature = template.call._replace(text=None)
             template = template._replace(call=call_without_signature)

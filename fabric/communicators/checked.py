@@ -167,7 +167,7 @@ class CheckedCommunicator(Communicator):
         """
         has_rows = message_result.dim() > 1
         # Each row begins with the checksum of its rank.
-        checksums = message_result[:, 0] if has_rows else message_result
+        checksums = message_result.select(1, 0) if has_rows else message_result
         # In a dry run there are no other ranks, and the checksums have no values.
         if isinstance(checksums, FakeTensor):
             return
@@ -224,8 +224,7 @@ def signed(collective: Collective, text: str, group_size: int) -> SignedMessage:
     has_result_from_rows = collective.operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
     carries_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
     if carries_data:
-        data_end = _DATA_START + buffer.nbytes
-        row.view(torch.uint8)[_DATA_START:data_end] = buffer.view(torch.uint8)
+        _data_of(row, buffer).copy_(buffer)
     gather = Collective(Operation.ALL_GATHER, row, call=collective.call)
     return SignedMessage(gather, carries_data)
 
@@ -253,17 +252,25 @@ def _result_from_rows(collective: Collective, rows: Tensor) -> Tensor:
         The reduced data or, for an all_gather, the data of each rank, of shape ``(ranks, length of
         the buffer)``.
     """
-    buffer = collective.buffer
-    data_end = _DATA_START + buffer.nbytes
-    data_bytes = rows.view(torch.uint8)[:, _DATA_START:data_end]
-    # torch allows this view, since the start of the data and the length of a row are multiples of
-    # the size of every dtype.
-    data_by_rank = data_bytes.view(buffer.dtype)
+    data_by_rank = _data_of(rows, collective.buffer)
     if collective.reduce is None:
         # This is an all_gather. The result is a copy, since a view would keep the whole rows in
         # memory.
         return data_by_rank.clone()
     return fold(collective.reduce, data_by_rank.unbind())
+
+
+def _data_of(rows: Tensor, buffer: Tensor) -> Tensor:
+    """Return the data of a call in one row or in several rows, as a view.
+
+    Args:
+        rows: the rows, as int64. The last dimension is the length of a row.
+        buffer: the buffer of the call, which is flat.
+    """
+    # torch allows this view, since the start of the data and the length of a row are multiples of
+    # the size of every dtype.
+    start = _DATA_START // buffer.itemsize
+    return rows.view(buffer.dtype).narrow(-1, start, buffer.numel())
 
 
 def _mismatch_error(call_text: str) -> CollectiveMismatchError:

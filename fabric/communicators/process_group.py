@@ -41,6 +41,8 @@ def _torch_reductions() -> dict[Reduce, Any]:
 
 
 _TORCH_REDUCTIONS = _torch_reductions()
+# The function of two tensors for each reduction, except for sums and means.
+_COMBINE = BITWISE | MIN_MAX_PRODUCT
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -377,10 +379,12 @@ def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
         op: the reduction.
         tensors: one tensor of each rank, in rank order.
     """
-    # Sums and means are not in the tables. Both begin with a sum.
-    combine = (BITWISE | MIN_MAX_PRODUCT).get(op, torch.add)
-    # The first tensor is cloned, so that the result is new even if it is the only one.
-    result = reduce(combine, tensors[1:], tensors[0].clone())
+    if len(tensors) == 1:
+        # A copy, so that the result is new.
+        return tensors[0].clone()
+    # Sums and means are not in the table. Both begin with a sum.
+    combine = _COMBINE.get(op, torch.add)
+    result = reduce(combine, tensors)
     if op is Reduce.MEAN:
         return result / len(tensors)
     return result
