@@ -288,14 +288,21 @@ class MeasuringMode(TorchDispatchMode):
             if hasattr(tensor_type, "_local_tensor") or hasattr(tensor_type, "elem"):
                 return NotImplemented  # a tensor of tensors: only its parts are measured
         outputs = func(*args, **(kwargs or {}))
-        leaves, _ = flatten(outputs)
-        for leaf in leaves:
-            if type(leaf) in (Tensor, nn.Parameter):
-                self.storages.add(leaf.untyped_storage())
+        # A view takes no memory. Gloo takes views of its own copy of a message, which a plan for
+        # any backend leaves out.
+        if not func.is_view:
+            self._add_storages(outputs)
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         if "c10d" in str(func):
             self._count_message(str(func), args, outputs)
         return outputs
+
+    def _add_storages(self, outputs: Any) -> None:
+        leaves, _ = flatten(outputs)
+        for leaf in leaves:
+            # Tensors on the meta device have sizes, and no memory.
+            if type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta:
+                self.storages.add(leaf.untyped_storage())
 
     def _count_message(self, operator: str, args: Any, outputs: Any) -> None:
         name = operator.replace("_", "").removeprefix("c10d.").removeprefix("c10dfunctional.")
