@@ -121,7 +121,7 @@ class FabricModule(nn.Module):
             output = self._fabric_forward(*args, **kwargs)
         except BaseException as error:
             # A module without a contract has no hooks, and does not come here.
-            self._fabric_contract.explain(error)
+            self._fabric_contract.explain_error(error)
             for function in list(hooks.after):
                 function(None, error)
             raise

@@ -329,7 +329,7 @@ def make_scaler_of_ranks(fabric: Fabric, **options: Any) -> LossScaler:
         return all_reduce(communicator, overflows, Reduce.MAX)
 
     scaler = LossScaler(CPU, LossScale(**options), max_over_ranks=max_over_ranks)
-    scaler.gradients_differ = True
+    scaler.gradients_may_differ = True
     return scaler
 
 

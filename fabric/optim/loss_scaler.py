@@ -64,8 +64,8 @@ class LossScaler:
             in a single process.
 
     Attributes:
-        gradients_differ: whether ranks step with different gradients. An overflow on one rank then
-            skips the step on all ranks.
+        gradients_may_differ: whether ranks step with different gradients. An overflow on one rank
+            then skips the step on all ranks.
         accumulates: whether some backward passes leave gradients that are not yet synchronized, so
             that ranks hold different gradients between passes.
     """
@@ -85,7 +85,7 @@ class LossScaler:
         self._growth_interval = settings.growth_interval
         self._max_over_ranks = max_over_ranks
         # Set to True by the session and by Fabric. See the attributes of the class.
-        self.gradients_differ = False
+        self.gradients_may_differ = False
         self.accumulates = False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._hooks = ExitStack()
@@ -173,7 +173,7 @@ class LossScaler:
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
         # All ranks have to skip the same steps. Ranks with equal gradients find the same overflows.
-        if self.gradients_differ and self._max_over_ranks is not None:
+        if self.gradients_may_differ and self._max_over_ranks is not None:
             found_inf = self._max_over_ranks(found_inf)
         state.found_inf = found_inf
         state.is_scaled = False
@@ -290,7 +290,7 @@ class LossScaler:
         holds_scaled = any(map(has_gradients, scaled))
         if not scaled or self._max_over_ranks is None:
             return holds_scaled
-        ranks_hold_the_same = not self.gradients_differ and not self.accumulates
+        ranks_hold_the_same = not self.gradients_may_differ and not self.accumulates
         if ranks_hold_the_same:
             return holds_scaled
         # Gradients that are zero on this rank may not be zero on others.

@@ -522,7 +522,7 @@ class LossWeights:
         # The parameters whose gradients are never averaged over ranks.
         unreduced_ids: set[int] = set()
         for contract in self._contracts:
-            replicas_drift = contract.gradients_differ and not contract.is_sharded
+            replicas_drift = contract.gradients_may_differ and not contract.is_sharded
             if replicas_drift:
                 self._refuse_loss(
                     "with model_averaging_period each rank steps by its own gradients",

@@ -69,7 +69,7 @@ class ParameterLists:
         # The base class's method is called, since overrides expect a module with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
         # _before_step makes the gradients equal on all ranks before each step.
-        contract = replace(contract, gradients_differ=False)
+        contract = replace(contract, gradients_may_differ=False)
         if self._strategy.is_distributed:
             # The training checks compare the parameters in `replicated` between the ranks.
             contract = replace(contract, replicated=contract.parameters)

@@ -283,7 +283,7 @@ class DDPStrategy(ParallelStrategy):
             super().gradient_contract(prepared),
             needs_forward=True,
             expects_unused=expects_unused,
-            gradients_differ=replicas_drift,
+            gradients_may_differ=replicas_drift,
         )
         if not isinstance(prepared, DistributedDataParallel):
             return contract
@@ -339,7 +339,7 @@ class DDPStrategy(ParallelStrategy):
         return list(self._parameter_names)
 
     @override
-    def _explain(self, exception: BaseException) -> None:
+    def _explain_error(self, exception: BaseException) -> None:
         """Add a note with names to torch's error about parameters that the loss does not use.
 
         DistributedDataParallel gives only the indices of these parameters. Other errors, and errors

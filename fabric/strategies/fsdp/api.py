@@ -310,7 +310,7 @@ class FSDPStrategy(ParallelStrategy):
         super().teardown()
 
     @override
-    def _explain(self, exception: BaseException) -> None:
+    def _explain_error(self, exception: BaseException) -> None:
         """Add a note to an error of torch that :func:`_find_explanation` knows.
 
         An exception that passes several contexts may be explained several times. It gets the note
@@ -632,7 +632,7 @@ class FSDPStrategy(ParallelStrategy):
             peers=self._shard_ranks,
             # Called in every step. Without a Python function, the call takes less time.
             synchronizes=partial(attrgetter("synchronizes"), unsharded),
-            gradients_differ=True,
+            gradients_may_differ=True,
             replicated=lambda: replicated,
             unreduced=unreduced,
             unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
