@@ -1,6 +1,7 @@
 """Conformance suites for communicators, strategies and training steps, built-in or your own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import permutations, product
 from typing import Any
 from unittest import TestCase
@@ -19,7 +20,7 @@ from fabric.strategies import Strategy, StrategyName
 from fabric.testing.base import assert_same
 from fabric.testing.pool import RankPool
 
-__all__ = ["apply_checks", "assert_equivalent", "check_communicator", "check_strategy"]
+__all__ = ["assert_equivalent", "check_communicator", "check_strategy", "naming_failures_of"]
 
 _DTYPES = (
     torch.float32,
@@ -47,9 +48,10 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     Raises:
         AssertionError: a check fails. The text says which one, and the cause is the failure.
     """
-    apply_checks(
-        run, _check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups
-    )
+    checks = (_check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups)
+    for check in checks:
+        with naming_failures_of(check):
+            run(check)
 
 
 def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **options: Any) -> None:
@@ -67,7 +69,9 @@ def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **opt
     arguments: dict[str, Any] = {"precision": "64-true", "timeout": _TIMEOUT}
     arguments |= options
     with RankPool(world_size, strategy=strategy, **arguments) as pool:
-        apply_checks(pool.run, _check_strategy_collectives, _check_training)
+        for check in (_check_strategy_collectives, _check_training):
+            with naming_failures_of(check):
+                pool.run(check)
 
 
 def assert_equivalent(
@@ -137,21 +141,21 @@ def _connects_processes(strategy: Strategy | StrategyName) -> bool:
     return parsed_strategy is None or parsed_strategy.connects_processes
 
 
-def apply_checks(run: Callable[[Callable[..., None]], Any], *checks: Callable[..., None]) -> None:
-    """Run checks one after the other. Stop at the first check that fails.
+@contextmanager
+def naming_failures_of(check: Callable[..., None]) -> Iterator[None]:
+    """Run a check of a suite in the block, so that a failure names the check.
 
     Args:
-        run: calls a check with its arguments.
-        *checks: functions that raise if what their docstring says is not true.
+        check: a function that raises if what its docstring says is not true.
 
     Raises:
-        AssertionError: a check failed. The text is its docstring, and the cause is its error.
+        AssertionError: the block raised. The text is the docstring of the check, and the cause is
+            the error of the block.
     """
-    for check in checks:
-        try:
-            run(check)
-        except Exception as error:
-            raise AssertionError(f"failed: {check.__doc__}\n{error}") from error
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"failed: {check.__doc__}\n{error}") from error
 
 
 # -- checks of communicators, which run on each rank ----------------------------------------------

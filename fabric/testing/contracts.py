@@ -34,7 +34,7 @@ from fabric.launchers import Launcher, LaunchSpec
 from fabric.precision import Precision
 from fabric.strategies import DDPStrategy
 from fabric.testing.base import assert_same
-from fabric.testing.conformance import apply_checks, assert_equivalent
+from fabric.testing.conformance import assert_equivalent, naming_failures_of
 from fabric.testing.pool import RankPool
 from fabric.world import World
 
@@ -61,16 +61,19 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
     Args:
         precision: the precision. It must be picklable, and its class importable by the ranks.
         device_type: the type of the device to train on.
-        rtol: relative tolerance of losses and parameters between numbers of ranks.
+        rtol: the tolerance, relative and absolute, between the losses on one rank and on two.
 
     Raises:
         AssertionError: a check fails. The text names the check and the difference.
     """
     checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
-    apply_checks(lambda check: check(precision, device_type), *checks)
+    for check in checks:
+        with naming_failures_of(check):
+            check(precision, device_type)
     assert_equivalent(
         _train_three_steps,
         strategies=("ddp", "fsdp"),
+        world_sizes=(1, 2),
         precision=precision,
         accelerator=device_type,
         rtol=rtol,
@@ -166,7 +169,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
     checks: list[Callable[[Accelerator], None]] = [_check_hardware, _check_wrong_devices]
     if accelerator.is_available():
         checks += [_check_devices, _check_training_on_device]
-    apply_checks(lambda check: check(accelerator), *checks)
+    for check in checks:
+        with naming_failures_of(check):
+            check(accelerator)
 
 
 def _check_hardware(accelerator: Accelerator) -> None:
@@ -231,7 +236,9 @@ def check_environment(environment: Environment, variables: Sequence[Mapping[str,
         AssertionError: a check fails. The text names the check and the difference.
     """
     checks = (_check_purity, _check_other_launchers, _check_worlds)
-    apply_checks(lambda check: check(environment, variables), *checks)
+    for check in checks:
+        with naming_failures_of(check):
+            check(environment, variables)
 
 
 def _check_other_launchers(
@@ -294,7 +301,9 @@ def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
             "it runs a script again, and the suite launches functions",
         )
     checks = (_check_results, _check_processes, _check_failing_rank, _check_connected_ranks)
-    apply_checks(lambda check: check(launcher, num_processes), *checks)
+    for check in checks:
+        with naming_failures_of(check):
+            check(launcher, num_processes)
 
 
 def _check_results(launcher: Launcher, size: int) -> None:
@@ -404,7 +413,9 @@ def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
         _check_code,
         _check_fabric_saves,
     )
-    apply_checks(lambda check: check(checkpoint_io, folder), *checks)
+    for check in checks:
+        with naming_failures_of(check):
+            check(checkpoint_io, folder)
 
 
 def _plain_state() -> dict[str, Any]:
