@@ -323,18 +323,22 @@ def differences(
         atol: the absolute tolerance.
     """
     label = path or "the value"
+    # At most 80 characters of each value.
+    actual_text = f"{actual!r:.80}"
+    expected_text = f"{expected!r:.80}"
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         problem = _tensor_difference(actual.detach().cpu(), expected.detach().cpu(), rtol, atol)
         if problem:
             yield f"{label}: {problem}"
         return
     if type(actual) is not type(expected):
-        yield f"{label}: {actual!r:.80} is a {type(actual).__name__}, expected {expected!r:.80}"
+        yield f"{label}: {actual_text} is a {type(actual).__name__}, expected {expected_text}"
         return
     # The children of a collection by name, such as ".left" or "[0]". A leaf has no children.
     actual_children = children(actual)
     expected_children = children(expected)
-    all_names = actual_children | expected_children
+    # The keys of a dict, since a set has no order.
+    all_names = list(actual_children | expected_children)
     for name in all_names:
         child_path = f"{path}{name}"
         if name not in expected_children:
@@ -347,14 +351,14 @@ def differences(
             )
     # An empty container is compared as a leaf, too.
     is_leaf = not all_names
-    if is_leaf and not _is_close(actual, expected, rtol, atol):
-        yield f"{label}: {actual!r:.80}, expected {expected!r:.80}"
+    if is_leaf and not _is_same_leaf(actual, expected, rtol, atol):
+        yield f"{label}: {actual_text}, expected {expected_text}"
 
 
-def _is_close(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
-    """Return whether two leaves of one type are equal, both NaN, or within the tolerance.
+def _is_same_leaf(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
+    """Return whether two leaves are equal or both NaN or, as numbers, within the tolerance.
 
-    The leaves are not tensors.
+    The leaves are of one type, and are not tensors.
     """
     if actual == expected:
         return True

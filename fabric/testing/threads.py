@@ -150,22 +150,24 @@ class _ThreadedCall:
             timeout: how long to wait at most, in seconds. A rank that still runs then has failed.
         """
         threads: list[threading.Thread] = []
-        for report in self.reports:
+        for rank in range(len(self.reports)):
             # A daemon thread, so that a hanging rank does not keep the interpreter alive.
-            thread = threading.Thread(target=self._run_rank, args=(report.rank,), daemon=True)
+            thread = threading.Thread(target=self._run_rank, args=(rank,), daemon=True)
             threads.append(thread)
             thread.start()
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # Before the reports are copied: a thread that has ended has written its report.
+        # This line comes before the copy of the reports. A thread that ended in between would have
+        # no report in the copy, and would not count as timed out.
         has_timed_out = [thread.is_alive() for thread in threads]
         # The list is copied, since a rank that returns after the timeout writes to self.reports.
         reports = list(self.reports)
         for rank, thread in enumerate(threads):
             if has_timed_out[rank]:
-                reports[rank] = _timeout_report(rank, thread, timeout)
-        # From here on, ranks that wait for any rank raise, so that their threads end.
+                reports[rank] = _report_of_running_thread(rank, thread, timeout)
+        # All ranks leave the mailbox. A rank that still waits for another rank then raises, so that
+        # its thread ends.
         for report in reports:
             self.mailbox.leave(report.rank, report.outcome)
         for thread in threads:
@@ -197,7 +199,7 @@ class _ThreadedCall:
         return fabric
 
 
-def _timeout_report(rank: int, thread: threading.Thread, timeout: float) -> Report:
+def _report_of_running_thread(rank: int, thread: threading.Thread, timeout: float) -> Report:
     """Return the report of a rank whose thread was still running after ``timeout`` seconds."""
     # A thread that was started has an identifier: "or 0" is only for the type checker.
     frame = sys._current_frames().get(thread.ident or 0)
