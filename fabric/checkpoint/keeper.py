@@ -528,10 +528,9 @@ class _RunFolder:
         self._request = request
         self._path = path
         self._io = io
-        # Whether the format is fabric's own. Then a checkpoint may be a file or a folder, since a
-        # run may go on with another strategy. Checkpoints in a format of the user's are removed by
-        # its own method.
-        self._is_builtin = isinstance(io, FullCheckpoint | ShardedCheckpoint)
+        # Whether the format is one of the user. Otherwise, a checkpoint may be a file or a folder,
+        # since a run may go on with another strategy.
+        self._has_custom_io = not isinstance(io, FullCheckpoint | ShardedCheckpoint)
         # What the lock file contains while this job owns the folder. Raises if another job has
         # locked the folder.
         self._owner = _lock_folder(request, path, job_files)
@@ -567,7 +566,7 @@ class _RunFolder:
         the sharded format is committed if it has an index.
         """
         path = self._path / name
-        if not self._is_builtin or not path.is_dir():
+        if self._has_custom_io or not path.is_dir():
             return path.exists()
         # First remove the temporary index of a killed save: while it exists, clean() does not
         # remove the files of that save.
@@ -614,19 +613,22 @@ class _RunFolder:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint, complete or not, and then its metrics.
+        """Delete a checkpoint, complete or not, and its metrics.
 
         A checkpoint or metrics that are missing are not an error: a killed job may have removed
         them, or not written them yet.
         """
+        # Any: a custom format takes a Path, and gets a RemotePath for a path with a scheme.
         path: Any = self._path / name
         with suppress(FileNotFoundError):
-            if not self._is_builtin:
+            if self._has_custom_io:
                 self._io.remove(path)
+            # The job that saved the checkpoint may have used the other format.
             elif path.is_dir():
                 remove_folder(path)
             else:
                 FullCheckpoint().remove(path)
+        # The metrics go last, so that a kill in between leaves no checkpoint without its metrics.
         with suppress(FileNotFoundError):
             (self._path / f"{name}.json").unlink()
 
