@@ -143,7 +143,7 @@ class Timeline(SessionObserver):
         # The id() of the first optimizer that was stepped, whose steps count.
         self._first_optimizer_id: int | None = None
         # When the latest gradient of the current backward pass was ready. None before the first.
-        self._last_gradient: Mark | None = None
+        self._last_gradient_time: Mark | None = None
         # Nested spans: the last one is the innermost.
         self._open: list[_OpenSpan] = []
         # The finished spans of the current round.
@@ -235,11 +235,11 @@ class Timeline(SessionObserver):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Record the block as a span. A name that is a :class:`Wait` makes it a wait."""
-        self._enter(name)
+        self._begin_span(name)
         try:
             yield
         finally:
-            self._exit(name)
+            self._end_span(name)
 
     @contextmanager
     def _recorded_context(self, name: str, context: AbstractContextManager[None]) -> Iterator[None]:
@@ -277,8 +277,8 @@ class Timeline(SessionObserver):
 
     def _watch(self, name: str, hooks: Hooks) -> None:
         """Record what runs between the hooks as spans of this name, until :meth:`close`."""
-        before = partial(self._enter, name)
-        after = partial(self._exit, name)
+        before = partial(self._begin_span, name)
+        after = partial(self._end_span, name)
         # These hooks come first in both lists. So other hooks before the phase count as part of the
         # phase, and other hooks after it do not.
         hooks.before.insert(0, before)
@@ -296,34 +296,36 @@ class Timeline(SessionObserver):
     def _is_open(self, name: str) -> bool:
         return any(span.name == name for span in self._open)
 
-    def _enter(self, name: str) -> None:
+    def _begin_span(self, name: str) -> None:
         """Begin a span, inside of the spans that are open. Ignored outside of the loop."""
         if self._is_in_loop():
             if name == "backward":
-                self._last_gradient = None
+                # The time in an earlier backward pass must not count for this one.
+                self._last_gradient_time = None
             self._open.append(_OpenSpan(name, self.now()))
 
-    def _exit(self, name: str, *_: object) -> None:
+    def _end_span(self, name: str, *_: object) -> None:
         """End the innermost span of a name, and the spans inside of it.
 
         Ignored if no such span is open, for example since it was begun before the hooks were there.
+        The other arguments are those of a hook, and are not used.
         """
         if not self._is_in_loop() or not self._is_open(name):
             return
         end = self.now()
-        closed_name = None
+        ended_name = None
         # Usually this is one span. Inner spans are still open only if an error skipped their end.
-        while closed_name != name:
-            closed_name, begin = self._open.pop()
+        while ended_name != name:
+            ended_name, begin = self._open.pop()
             outer = _OTHER
             if self._open:
                 outer = self._open[-1].name
-            self._keep_span(_Span(closed_name, outer=outer, begin=begin, end=end))
-        if name == "backward" and self._last_gradient is not None:
-            # After its last gradient, the rank only waits for the reduction of gradients.
-            self._keep_span(
-                _Span(Wait("gradients"), outer=name, begin=self._last_gradient, end=end)
-            )
+            self._keep_span(_Span(ended_name, outer=outer, begin=begin, end=end))
+        if name == "backward" and self._last_gradient_time is not None:
+            # After its last gradient, the rank only waits for the reduction of gradients. A name
+            # that is a Wait makes the span a wait.
+            wait = Wait("gradients")
+            self._keep_span(_Span(wait, outer=name, begin=self._last_gradient_time, end=end))
 
     def _keep_span(self, span: _Span) -> None:
         self._spans.append(span)
@@ -331,7 +333,7 @@ class Timeline(SessionObserver):
 
     def _record_gradient_time(self, *_: object) -> None:
         """Record the time. A hook of each parameter, which runs when its gradient is computed."""
-        self._last_gradient = self.now()
+        self._last_gradient_time = self.now()
 
     def _record_buffers_wait(self, *_: object) -> None:
         """Record the time since the forward pass began as a wait.
@@ -354,7 +356,7 @@ class Timeline(SessionObserver):
             self._first_optimizer_id = id(optimizer)
         if self._first_optimizer_id == id(optimizer):
             self._end_round()
-        self._enter("optimizer")
+        self._begin_span("optimizer")
 
     def _end_round(self) -> None:
         """Keep the current round, and begin the next one."""
@@ -374,7 +376,7 @@ class Timeline(SessionObserver):
         """
         if not self._is_open("optimizer"):
             return  # the hooks have been called before, for the step() of a base class
-        self._exit("optimizer")
+        self._end_span("optimizer")
         if self._first_optimizer_id != id(optimizer):
             return
         now = self.now()
