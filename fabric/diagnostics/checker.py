@@ -67,8 +67,8 @@ class Call(NamedTuple):
         location: the file and line of the user's call.
         facts: the values that must be the same on every rank, such as the dtype, by name. The most
             informative one is the first.
-        data: the arguments as text, to be compared. The text is empty on a rank whose arguments
-            need not be the same, such as a rank that only receives.
+        arguments: the arguments as text, to be compared. The text is empty on a rank whose
+            arguments need not be the same, such as a rank that only receives.
     """
 
     group: str
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     operation: str
     location: str
     facts: Mapping[str, str]
-    data: str
+    arguments: str
 
     @classmethod
     def of(cls, entry: Entry, collective: Collective) -> "Call":
@@ -87,7 +87,9 @@ class Call(NamedTuple):
             collective: the collective of the entry.
         """
         facts = collective.facts
-        data = "" if collective.call is None else collective.call.arguments()
+        arguments = ""
+        if collective.call is not None:
+            arguments = collective.call.arguments()
         if collective.operation in (Operation.SEND, Operation.RECV):
             # One rank sends and the other one receives, so the operation is not compared.
             source, destination = entry.members
@@ -103,12 +105,12 @@ class Call(NamedTuple):
             operation=entry.operation,
             location=str(entry.call_site),
             facts=facts,
-            data=data,
+            arguments=arguments,
         )
 
     def __str__(self) -> str:
         """Return the call for an error, with its arguments or else its other facts."""
-        arguments = _window(self.data, start=0, length=_MAX_SHOWN_CHARACTERS)
+        arguments = _window(self.arguments, start=0, length=_MAX_SHOWN_CHARACTERS)
         if not arguments:
             facts = []
             for name, value in self.facts.items():
@@ -375,7 +377,9 @@ class CollectiveChecker:
         calls: dict[int, Call] = {}
         while monotonic() < deadline:
             calls = _calls(self._read(call.members), call.group, number)
-            has_digests = any(_DIGEST_PREFIX in member_call.data for member_call in calls.values())
+            has_digests = any(
+                _DIGEST_PREFIX in member_call.arguments for member_call in calls.values()
+            )
             if len(calls) == len(call.members) and not has_digests:
                 break
             sleep(_MIN_PAUSE)
@@ -488,11 +492,11 @@ def _with_digest(call: Call) -> Call:
     Long arguments become their beginning and a digest. Two shortened texts are equal exactly if the
     arguments are equal.
     """
-    if len(call.data) <= _MAX_RECORDED_CHARACTERS:
+    if len(call.arguments) <= _MAX_RECORDED_CHARACTERS:
         return call
-    beginning = call.data[:_MAX_RECORDED_CHARACTERS]
-    digest = blake2b(call.data.encode(), digest_size=8).hexdigest()
-    return call._replace(data=f"{beginning}{_DIGEST_PREFIX}{digest}")
+    beginning = call.arguments[:_MAX_RECORDED_CHARACTERS]
+    digest = blake2b(call.arguments.encode(), digest_size=8).hexdigest()
+    return call._replace(arguments=f"{beginning}{_DIGEST_PREFIX}{digest}")
 
 
 def _awaited_ranks(rank: int, records: Mapping[int, _Record]) -> list[int]:
@@ -524,7 +528,7 @@ def difference(calls: Mapping[int, Call]) -> str:
     # comes first. The arguments come second: they say more than the buffers that are made of them.
     values_by_fact: dict[str, dict[int, str]] = {
         "operation": {},  # filled in below, as a fact of the calls
-        "data": _differing_windows(calls),
+        "data": _windows_around_difference(calls),
     }
     # A dict and not a set, to keep the order of the facts.
     names = dict.fromkeys(name for call in calls.values() for name in call.facts)
@@ -543,12 +547,12 @@ def difference(calls: Mapping[int, Call]) -> str:
     return ""
 
 
-def _differing_windows(calls: Mapping[int, Call]) -> dict[int, str]:
-    """Return the part of each call's arguments around their first difference, by rank.
+def _windows_around_difference(calls: Mapping[int, Call]) -> dict[int, str]:
+    """Return the window of each call's arguments around their first difference, by rank.
 
-    Ranks without arguments are left out. The parts are equal if the arguments are.
+    Ranks without arguments are left out. The windows are equal if the arguments are.
     """
-    texts = {rank: call.data for rank, call in calls.items() if call.data}
+    texts = {rank: call.arguments for rank, call in calls.items() if call.arguments}
     common = os.path.commonprefix(list(texts.values()))  # noqa: RUF071 - of texts, not of paths
     start = len(common) - _DIFFERENCE_CHARACTERS // 2
     return {rank: _window(text, start, _DIFFERENCE_CHARACTERS) for rank, text in texts.items()}
