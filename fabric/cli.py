@@ -486,26 +486,28 @@ def _check_script(options: argparse.Namespace) -> None:
 
     ``parser.error`` raises a ConfigurationError.
     """
-    script = options.script
+    script_or_module = options.script
     directory = os.getcwd()
-    if options.module:
+    is_module = options.module
+    if is_module:
         # Only the outermost package is searched for. A search for a module inside of the package
         # would import the package, and only the ranks should import it.
-        package = script.partition(".")[0]
+        package = script_or_module.partition(".")[0]
         is_installed = find_spec(package) is not None
-        # `python -m` also searches the working directory, which this command does not.
+        # The ranks run `python -m`, which also searches the working directory. The path of this
+        # process may lack the directory.
         is_in_directory = PathFinder.find_spec(package, [directory]) is not None
         if not is_installed and not is_in_directory:
             options.parser.error(
                 f"there is no module {package!r} in {directory!r} or among the installed modules"
             )
         return
-    # Python runs a folder or an archive with this file like a script.
-    has_main = os.path.exists(os.path.join(script, "__main__.py"))
-    if not has_main and not os.path.isfile(script):
+    # Python also runs a folder that has a __main__.py.
+    has_main = os.path.exists(os.path.join(script_or_module, "__main__.py"))
+    if not has_main and not os.path.isfile(script_or_module):
         options.parser.error(
-            f"{script!r} in {directory!r} is neither a file nor a folder with a __main__.py; write "
-            "-m before the name of a module"
+            f"{script_or_module!r} in {directory!r} is neither a file nor a folder with a "
+            "__main__.py; write -m before the name of a module"
         )
 
 

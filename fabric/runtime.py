@@ -171,17 +171,19 @@ class Runtime:
         Raises:
             ConfigurationError: the store allows no second connection, and the watchdog is on.
         """
+        is_watchdog_on = self.watchdog > timedelta(0)
         # Raises if the store allows no second connection, unless the watchdog is off.
-        connection = connect_again(store, is_required=bool(self.watchdog))
+        connection = connect_again(store, is_required=is_watchdog_on)
         if connection is None:
             return None
         reporter = HangReporter(
             JobStore(connection, self.world.rank, self.world.world_size),
-            self.watchdog,
-            self.timeout,
+            threshold=self.watchdog,
+            timeout=self.timeout,
             # On an accelerator, a call of a collective returns before the collective is done.
             is_asynchronous=self.communicator.device.type != "cpu",
         )
+        # Registered first, so that the connection is closed even if start() fails.
         self._closers.callback(reporter.close)
         reporter.start()
         return reporter

@@ -487,13 +487,14 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
 
 
 def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
-    """Check that a leaf which is neither a tensor nor a number does not contain data.
+    """Refuse a leaf that holds values which a collective cannot communicate.
 
-    Collectives return other leaves, such as a text, unchanged. Data of another type would silently
-    stay that of this rank.
+    Collectives communicate tensors and Python numbers. They return all other leaves unchanged. For
+    a text, that is what the user wants. For an array, the user would silently get the values of
+    this rank alone.
 
     Args:
-        leaf: a leaf of a collection.
+        leaf: a leaf of a collection. It is neither a tensor nor a Python number.
         structure: the structure of the collection, for the error.
         position: the position of the leaf in the visiting order, from 0.
 
@@ -506,6 +507,7 @@ def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
     if hasattr(leaf, "__array__"):
         suggestion = "torch.as_tensor(x), or x.item() for a single value"
     elif isinstance(leaf, Number):
+        # A number of another library, such as a Decimal.
         suggestion = "float(x)"
     elif isinstance(leaf, Mapping):
         suggestion = "dict(x)"

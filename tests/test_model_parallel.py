@@ -416,7 +416,7 @@ WRONG_OPTIONS = {
     "the mesh cannot have 2.0 processes along data_parallel": {"data_parallel_size": 2.0},
     "the mesh cannot have '2' processes along tensor_parallel": {"tensor_parallel_size": "2"},
     "the mesh cannot have True processes along replicate": {"replicate_size": True},
-    "the plan has no line, and so splits no layer": {"tp_plan": {}},
+    "the plan has no pattern of layers, and so splits no layer": {"tp_plan": {}},
 }
 
 

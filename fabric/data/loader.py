@@ -326,15 +326,17 @@ class FabricDataLoader(_Base):
         worker_seed_streams = self._spec.worker_seed_streams
         if worker_seed_streams is None:
             return iter(self.loader)
-        # Fabric has replaced the dataset if it draws the base seed.
+        # A loader with worker_seed_streams has a dataset of Fabric, which wraps the user's dataset.
         dataset: Any = self.loader.dataset
+        # The user's dataset may draw its order when its first sample is read. Reading this sample
+        # in iter() makes all ranks draw the same order.
         dataset.read_first_sample_in_iter(True)
         # torch draws the base seed of the workers in iter(). draw() calls iter() with rank 0's
         # random states, and also returns these states, which are not needed.
         _, batches = worker_seed_streams.draw(partial(iter, self.loader))
         if inspect.isgenerator(batches):
-            # A generator has drawn nothing yet. It calls torch's iter() when it is asked for the
-            # first batch.
+            # The __iter__ of a user's loader may be a generator function. The generator has drawn
+            # nothing yet. It calls torch's iter() when it is asked for the first batch.
             return _draw_with_first_batch(worker_seed_streams, batches)
         return batches
 
@@ -357,7 +359,7 @@ class FabricDataLoader(_Base):
         streams = RandomStreams(global_streams=("torch",), generators=tuple(generators))
         if spec.worker_seed_streams is not None:
             dataset: Any = self.loader.dataset
-            # The draws of a sample change the streams, and the dataset's own state counts it.
+            # Reading a sample would change the streams, and the dataset's own state would count it.
             dataset.read_first_sample_in_iter(False)
         states_before = streams.state()
         batches = iter(self.loader)

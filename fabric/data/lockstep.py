@@ -81,11 +81,12 @@ class RemainingBatches:
     def peek(self) -> Any:
         """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # Cleared first, since read_state() returns this attribute if it is set. The attribute
-            # has the state from before the previous fetch.
+            # This attribute still has the state from before the previous fetch. It is cleared,
+            # since _read_state() would return it.
             self.position.state_before_fetch = None
-            if self.count is None:
-                # A checkpoint that is saved now must not count the batch that is fetched ahead.
+            is_fetched_ahead = self.count is None
+            if is_fetched_ahead:
+                # A checkpoint that is saved before take() must not count this batch.
                 state = copy.deepcopy(self._read_state(self.position))
                 self.position.state_before_fetch = state
             self._fetched.append(next(self._batches, _END_OF_BATCHES))

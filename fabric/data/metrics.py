@@ -227,7 +227,8 @@ def _load_state(metric: Any, state: Mapping[str, Any]) -> None:
 def _metrics_in(value: Any) -> dict[str, Any]:
     """Return the torchmetrics metrics in a module, including itself, by path.
 
-    Empty for other objects. Makes the metrics of a ``MetricCollection`` independent of each other.
+    Empty for other objects. As a side effect, the states of all metrics of a ``MetricCollection``
+    are brought up to date.
     """
     # torchmetrics is optional. If there is a metric, the user has imported the package.
     torchmetrics: Any = sys.modules.get("torchmetrics")
@@ -237,9 +238,10 @@ def _metrics_in(value: Any) -> dict[str, Any]:
     # Called on the class, since a subclass of nn.Module may override named_modules.
     for path, module in nn.Module.named_modules(value):
         if isinstance(module, torchmetrics.MetricCollection):
+            # Any, since torchmetrics is optional, and its types are unknown here.
             collection: Any = module
-            # Called for its side effect: metrics of a compute group share the states of their first
-            # metric, and only this call brings the other metrics up to date.
+            # Called for its side effect. Of the metrics in a compute group, torchmetrics updates
+            # only the first one. This call gives its states to the others.
             collection.values(copy_state=False)
         elif isinstance(module, torchmetrics.Metric):
             metrics[path] = module

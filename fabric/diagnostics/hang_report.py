@@ -555,7 +555,7 @@ class HangReporter:
         # Set by another thread, whose collective has timed out and needs a report for its error.
         self._needs_report = threading.Event()
         self._stop = threading.Event()
-        self.recorder = FlightRecorder(self.wait_for_report, self.explain_loss)
+        self.recorder = FlightRecorder(self.wait_for_report, self.explain_lost_rank)
         self._stacks = Stacks(self.recorder.thread)
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
@@ -606,7 +606,7 @@ class HangReporter:
             return f"{first_lines}{HEADING} in the report that was printed, as a rule by rank 0"
         return report
 
-    def explain_loss(self) -> str:
+    def explain_lost_rank(self) -> str:
         """Return why other ranks have ended, one line for each.
 
         The flight recorder calls this method for the error of a collective that has lost another

@@ -110,8 +110,8 @@ class FlightRecorder:
     Args:
         report: returns what each rank is doing, for the error of a collective that timed out. By
             default such an error gets no report.
-        explain_loss: returns why other ranks have ended, for the error of a collective that has
-            lost its connection. By default such an error gets no explanation.
+        explain_lost_rank: returns why other ranks have ended, for the error of a collective that
+            has lost its connection. By default such an error gets no explanation.
 
     Attributes:
         process: the id of the process that created the recorder. Only this process is connected to
@@ -140,11 +140,11 @@ class FlightRecorder:
     def __init__(
         self,
         report: Callable[[], str] = _no_report,
-        explain_loss: Callable[[], str] = _no_report,
+        explain_lost_rank: Callable[[], str] = _no_report,
     ) -> None:
-        """Start without calls, in the thread whose stack hang reports are to show."""
+        """Make an empty recorder, in the thread whose stack hang reports show."""
         self._report = report
-        self._explain_loss = explain_loss
+        self._explain_lost_rank = explain_lost_rank
         self.phases_need_all_ranks = True
         self.process = os.getpid()
         self.thread = threading.get_ident()
@@ -308,7 +308,7 @@ class FlightRecorder:
                 remedy = "Fabric(timeout=7200), in seconds, if a collective may take longer"
                 error.add_note(f"{report}\n  {remedy}")
         elif any(lost_text in lowered_text for lost_text in _LOST_TEXTS):
-            explanation = self._explain_loss()
+            explanation = self._explain_lost_rank()
             if explanation:
                 error.add_note(f"{_LOST_HEADING}\n{explanation}")
 

@@ -548,7 +548,7 @@ def _fork_rank(
     output_fds: list[int],
     server_connections: list[socket.socket | Connection],
 ) -> tuple[ForkProcess, Connection]:
-    """Fork a rank from the server, and send its process id to the owner.
+    """Fork a rank from the server, and send its process id through the status pipe.
 
     The server closes the rank's files. The status pipe stays open, for the exit code.
 
@@ -564,8 +564,10 @@ def _fork_rank(
     """
     control = Connection(control_fd)
     status_pipe = Connection(status_fd)
+    # Connections that the rank closes.
+    inherited_connections = [status_pipe, *server_connections]
     process = multiprocessing.get_context("fork").Process(
-        target=_run_served_rank, args=(control, output_fds, [status_pipe, *server_connections])
+        target=_run_served_rank, args=(control, output_fds, inherited_connections)
     )
     process.start()  # returns only in the server
     # The rank has its own copies of the control pipe and of the output descriptors.

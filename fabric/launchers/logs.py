@@ -122,15 +122,19 @@ def _read_lines(log: _RankLog, is_last_read: bool) -> list[bytes]:
         is_last_read: whether to return the unfinished line, too.
     """
     descriptor = log.file.fileno()
-    # The size is less than the position if the user has truncated the file.
+    # The size is less than the position if the user has truncated the file. Then nothing is read
+    # until the file is longer than it was.
     added_size = max(0, os.fstat(descriptor).st_size - log.position)
     # pread() and not read(): the rank shares the file position, which read() would move.
     added = os.pread(descriptor, added_size, log.position)
     log.position += len(added)
     *lines, unfinished_line = (log.unfinished_line + added).split(b"\n")
-    # Of a progress bar, which writes "\r" before each of its states, only the last state is kept.
-    last_state = max(0, unfinished_line.rfind(b"\r"))
-    log.unfinished_line = unfinished_line[last_state:]
+    # A progress bar writes "\r" before each of its states. Of an unfinished line, only the last
+    # state is kept, so that the line does not grow with each state.
+    start_of_last_state = unfinished_line.rfind(b"\r")
+    if start_of_last_state != -1:
+        unfinished_line = unfinished_line[start_of_last_state:]
+    log.unfinished_line = unfinished_line
     if is_last_read and log.unfinished_line:
         lines.append(log.unfinished_line)
     return lines

@@ -52,7 +52,7 @@ class Loggers:
         loggers: loggers, runs of W&B or objects like ``SummaryWriter``.
 
     Attributes:
-        user_loggers: the objects as the user passed them.
+        user_loggers: the objects as the user passed them, which ``Fabric.loggers`` returns.
     """
 
     def __init__(self, loggers: Sequence[Any]) -> None:
@@ -66,7 +66,7 @@ class Loggers:
             self.add(logger)
 
     def add(self, logger: Any) -> None:
-        """Add a logger.
+        """Add a logger, as the user passed it and as an adapter that is a :class:`Logger`.
 
         Raises:
             ArgumentTypeError: the object is not a :class:`Logger`, W&B run or ``SummaryWriter``.

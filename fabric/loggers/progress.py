@@ -78,7 +78,8 @@ class Progress(Generic[T]):
             num_samples: the number of samples in these batches. 0 if it is unknown.
             seconds: the time since the loop began.
         """
-        # A set-up loader that was restored from a checkpoint skips the first batches of the epoch.
+        # A loader of Fabric.setup_dataloaders that was restored from a checkpoint begins in the
+        # middle of the epoch, at the batch ``resumed_at``.
         position = num_batches + getattr(self.batches, "resumed_at", 0)
         total = 0  # 0 stands for an unknown length
         if isinstance(self.batches, Sized):
@@ -153,9 +154,11 @@ class _LineWriter:
         if not self._can_overwrite:
             print(line, file=self._stream, flush=True)
             return
-        # A longer line would wrap, and "\r" returns only to the beginning of its last part.
+        # A longer line would take several rows of the screen, and "\r" returns only to the
+        # beginning of the last row.
         line = line[: self._max_length]
-        print(self._overwriting_text(line), end="", file=self._stream, flush=True)
+        text = self._overwriting_text(line)
+        print(text, end="", file=self._stream, flush=True)
         self._last_length = len(line)
 
     def finish(self, line: str) -> None:
@@ -165,8 +168,8 @@ class _LineWriter:
         print(line, file=self._stream, flush=True)
 
     def _overwriting_text(self, line: str) -> str:
-        """Return a text that overwrites the last line with ``line``."""
-        # A carriage return, then the line, padded with spaces to the length of the last line.
+        """Return a text that overwrites the previous line with ``line``."""
+        # A carriage return, then the line, padded with spaces to the length of the previous line.
         return f"\r{line:{self._last_length}}"
 
 

@@ -493,15 +493,15 @@ class ModelParallelStrategy(FSDPStrategy):
 
         If ``parallelize_fn`` has called ``fully_shard`` for some modules, only these are returned.
         """
-        by_parallelize_fn: list[nn.Module] = []
+        modules_of_parallelize_fn: list[nn.Module] = []
         for module in root.modules():
             # fully_shard adds this method to the class of a module.
             is_fsdp_module = hasattr(module, "set_requires_gradient_sync")
             if is_fsdp_module and module is not root:
-                by_parallelize_fn.append(module)
-        if by_parallelize_fn:
+                modules_of_parallelize_fn.append(module)
+        if modules_of_parallelize_fn:
             # modules() yields outer modules first.
-            return by_parallelize_fn[::-1]
+            return modules_of_parallelize_fn[::-1]
         return super()._find_fsdp_modules(root)
 
     @override

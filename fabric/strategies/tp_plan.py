@@ -103,7 +103,7 @@ class HeadAttribute(NamedTuple):
 
 
 def check_styles(plan: Any) -> None:
-    """Raise a ConfigurationError for a plan without lines or with an unknown style.
+    """Raise a ConfigurationError for a plan without patterns or with an unknown style.
 
     Args:
         plan: a style for each pattern of names, at least one. ``"auto"`` and None have no styles to
@@ -114,7 +114,7 @@ def check_styles(plan: Any) -> None:
     if not plan:
         raise ConfigurationError(
             "tp_plan={}",
-            problem="the plan has no line, and so splits no layer",
+            problem="the plan has no pattern of layers, and so splits no layer",
             expected='a style for each pattern of layers, or "auto" for the plan of the model',
             suggestion='tp_plan={"*.up": "colwise", "*.down": "rowwise"}',
         )
@@ -122,7 +122,7 @@ def check_styles(plan: Any) -> None:
         if style in _STYLES:
             continue
         # ParallelStyle takes a second to import. All its subclasses have this method.
-        is_torch_style = not isinstance(style, str) and hasattr(style, "_apply")
+        is_torch_style = hasattr(style, "_apply")
         if not is_torch_style:
             raise ConfigurationError(
                 f"tp_plan={dict(plan)}",

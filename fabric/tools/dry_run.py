@@ -628,10 +628,13 @@ def _parse_memory(memory: int | str | None) -> int | None:
     """
     if memory is None:
         return None
-    pattern = r"(?P<number>[\d.]+) *(?P<prefix>[KMGT]?)(?P<binary>I?)B?"
+    # The "I" of a binary prefix comes only after another letter.
+    pattern = r"(?P<number>\d+(\.\d*)?) *((?P<prefix>[KMGT])(?P<binary>I)?)?B?"
     match = re.fullmatch(pattern, str(memory).upper())
     if match is None:
-        raise ConfigurationError(f"fabric.plan({memory=})", expected='bytes, or such as "80GiB"')
+        raise ConfigurationError(
+            f"fabric.plan({memory=})", expected='a number of bytes, or a text such as "80GiB"'
+        )
     base = 1024 if match["binary"] else 1000
     exponent = 0
     if match["prefix"]:

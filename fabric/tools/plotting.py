@@ -22,10 +22,10 @@ _MAX_COLUMNS = 3
 
 
 def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Any:
-    """Draw what :class:`fabric.loggers.CSVLogger` wrote: a panel per metric, a line per run.
+    """Draw the metrics that :class:`fabric.loggers.CSVLogger` wrote, with a line per run.
 
-    ``train/loss`` and ``val/loss`` share a panel, as they differ only before the last ``/``. Needs
-    matplotlib.
+    Metrics that differ only before the last ``/``, such as ``train/loss`` and ``val/loss``, share a
+    panel. Needs matplotlib.
 
     Args:
         folders: runs, or folders with runs below them.
