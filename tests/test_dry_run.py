@@ -627,11 +627,12 @@ def test_optimizers_of_gpus_take_more_memory():
         ({"ranks": 3, "num_nodes": 2}, "equally many"),
         ({"ranks": 0}, "contradict"),
         ({"memory": "much"}, "80GiB"),
+        ({"memory": "1.2.3GiB"}, "80GiB"),
         ({"accelerator": "cup"}, "cuda, gpu, mps, cpu"),
         ({"strategy": "fspd"}, "no strategy"),
         ({"strategy": "dp"}, "one process"),
     ],
-    ids=["offload", "hook", "nodes", "no ranks", "memory", "accelerator", "name", "dp"],
+    ids=["offload", "hook", "nodes", "no ranks", "memory", "number", "accelerator", "name", "dp"],
 )
 def test_an_option_that_cannot_be_planned_is_refused(options, words):
     assert words in outcome(lambda: planned(**options))
