@@ -18,7 +18,7 @@ import torch
 
 from fabric import strategies
 from fabric.accelerators import ACCELERATORS, Accelerator
-from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
+from fabric.diagnostics.hang_reporter import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec

@@ -1,6 +1,7 @@
 """The runtime of one process of a job: its device and its connection to the other processes."""
 
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,12 +22,7 @@ from fabric._torch import (
 )
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
-from fabric.diagnostics.hang_report import (
-    DEFAULT_WATCHDOG,
-    HangReporter,
-    announce_wait,
-    connect_again,
-)
+from fabric.diagnostics.hang_reporter import DEFAULT_WATCHDOG, HangReporter, connect_again
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
@@ -121,8 +117,8 @@ class Runtime:
                 return
         rank = self.world.rank
         size = self.world.world_size
-        # The context prints that this rank waits if others take longer than `watchdog`.
-        with announce_wait(rank, size, self.watchdog):
+        # The context prints a line if this rank waits for longer than `watchdog`.
+        with _announce_wait(rank, size, self.watchdog):
             if store is None:
                 store = self._connect()  # creates the process group, too
         self.store = JobStore(store, rank, size)
@@ -408,3 +404,21 @@ class Runtime:
             f"{rank} of {size}",
             suggestion="dist.destroy_process_group() before launch()",
         )
+
+
+def _announce_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
+    """Return a context for the wait until all ranks have connected.
+
+    If the wait takes longer than ``watchdog``, a timer's thread prints that this rank waits. No
+    hang report is possible before the ranks are connected. A ``watchdog`` of zero prints nothing.
+    """
+    context = ExitStack()
+    # Two ranks print, since one of the two may be the rank that is missing.
+    if watchdog and rank < 2:
+        text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"
+        timer = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
+        timer.daemon = True
+        timer.start()
+        # The end of the context cancels the timer, so that a short wait prints nothing.
+        context.callback(timer.cancel)
+    return context

@@ -18,7 +18,16 @@ LAYERS = [
     ["accelerators", "environments"],
     ["precision"],
     ["communicators", "launchers"],
-    ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
+    [
+        "diagnostics.recorder",
+        "diagnostics.checker",
+        "diagnostics.rank_state",
+        "diagnostics.deadlocks",
+        "diagnostics.hang_report",
+        "diagnostics.published_states",
+        "diagnostics.rank_observer",
+        "diagnostics.hang_reporter",
+    ],
     ["collectives", "optim.gradients", "optim.loss_scaler", "optim.clipping"],
     ["diagnostics", "batch_norm", "optim.closures"],
     ["runtime", "data"],
@@ -47,7 +56,8 @@ ORDER = {
         "metrics position sharding spec saved_position copies lockstep loader gather accumulate join"
     ),
     "diagnostics": (
-        "call_site stacks recorder checker hang_report bypass batch_counts uneven_inputs "
+        "call_site stacks recorder checker rank_state deadlocks hang_report published_states "
+        "rank_observer hang_reporter bypass batch_counts uneven_inputs "
         "clipping_check training_checks equal_draws loss_reduction loss_checks"
     ),
     "launchers": "serialize base rank preemption supervisor logs function script",

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fabric import tested_versions
-from fabric.diagnostics.hang_report import RankState, compose_report
+from fabric.diagnostics.hang_report import compose_report
+from fabric.diagnostics.rank_state import RankState
 from fabric.errors import RankFailedError
 from fabric.launchers import LAUNCHERS, LaunchSpec
 from fabric.tested_versions import SuiteRun, read_table, untested_torch, write_table

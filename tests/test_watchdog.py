@@ -23,12 +23,10 @@ import fabric
 from fabric import Fabric
 from fabric._plan import resolve_plan
 from fabric.diagnostics import stacks
-from fabric.diagnostics.hang_report import (
-    HangReporter,
-    RankState,
-    compose_report,
-    deadlocked_ranks,
-)
+from fabric.diagnostics.deadlocks import deadlocked_ranks
+from fabric.diagnostics.hang_report import compose_report
+from fabric.diagnostics.hang_reporter import HangReporter
+from fabric.diagnostics.rank_state import RankState
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
 from fabric.diagnostics.stacks import StackAddress, Stacks, read_stack
 from fabric.errors import ConfigurationError, RankFailedError

@@ -1,0 +1,84 @@
+"""The proof that ranks wait for each other, and can never go on.
+
+[Note: Deadlocks] Some reports prove that ranks can never go on: each of them waits for a rank that
+has ended, or that waits itself for one of these ranks. A call counts as a wait for the ranks that
+have not started it, since it cannot end without them. A phase counts as a wait only while the main
+thread uses no CPU time in one of torch's collectives. The states are not published at the same
+moment. The proof holds nevertheless: a rank that waits for a rank which has not started its call
+still waits when that rank publishes its state. Of these ranks, the one that has waited longest ends
+its process with an error. The others lose their connection to it, so that their calls raise.
+"""
+
+from collections.abc import Collection, Mapping
+
+from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
+from fabric.diagnostics.recorder import ranks_in_words
+
+__all__ = ["CANNOT_GO_ON", "deadlocked_ranks", "describe_deadlock"]
+
+CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the proof in a report
+
+
+def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
+    """Return the ranks that can never go on. See ``[Note: Deadlocks]``."""
+    ended: set[int] = set()
+    deadlocked: set[int] = set()
+    for rank, state in states.items():
+        if state.has_ended:
+            ended.add(rank)
+        elif state.awaited is not None:
+            deadlocked.add(rank)
+    absent_ranks = _absent_ranks(states, deadlocked)
+    # A rank can go on if all ranks that it waits for may still come. Whatever then waits only for
+    # this rank can go on, too.
+    may_go_on = deadlocked
+    while may_go_on:
+        may_go_on = set()
+        for rank in deadlocked:
+            if absent_ranks[rank].isdisjoint(deadlocked | ended):
+                may_go_on.add(rank)
+        deadlocked = deadlocked - may_go_on
+    return deadlocked
+
+
+def _absent_ranks(
+    states: Mapping[int, RankState], waiting_ranks: Collection[int]
+) -> dict[int, set[int]]:
+    """Return the ranks that each waiting rank waits for.
+
+    These are the awaited ranks that have not started its call, or make another call in its place.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting_ranks: the ranks whose state has awaited ranks.
+    """
+    absent_by_rank: dict[int, set[int]] = {}
+    # In a large job most ranks are in the same call, whose absent ranks are computed once.
+    absent_by_call: dict[object, set[int]] = {}
+    for rank in waiting_ranks:
+        state = states[rank]
+        awaited = tuple(state.awaited or states)
+        call = (state.key, state.number, state.call, awaited)
+        if call not in absent_by_call:
+            missing = missing_ranks(states, state, awaited)
+            differing = differing_ranks(states, state, awaited)
+            absent_by_call[call] = {*missing, *differing}
+        absent_by_rank[rank] = absent_by_call[call]
+    return absent_by_rank
+
+
+def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[int]) -> str:
+    """Return the last line of a report that proves that ranks can never go on.
+
+    Args:
+        states: the states of all ranks, by rank.
+        deadlocked: the ranks that :func:`deadlocked_ranks` has found.
+    """
+    awaited: set[int] = set()
+    for absent in _absent_ranks(states, deadlocked).values():
+        awaited |= absent
+    ended = [rank for rank in sorted(awaited) if states[rank].has_ended]
+    waiting = ranks_in_words(deadlocked)
+    if ended:
+        return f"{CANNOT_GO_ON} {waiting} cannot go on after the end of {ranks_in_words(ended)}"
+    return f"{CANNOT_GO_ON} {waiting} wait for each other, in different calls"

@@ -1,0 +1,460 @@
+"""The thread of each rank that reports hangs: it requests, answers and prints hang reports.
+
+[Note: Reports] Each rank has a thread that polls several times a minute, with its own connection to
+the store. The reports are numbered from 1. A rank whose flight recorder has not changed for longer
+than the threshold requests the next report, number n, by writing the key ``request/n``. Every rank
+that sees the key publishes its state: what the rank is doing, and its stack. Rank 0 composes the
+report. If rank 0 does not, for example because C++ code holds its interpreter, the requesting rank
+composes the report. The composing rank prints the report, and stores the text for ranks whose
+collective times out. If a rank publishes nothing, its stack is read as ``[Note: Stacks]`` in
+``stacks.py`` says. None of these steps is a collective, since a collective would hang, too. While a
+rank compiles, the report is not printed but requested again.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from time import monotonic, sleep
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from fabric.diagnostics.deadlocks import CANNOT_GO_ON, deadlocked_ranks, describe_deadlock
+from fabric.diagnostics.hang_report import compose_report
+from fabric.diagnostics.published_states import read_states, reasons_of_ended_ranks
+from fabric.diagnostics.rank_observer import RankObserver
+from fabric.diagnostics.rank_state import COMPILES, RankState
+from fabric.diagnostics.recorder import HEADING, FlightRecorder
+from fabric.diagnostics.stacks import exit_reason
+from fabric.errors import CollectiveMismatchError, ConfigurationError
+from fabric.launchers import rank as launched_rank
+from fabric.launchers.rank import ControlThread, Failure
+from fabric.store import JobStore
+
+__all__ = ["DEFAULT_WATCHDOG", "HangReporter", "connect_again"]
+
+DEFAULT_WATCHDOG = timedelta(seconds=60)
+_LOOKS_PER_THRESHOLD = 16  # how often a rank looks for requests of other ranks
+_IDLE_PARTS = 4  # a thread is idle if it has used no CPU for this part of the threshold
+
+# In seconds.
+_MAX_POLL_INTERVAL = 0.5
+_GRACE_PERIOD = 2.0  # for other ranks to publish their states, in addition to their poll intervals
+_PAUSE = 0.02  # between two looks for something that is due
+_JOIN_TIMEOUT = 5.0
+_LOSS_TIMEOUT = 0.5  # for a lost rank to publish why it ends
+_STORE_TIMEOUT = timedelta(seconds=30)  # of store requests that do not wait for other ranks
+
+
+def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
+    """Return a second connection to a store, for the thread that makes reports.
+
+    The thread cannot share the first connection: while the main thread waits for a key, the
+    connection is blocked.
+
+    Returns:
+        The connection. None if the user's store cannot be cloned and ``is_required`` is false.
+
+    Raises:
+        ConfigurationError: the store cannot be cloned, and a connection is required.
+    """
+    try:
+        clone = store.clone()  # pyright: ignore[reportAttributeAccessIssue] - not in the stub
+    except RuntimeError as error:
+        if not is_required:
+            return None
+        raise ConfigurationError(
+            "a process group of yours",
+            problem="the watchdog needs a second connection to the store of the group, and clone() "
+            f"of the store does not work: {error}",
+            suggestion="Fabric(watchdog=0)",
+        ) from error
+    connection = dist.PrefixStore("watchdog", clone)
+    connection.set_timeout(_STORE_TIMEOUT)
+    return connection
+
+
+class HangReporter:
+    """A thread that reports when this rank waits, and takes part in the reports of other ranks.
+
+    See ``[Note: Reports]``. The thread runs from :meth:`start` to :meth:`close`.
+
+    Args:
+        store: the store of the job. Its connection is used by nothing else.
+        threshold: how long a rank waits before it requests a report that is printed. Zero means
+            that no report is printed, unless the user requests one.
+        timeout: the timeout of a collective. The error of a timed-out collective gets a report, so
+            the report is requested after half of this time at the latest.
+        is_asynchronous: whether the device runs collectives in the background. If so, a rank may
+            wait for a collective anywhere, not only in a collective or phase.
+
+    Attributes:
+        recorder: the flight recorder of this process.
+        store: the ``store`` argument.
+        polls: functions that the thread calls with the monotonic time whenever it polls. The
+            functions may use the store.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        threshold: timedelta,
+        timeout: timedelta,
+        is_asynchronous: bool = False,
+    ) -> None:
+        """Prepare the thread, and make the flight recorder. :meth:`start` starts the thread."""
+        # This thread receives the id of the latest report that the user requested, which the
+        # supervisor sends to all of its ranks. None if no launcher of fabric started this process.
+        self._control = ControlThread.of_this_process()
+        # The ids of requests that need no report from this object: the empty id, which means that
+        # there was no request, and the id of a request from before this object was made.
+        self._answered_requests = {"", self._user_request()}
+        self.store = store
+        self.polls: list[Callable[[float], object]] = []
+        self._prints = threshold > timedelta(0)
+        # In seconds. Without a threshold, reports are made only for the errors of collectives that
+        # time out.
+        half_timeout = timeout.total_seconds() / 2
+        self._threshold = half_timeout
+        if self._prints:
+            self._threshold = min(threshold.total_seconds(), half_timeout)
+        # Seconds between two looks for requests of other ranks.
+        self._interval = self._threshold / _LOOKS_PER_THRESHOLD
+        # Seconds in which every rank that runs sees a request and publishes its state.
+        self._grace = _GRACE_PERIOD + 2 * self._interval
+
+        # Only the thread of this object changes the fields from here to _report.
+        self._last_look = monotonic()  # when this rank looked for requests last
+        # The number of the latest report for which this rank has published its state.
+        self._latest_number = 0
+        # The number of the report on the present wait of this rank. None if this rank does not
+        # wait, or if no report was requested yet.
+        self._report_number: int | None = None
+        self._report: str | None = None  # the text of the report on this wait, once it is stored
+        self._store_error = ""  # why the thread has ended early
+        # Set by another thread, whose collective has timed out and needs a report for its error.
+        self._needs_report = threading.Event()
+        self._stop = threading.Event()
+        self.recorder = FlightRecorder(self.wait_for_report, self.explain_lost_rank)
+        self._observer = RankObserver(
+            self.recorder,
+            size=store.size,
+            idle_threshold=self._threshold / _IDLE_PARTS,
+            is_asynchronous=is_asynchronous,
+        )
+        self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Publish where other processes can read this rank's stack, and start the thread."""
+        self.store.publish("address", self._observer.stacks.address)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread, and publish why this rank ends. A second call does nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join(_JOIN_TIMEOUT)
+        # If the store is gone, nothing can be published.
+        if not self._store_error:
+            activity = f"makes no further calls: {exit_reason()}"
+            state = self._observer.state()._replace(
+                activity=activity, is_inside=False, stack="", awaited=None, has_ended=True
+            )
+            # If the process that hosts the store has ended, no rank can read the state anyway.
+            with suppress(dist.DistError):
+                self.store.publish("closed", state)
+        self._observer.stacks.close()
+
+    def wait_for_report(self) -> str:
+        """Return the report on the wait in which this rank is now.
+
+        The flight recorder calls this method for the error of a collective that timed out, in the
+        thread of the collective. The thread of this object requests the report, if no report was
+        requested yet.
+
+        Returns:
+            The text. If the report was printed, only its first lines, up to ``HEADING``.
+        """
+        self._needs_report.set()
+        # A second grace period is for the time in which another rank composes the report.
+        deadline = monotonic() + 2 * self._grace
+        while self._report is None and self._thread.is_alive() and monotonic() < deadline:
+            sleep(_PAUSE)
+        self._needs_report.clear()
+        report = self._report
+        if not report:
+            return f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
+        was_printed = self._prints and COMPILES not in report
+        if was_printed:
+            first_lines = report.partition(HEADING)[0]
+            return f"{first_lines}{HEADING} in the report that was printed, as a rule by rank 0"
+        return report
+
+    def explain_lost_rank(self) -> str:
+        """Return why other ranks have ended, one line for each.
+
+        The flight recorder calls this method for the error of a collective that has lost another
+        rank, in the thread of the collective.
+
+        Returns:
+            The lines. Empty if no reason is known within half a second.
+        """
+        deadline = monotonic() + _LOSS_TIMEOUT
+        lines: list[str] = []
+        # The rank may have lost the process that hosts the store, too.
+        with suppress(dist.DistError):
+            while not lines and monotonic() < deadline:
+                lines = reasons_of_ended_ranks(self.store)
+                sleep(_PAUSE)
+        report = self._report or ""
+        if CANNOT_GO_ON in report:
+            first_lines = report.partition(HEADING)[0]
+            verdict = report.splitlines()[-1]
+            lines = [f"{first_lines}{HEADING} in the report that was printed", verdict]
+        return "\n".join(lines)
+
+    def _watch(self) -> None:
+        """Poll until :meth:`close` is called or the store is gone. Runs in the thread."""
+        poll_interval = min(_MAX_POLL_INTERVAL, self._interval)
+        try:
+            while not self._stop.wait(poll_interval):
+                for poll in (self._poll, *self.polls):
+                    poll(monotonic())
+        except dist.DistError as error:
+            self._store_error = f"the store of the job is gone: {error}"
+
+    def _poll(self, now: float) -> None:
+        """Request a report if one is due. Otherwise, take part in the report of another rank.
+
+        A report is due if the user has requested one, if a collective has timed out, or if this
+        rank has waited longer than the threshold. Runs in the thread.
+
+        Args:
+            now: the monotonic time.
+        """
+        has_progressed = self._observer.update(now)
+        if has_progressed:
+            # The report on an earlier wait is not about the next one.
+            self._report_number = None
+            self._report = None
+        self._update_report(now)
+        user_request = self._user_request()
+        if user_request not in self._answered_requests:
+            # If another rank has requested the same report for another reason, the next poll makes
+            # the request again, for the next report.
+            self._request_report(user_request)
+            return
+        is_due = self._needs_report.is_set() or self._observer.seconds_waited(now) > self._threshold
+        has_requested = self._report_number is not None
+        if is_due and not has_requested:
+            self._request_report()
+        elif now - self._last_look > self._interval:
+            # This reads the store, so it is done less often than polls.
+            self._last_look = now
+            self._answer_request()
+
+    def _user_request(self) -> str:
+        """Return the id of the latest report that the user requested, or an empty string."""
+        if self._control is None:
+            return ""
+        return self._control.report_request
+
+    def _update_report(self, now: float) -> None:
+        """Read the report on the wait of this rank, if it is stored now.
+
+        If a rank compiles, the report is kept for an error, but another one is requested after
+        another threshold.
+        """
+        if self._report_number is None or self._report is not None:
+            return
+        text = self.store.get_nowait(f"report/{self._report_number}")
+        if text is None:
+            return
+        self._report = text.decode()
+        if CANNOT_GO_ON in self._report:
+            ending_rank = self.store.get_nowait(f"end/{self._report_number}")
+            if ending_rank == str(self.store.rank).encode():
+                self._end_process(self._report)
+        if COMPILES in self._report:
+            self._report_number = None
+            self._observer.unchanged_since = now
+
+    def _end_process(self, report: str) -> NoReturn:
+        """End this process with an error, since it can never go on. Runs in the thread.
+
+        The main thread waits in C++ code, which nothing in this process can interrupt. So the
+        process ends at once, and its ``finally`` blocks do not run.
+
+        Args:
+            report: the report, which proves that the process can never go on.
+        """
+        # In this time the other ranks read the report, for their own errors.
+        self._stop.wait(2 * _MAX_POLL_INTERVAL)
+        activity = self._observer.activity()
+        verdict = report.splitlines()[-1].strip()
+        error = CollectiveMismatchError(
+            f"rank {self.store.rank} of {self.store.size}, {activity}",
+            problem=f"{verdict}; where each rank is, was printed above",
+            expected="the same calls in the same order on every rank",
+            suggestion="no branch on the rank around a collective, a forward or a backward pass, "
+            "nor a loop whose length depends on the rank",
+        )
+        failure = Failure.of(error.with_traceback(self._main_traceback()))
+        # The error is not the consequence of another error, as such an error is as a rule.
+        failure = replace(failure, secondary=False)
+        if self._control is not None:
+            self._control.send("error", failure)
+        else:
+            print(failure.text, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            # A stream may be closed, or its reader gone. The process ends in any case.
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(failure.exit_code)
+
+    def _main_traceback(self) -> TracebackType | None:
+        """Return the present stack of the thread that makes the calls as a traceback.
+
+        The frames that lead to the user's code are left out.
+        """
+        frame: FrameType | None = sys._current_frames().get(self.recorder.thread)
+        stack: TracebackType | None = None
+        while frame is not None and frame.f_code.co_filename != launched_rank.__file__:
+            stack = TracebackType(stack, frame, frame.f_lasti, frame.f_lineno)
+            frame = frame.f_back
+        return stack
+
+    def _request_report(self, user_request: str = "") -> None:
+        """Request the next report, and take part in it. Runs in the thread.
+
+        Every rank takes part in every report, in the order of their numbers.
+
+        Args:
+            user_request: the id of the user's request. Empty, the default, if the reason for the
+                report is that this rank waits.
+        """
+        next_number = self._latest_number + 1
+        content = json.dumps([self.store.rank, user_request]).encode()
+        # Several ranks may request the report. All of them continue with the first request.
+        request = self.store.set_if_absent(f"request/{next_number}", content)
+        self._publish_state(request)
+        self._compose_and_print(request)
+
+    def _answer_request(self) -> None:
+        """Take part in the next report if another rank has requested it. Runs in the thread."""
+        next_number = self._latest_number + 1
+        request = self.store.get_nowait(f"request/{next_number}")
+        if request is None:
+            return
+        self._publish_state(request)
+        if self.store.rank == 0:
+            self._compose_and_print(request)
+
+    def _publish_state(self, request: bytes) -> None:
+        """Publish the state of this rank for the next report.
+
+        Args:
+            request: the request of the report, as stored: the requesting rank and the id of the
+                user's request, in JSON.
+        """
+        self._latest_number += 1
+        state = self._observer.state()
+        self.store.publish(f"state/{self._latest_number}", state)
+        # If this rank waits, too, the report is also about the wait of this rank, which then
+        # requests no other report. Half of the threshold is enough here: the ranks of one hang do
+        # not begin to wait at the same time.
+        is_waiting = state.seconds_waited > self._threshold / 2 or self._needs_report.is_set()
+        if is_waiting:
+            self._report_number = self._latest_number
+            self._report = None
+        _, user_request = json.loads(request)
+        self._answered_requests.add(user_request)
+
+    def _compose_and_print(self, request: bytes) -> None:
+        """Compose, store and print the report for which this rank has just published its state.
+
+        Rank 0 calls this method for every report, and the requesting ranks for theirs. The ranks
+        other than 0 first give rank 0 the time to compose the report. The store decides which rank
+        composes it, so that no report is printed twice.
+
+        Args:
+            request: see :meth:`_publish_state`.
+        """
+        number = self._latest_number
+        should_go_on = self._wait_for_states(number)
+        if not should_go_on:
+            return
+        this_rank = str(self.store.rank).encode()
+        # set_if_absent() returns the value in the store: the first rank that has set the key.
+        composing_rank = self.store.set_if_absent(f"composed/{number}", this_rank)
+        if composing_rank != this_rank:
+            return
+        requester, user_request = json.loads(request)
+        reason = "a report was requested by a signal" if user_request else ""
+        states = read_states(self.store, number)
+        text = compose_report(states, requester, reason)
+        # Without a watchdog, only the timeout of a collective ends the job.
+        if text and self._prints and COMPILES not in text:
+            text = self._end_deadlock(states, text)
+        self.store.set(f"report/{number}", text)
+        should_print = user_request or (self._prints and COMPILES not in text)
+        if text and should_print:
+            print(f"\n{text}", file=sys.stderr, flush=True)
+
+    def _end_deadlock(self, states: Mapping[int, RankState], text: str) -> str:
+        """Choose a rank that ends its process, if a report proves a deadlock.
+
+        Args:
+            states: the states of all ranks, by rank.
+            text: the report.
+
+        Returns:
+            The report. If it proves a deadlock, its last line says so.
+        """
+        deadlocked = deadlocked_ranks(states)
+        if not deadlocked:
+            return text
+        ending_rank = max(deadlocked, key=lambda rank: states[rank].seconds_waited)
+        # A rank that has waited less than this does not read the report; see _publish_state().
+        if states[ending_rank].seconds_waited <= self._threshold / 2:
+            return text
+        self.store.set(f"end/{self._latest_number}", str(ending_rank))
+        return f"{text}\n  {describe_deadlock(states, deadlocked)}"
+
+    def _wait_for_states(self, number: int) -> bool:
+        """Wait on rank 0 for the states of all ranks, on other ranks for the report of rank 0.
+
+        The wait ends after the grace period. Then the report is composed without the missing
+        states.
+
+        Args:
+            number: the number of the report.
+
+        Returns:
+            Whether this rank should go on. False means that :meth:`close` was called.
+        """
+        deadline = monotonic() + self._grace
+        # At least one key of each tuple has to be set.
+        awaited_keys: list[tuple[str, ...]] = []
+        if self.store.rank == 0:
+            for rank in range(self.store.size):
+                awaited_keys.append((f"state/{number}/{rank}", f"closed/{rank}"))
+        else:
+            awaited_keys.append((f"report/{number}",))
+            # Rank 0 composes the report at the end of its own grace period.
+            deadline += self._grace / 2
+        for keys in awaited_keys:
+            while monotonic() < deadline and not self._is_any_set(keys):
+                if self._stop.wait(_PAUSE):
+                    return False
+        return True
+
+    def _is_any_set(self, keys: Sequence[str]) -> bool:
+        return any(self.store.get_nowait(key) is not None for key in keys)

@@ -1,0 +1,80 @@
+"""The state of one rank, as the rank publishes it for a hang report, and what two states say."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["COMPILES", "RankState", "differing_ranks", "missing_ranks"]
+
+COMPILES = "torch.compile is at work"  # the activity of a rank that compiles contains this text
+
+
+class RankState(NamedTuple):
+    """The state of one rank, which the rank publishes for a report.
+
+    Attributes:
+        activity: what the rank is doing and where, as text that follows "rank 1".
+        history: the step of the rank and what it did before, as text that follows ``activity``.
+            Empty, or begins with a comma.
+        is_inside: whether the rank is in a collective, or in a phase in which torch issues
+            collectives.
+        seconds_waited: seconds since the flight recorder of the rank changed.
+        key: the key in ``counts`` of the collective or phase that the rank is in, or else of the
+            one that started last. The keys are groups and phases.
+        members: the global ranks that must make the same call. Empty means all ranks.
+        counts: how many collectives of each group and how many phases the rank has started. See
+            :class:`fabric.diagnostics.recorder.FlightRecorder`.
+        stack: the stack of the rank, innermost frame first. Empty if unknown.
+        call: the operation of the collective that the rank is in, which must be the same on all
+            members. Empty for other ranks, and for a message.
+        awaited: the global ranks of which none can be missing, if the rank is to go on. Empty means
+            all ranks. None, the default, if the rank is not known to wait.
+        has_ended: whether the rank makes no further calls.
+    """
+
+    activity: str
+    history: str = ""
+    is_inside: bool = False
+    seconds_waited: float = 0.0
+    key: str = ""
+    members: Sequence[int] = ()
+    counts: Mapping[str, int] = {}
+    stack: str = ""
+    call: str = ""
+    awaited: Sequence[int] | None = None
+    has_ended: bool = False
+
+    @property
+    def number(self) -> int:
+        """The number of the call or phase that the rank is in, among those with its key."""
+        return self.counts.get(self.key, 0)
+
+    def makes_another_call_than(self, other: "RankState") -> bool:
+        """Return whether two ranks are in calls that should be the same call, and are not."""
+        are_in_calls = self.call != "" and other.call != ""
+        is_same_place = self.key == other.key and self.number == other.number
+        return are_in_calls and is_same_place and self.call != other.call
+
+
+def missing_ranks(
+    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
+) -> list[int]:
+    """Return the ranks that have not started the call in which a rank waits.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting: the state of the waiting rank.
+        members: the ranks that must make the call.
+    """
+    # A rank has started the call if it has counted as many calls with this key.
+    number = waiting.number
+    return [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
+
+
+def differing_ranks(
+    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
+) -> list[int]:
+    """Return the ranks that make another call in the place of the call in which a rank waits.
+
+    See :func:`missing_ranks` for the arguments.
+    """
+    return [rank for rank in members if states[rank].makes_another_call_than(waiting)]
