@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,48 +49,66 @@ def gradients_of_samples(
     return vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
 
 
+INPUTS = torch.ones(2, 4)
+
+
+def losses_by_way(net: nn.Module, model: Any, weight_model: Any) -> dict[str, Callable[[], Any]]:
+    """Return functions that compute a loss, by the way that the forward pass goes.
+
+    ``model`` is the prepared ``net``. ``weight_model`` is a prepared module without submodules.
+    """
+    block_inputs = torch.ones(1, 8)
+    return {
+        "model": lambda: model(INPUTS).sum(),
+        "submodule": lambda: model.encoder(INPUTS).sum(),
+        "block": lambda: model.blocks[0](block_inputs).sum(),
+        "method": lambda: model.loss(INPUTS),
+        "user's module": lambda: net(INPUTS).sum(),
+        "model.module": lambda: model.module(INPUTS).sum(),
+        "vmap": lambda: vmap(net)(INPUTS).sum(),
+        "method without submodules": lambda: weight_model.penalty(),
+        "training_step": lambda: model.training_step(INPUTS),
+        "model and submodule": lambda: model(INPUTS).sum() + model.encoder(INPUTS).sum(),
+    }
+
+
+def backward_outside_of_no_sync(fabric: Fabric, model: Any) -> None:
+    with fabric.no_backward_sync(model):
+        loss = model(INPUTS).sum()
+    fabric.backward(loss)
+
+
+def accumulate(fabric: Fabric, model: Any) -> None:
+    with fabric.no_backward_sync(model):
+        loss = model.encoder(INPUTS).sum()
+        fabric.backward(loss)
+    loss = model(INPUTS).sum()
+    fabric.backward(loss)
+
+
 def passes(fabric: Fabric) -> dict[str, str]:
     """Return the outcomes of backward passes, by the way that the forward pass has gone."""
     net = Net()
     model, _ = make(fabric, net)
     weight_model, _ = make(fabric, OneWeight())
-    x = torch.ones(2, 4)
 
-    def backward_outside_of_no_sync() -> None:
-        with fabric.no_backward_sync(model):
-            loss = model(x).sum()
-        fabric.backward(loss)
+    def backward(compute_loss: Callable[[], Any]) -> None:
+        fabric.backward(compute_loss())
 
-    def accumulate() -> None:
-        with fabric.no_backward_sync(model):
-            loss = model.encoder(x).sum()
-            fabric.backward(loss)
-        loss = model(x).sum()
-        fabric.backward(loss)
-
-    def call_model_and_submodule() -> None:
-        fabric.backward(model(x).sum() + model.encoder(x).sum())
-
-    results = {
-        "model": outcome(lambda: fabric.backward(model(x).sum())),
-        "submodule": outcome(lambda: fabric.backward(model.encoder(x).sum())),
-        "block": outcome(lambda: fabric.backward(model.blocks[0](torch.ones(1, 8)).sum())),
-        "method": outcome(lambda: fabric.backward(model.loss(x))),
-        "plain backward": outcome(lambda: model.loss(x).backward()),
-        "user's module": outcome(lambda: fabric.backward(net(x).sum())),
-        "model.module": outcome(lambda: fabric.backward(model.module(x).sum())),
-        "vmap": outcome(lambda: fabric.backward(vmap(net)(x).sum())),
-        "torch.func": outcome(lambda: gradients_of_samples(net, dict(net.named_parameters()))),
-        "method without submodules": outcome(lambda: fabric.backward(weight_model.penalty())),
-        "training_step": outcome(lambda: fabric.backward(model.training_step(x))),
-        "backward outside of no_sync": outcome(backward_outside_of_no_sync),
-        "accumulation": outcome(accumulate),
-        "model and submodule": outcome(call_model_and_submodule),
-        "method without gradients": outcome(lambda: model.num_parameters()),
-    }
+    outcomes: dict[str, str] = {}
+    for way, compute_loss in losses_by_way(net, model, weight_model).items():
+        outcomes[way] = outcome(partial(backward, compute_loss))
+    parameters = dict(net.named_parameters())
+    outcomes["torch.func"] = outcome(partial(gradients_of_samples, net, parameters))
+    outcomes["plain backward"] = outcome(lambda: model.loss(INPUTS).backward())
+    outcomes["backward outside of no_sync"] = outcome(
+        partial(backward_outside_of_no_sync, fabric, model)
+    )
+    outcomes["accumulation"] = outcome(partial(accumulate, fabric, model))
+    outcomes["method without gradients"] = outcome(model.num_parameters)
     model.mark_forward_method("loss")
-    results["marked method"] = outcome(lambda: fabric.backward(model.loss(x)))
-    return results
+    outcomes["marked method"] = outcome(lambda: fabric.backward(model.loss(INPUTS)))
+    return outcomes
 
 
 @pytest.fixture(scope="module")
