@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import distributions, packages_distributions
@@ -431,7 +431,7 @@ def _meet_ranks(
         f"{title}: at {own_address}, rank 0 at {host_address}, {device_count} CUDA devices"
     )
     job_store.publish("rank", description)
-    awaited_ranks = range(1)  # rank 0
+    awaited_ranks: Sequence[int] = [0]
     if world.rank == 0:
         awaited_ranks = range(world.world_size)
     # read() waits for these ranks. The result lacks a rank that has not published in time.

@@ -313,8 +313,8 @@ class _Job:
         # returns a tuple, even if there are no optimizers.
         with Rank0Chunks():
             model, *_ = fabric.setup(model, *optimizers, scheduler="none")
-        trace.mark([*model.parameters()], "parameters")
-        trace.mark([*model.buffers()], "buffers")
+        trace.set_kind([*model.parameters()], "parameters")
+        trace.set_kind([*model.buffers()], "buffers")
         for optimizer in optimizers:
             optimizer.register_step_post_hook(trace.after_step)
         for index in range(_STEPS):
@@ -471,14 +471,14 @@ class _Trace(DispatchMode):
         torch calls this method for every operator while the mode is entered.
         """
         kwargs = kwargs or {}
-        self._note_unsharded(func, args, kwargs)
+        self._track_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):
                 # torch then has the DTensor run the operator. The DTensor calls operators on its
                 # local tensors, which come here.
                 return NotImplemented
         output = run_fake(self._mode, func, args, kwargs)
-        self.see(output)
+        self.track(output)
         collective = collective_of(func, args)
         if collective is not None:
             self._count_collective(collective, (*args, output))
@@ -488,16 +488,16 @@ class _Trace(DispatchMode):
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Mark the memory that an optimizer holds. A hook that torch calls after its ``step()``."""
         gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-        self.mark(gradients, "gradients")
-        # Not mark(): a state may share the memory of a parameter, which has to keep its kind.
-        self.see([*optimizer.state.values()], "optimizer state")
+        self.set_kind(gradients, "gradients")
+        # Not set_kind(): a state may share the memory of a parameter, which has to keep its kind.
+        self.track([*optimizer.state.values()], "optimizer state")
 
-    def mark(self, tree: Any, kind: str) -> None:
+    def set_kind(self, tree: Any, kind: str) -> None:
         """Set the kind of memory of the tensors in a collection, in place of any earlier kind."""
-        for storage in self.see(tree):
+        for storage in self.track(tree):
             storage.kind = kind
 
-    def see(self, tree: Any, kind: str = _ACTIVATIONS) -> list[_Storage]:
+    def track(self, tree: Any, kind: str = _ACTIVATIONS) -> list[_Storage]:
         """Track the storages of the tensors in a collection, and return the storages.
 
         Args:
@@ -540,7 +540,7 @@ class _Trace(DispatchMode):
             rows.append(Traffic(*key, calls=len(sizes), nbytes=sum(sizes)))
         return tuple(rows)
 
-    def _note_unsharded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _track_unsharded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Track the memory of FSDP's unsharded parameters. Called before each operator.
 
         FSDP's own operators write into this memory, which is their argument ``out``. The operators
@@ -551,7 +551,7 @@ class _Trace(DispatchMode):
             tensors = kwargs.get("out")
         else:
             tensors = [argument for argument in args if isinstance(argument, nn.Parameter)]
-        for storage in self.see(tensors, _UNSHARDED):
+        for storage in self.track(tensors, _UNSHARDED):
             if storage.kind == _UNSHARDED:
                 self._unsharded.add(storage)
 
@@ -585,7 +585,7 @@ class _Trace(DispatchMode):
             collective: the collective.
             values: the arguments of its operator, and the output.
         """
-        self.see(values, "communication")
+        self.track(values, "communication")
         group = collective.group
         # torch's description of a group is "default_pg", or "mesh_" and the name of a dimension.
         axis = group.group_desc.replace("default_pg", "world").removeprefix("mesh_")
