@@ -222,12 +222,12 @@ class RankProcess:
         has_exited_early = "finished" not in self.messages
         return has_exited_early and not self.config.runs_script
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send the signal ``number`` to the rank, unless the rank has ended."""
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to the rank, unless the rank has ended."""
         if not self.poll():
             # A rank of the fork server is not a child of this process, and may end after the poll.
             with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+                os.kill(self.process.pid, signal_number)
 
     def send(self, kind: MessageKind, content: Any = None) -> None:
         """Send a message to the rank. The message is lost if the rank has ended."""
@@ -669,7 +669,7 @@ class Supervisor:
         return all("described" in rank.messages for rank in self._running_ranks())
 
     def _end_ranks(
-        self, number: int, grace: float, should_stop: Callable[[], object] = _never
+        self, signal_number: int, grace: float, should_stop: Callable[[], object] = _never
     ) -> None:
         """Send a signal to the ranks, and wait until they have ended.
 
@@ -678,7 +678,7 @@ class Supervisor:
         ranks that still run.
 
         Args:
-            number: the signal to send.
+            signal_number: the signal to send.
             grace: how long to wait at most, in seconds.
             should_stop: a condition that ends the wait earlier.
         """
@@ -688,7 +688,7 @@ class Supervisor:
                 continue
             is_ready = "ready" in rank.messages
             if is_ready:
-                rank.kill(number)
+                rank.kill(signal_number)
             else:
                 # A rank that is starting has no ``finally`` block to run, and blocks Ctrl-C.
                 rank.kill(signal.SIGKILL)
@@ -701,15 +701,11 @@ class Supervisor:
             seconds_before = _processor_seconds(running_ranks)
             self.collect_until(min(RESPONSE_TIME, seconds_left), should_stop)
             seconds_used = _processor_seconds(running_ranks) - seconds_before
-            has_responded = False
-            for rank in running_ranks:
-                if "signal" in rank.messages or rank.is_exiting:
-                    has_responded = True
             # The time is NaN if a rank is not asleep. A comparison with NaN is false, so the wait
             # goes on.
             are_idle = seconds_used < _IDLE_LOAD * RESPONSE_TIME
             has_rank_ended = self._running_ranks() != running_ranks
-            if are_idle and not has_responded and not has_rank_ended:
+            if are_idle and not has_rank_ended and not _has_responded(running_ranks):
                 return
 
     def _root_cause(self) -> RankFailedError:
@@ -765,6 +761,11 @@ class Supervisor:
         for rank in self.ranks[:_MAX_LAST_CALLS]:
             lines.append(f"    rank {rank.global_rank}: {rank.last_call()}")
         return "\n".join(lines)
+
+
+def _has_responded(ranks: Sequence[RankProcess]) -> bool:
+    """Return whether any of the ranks has noticed a signal, or is exiting."""
+    return any("signal" in rank.messages or rank.is_exiting for rank in ranks)
 
 
 def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
