@@ -365,6 +365,16 @@ class Runtime:
                 # Another runtime has created the group. It must stay open until this one closes.
                 self._sharers_of_group.add(self)
             return store
+        self._create_process_group(store)
+        return store
+
+    def _create_process_group(self, store: dist.Store) -> None:
+        """Create the default process group of torch, and wait until all ranks are in it.
+
+        Args:
+            store: this runtime's part of the job's store.
+        """
+        world = self.world
         # Called before the group exists: a forked process that frees a group may hang.
         freeze_garbage_in_forks()
         # With a device, NCCL connects now instead of in the first collective.
@@ -377,6 +387,7 @@ class Runtime:
             timeout=self.timeout,
             device_id=device_id,
         )
+        # Before the wait, which may raise: close() then destroys the group.
         self._sharers_of_group.add(self)
         # A barrier through the store. gloo may still be connecting to other ranks in the
         # background, and fails on a rank whose peer has finished and closed its connection in the
@@ -385,7 +396,6 @@ class Runtime:
         if num_connected == world.world_size:
             store.set("all connected", "yes")
         store.wait(["all connected"])
-        return store
 
     def _check_existing_group(self) -> None:
         """Check that torch's default process group, which exists already, fits this job.
