@@ -148,6 +148,7 @@ class ShardedSampler:
         Raises:
             TypeError: the sampler has no length. torch's samplers raise the same.
         """
+        # Any, since torch declares no length for a sampler.
         sampler: Any = self.sampler
         order_length = len(sampler)
         remaining = max(0, order_length - skipped_entries)
@@ -202,6 +203,7 @@ class ShardedSampler:
 
     def _batches(self, position: EpochPosition) -> Any:
         """Return a copy of the user's batch sampler that groups the entries of this shard."""
+        # Any, since torch declares no ``sampler`` for a batch sampler.
         batch_sampler: Any = copy.copy(self._batch_sampler)
         batch_sampler.sampler = self.without_batches(position)
         return batch_sampler

@@ -131,14 +131,18 @@ class RankObserver:
             awaited = next(iter(open_collectives.values())).awaited_ranks
             if not is_in_main_thread or not awaited:
                 return None
-            # A list of all ranks is left out, to keep the state small.
+            # An empty sequence stands for all ranks, to keep the state small.
             if len(awaited) == self._size:
                 return ()
             return tuple(awaited)
+        if not recorder.phase or not recorder.phases_need_all_ranks:
+            return None
+        # The rank may also compute in the phase. It waits only if it uses no CPU time in a
+        # collective of torch.
         idle_seconds = monotonic() - self._idle_timer.idle_since
         is_idle = idle_seconds > self._idle_threshold
         is_in_torch = _TORCH_COLLECTIVE.match(stack) is not None
-        if recorder.phase and recorder.phases_need_all_ranks and is_idle and is_in_torch:
+        if is_idle and is_in_torch:
             return ()
         return None
 
