@@ -102,6 +102,7 @@ _Source = Literal["every_rank", "rank0"]
 _PerRank = bool | Literal["after_setup"]
 _Optimizers = Optimizer | Sequence[Optimizer] | None
 _EntryFilters = Mapping[str, Callable[[str, Any], bool]] | None
+_Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 
 class _Seeding(NamedTuple):
@@ -1441,25 +1442,39 @@ class Fabric:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
     def load_raw(
-        self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True
+        self,
+        path: _Path,
+        obj: Any,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = True,
+        rename: _Rename = None,
     ) -> None:
-        """Restore one module or optimizer from a file that is its ``state_dict``. Collective.
+        """Restore one module or optimizer from its ``state_dict``, or a module from weights.
+
+        Collective. Each process reads only the values that it holds. A parameter keeps its dtype.
 
         Args:
-            path: the file, as ``torch.save(model.state_dict(), path)`` writes it.
+            path: the file, as ``torch.save(model.state_dict(), path)`` writes it; a safetensors
+                file; or a folder of Hugging Face, with one file of weights or several and an index.
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
-            strict: whether an entry that the file or the object lacks is an error.
+                Under a strategy that shards, set up a module before the load.
+            strict: whether an entry that the file or the object lacks is an error. Of the names of
+                a tied weight, the file needs one.
             weights_only: whether the file may only hold tensors and plain values, as for
                 :meth:`load`. None means True.
+            rename: the names in the module, as a mapping from names in the file or as a function of
+                a name in the file. A mapping leaves other names as they are. An entry that is
+                renamed to None is left out.
 
         Raises:
-            CheckpointNotFoundError: the file does not exist.
+            CheckpointNotFoundError: the file or folder does not exist.
             CheckpointError: the file is damaged or does not fit. The text has all reasons.
             UnsafeCheckpointError: the file holds code, which was not run.
         """
         refuses_code = weights_only is not False  # None means True
         with self._ensure_session("load_raw").checkpoints("load_raw") as coordinator:
-            coordinator.load_raw(path, obj, strict=strict, weights_only=refuses_code)
+            coordinator.load_raw(path, obj, strict=strict, weights_only=refuses_code, rename=rename)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """Return the full state dict of a module, for other formats. Collective.

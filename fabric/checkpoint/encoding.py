@@ -36,6 +36,7 @@ __all__ = [
     "PlainValue",
     "flatten_state",
     "from_json",
+    "is_dense",
     "local_chunks",
     "memory_key",
     "tensor_bytes",
@@ -115,7 +116,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
             raise unsupported(path, item)
         # An ellipsis in a path stands for a place that a load cannot look up, such as in a set.
         can_be_filled_in = ... not in path
-        if not can_be_filled_in or not _is_dense(item):
+        if not can_be_filled_in or not is_dense(item):
             return _tensor_to_json(path, item)
         name = ".".join(map(str, path))
         # {"a.b": x} and {"a": {"b": y}} would get the same name. safetensors uses "__metadata__"
@@ -147,7 +148,7 @@ def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
     # A subclass, such as a DTensor, may have more state than its values.
     if type(value) not in (Tensor, nn.Parameter):
         raise unsupported(path, value)
-    if _is_dense(value):
+    if is_dense(value):
         return {"$values": to_json([value.dtype, value.shape, bytes(tensor_bytes(value))])}
     # torch's indices() and values() refuse an uncoalesced tensor.
     is_uncoalesced = value.layout is torch.sparse_coo and not value.is_coalesced()
@@ -321,7 +322,7 @@ def local_chunks(tensor: Any) -> list[Chunk]:
     return chunks
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether the values of a tensor are plain bytes in memory."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 

@@ -3,13 +3,15 @@
 import json
 import zlib
 from collections.abc import Mapping
-from typing import BinaryIO, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fabric.checkpoint.encoding import Chunk, tensor_bytes
 
-__all__ = ["DataFile", "StoredChunk", "write_safetensors"]
+__all__ = ["DataFile", "StoredChunk", "map_safetensors", "write_safetensors"]
 
 _ALIGNMENT = 64  # bytes; enough for every dtype and for the CPU's widest loads
 # The names of dtypes in safetensors.
@@ -27,6 +29,15 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+# Dtypes that other programs write, by their names. Fabric's own files store them as bytes.
+_FOREIGN_DTYPES = {
+    "C64": torch.complex64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_LENGTH_BYTES = 8  # of the number that a file begins with: the length of its header
 
 
 class StoredChunk(NamedTuple):
@@ -110,12 +121,49 @@ def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], 
     # The keys that HuggingFaceStorageReader of torch.distributed.checkpoint reads.
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     text = json.dumps({"__metadata__": metadata, **header}).encode()
-    # Spaces after the JSON, so that the data begins at a multiple of _ALIGNMENT. The 8 bytes are
-    # the length before the JSON.
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    encoded_header = len(text).to_bytes(8, "little") + text
+    # Spaces after the JSON, so that the data begins at a multiple of _ALIGNMENT.
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+    encoded_header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     stored_chunks = {}
     for name, (offsets, tensor) in chunks.items():
         start = len(encoded_header) + starts[name]
         stored_chunks[name] = StoredChunk(offsets, sizes=[*tensor.shape], start=start)
     return stored_chunks, encoded_header
+
+
+def map_safetensors(path: Path) -> dict[str, Tensor]:
+    """Map a safetensors file of any program into memory, and return its tensors by name.
+
+    The values are read from the file when they are used. The tensors must not be written to.
+
+    Args:
+        path: the file, on a local file system.
+
+    Raises:
+        ValueError: the file is damaged, or has a dtype that torch lacks. The caller converts the
+            error.
+    """
+    size = path.stat().st_size
+    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    storage = content.untyped_storage()
+    length = int.from_bytes(tensor_bytes(content[:_LENGTH_BYTES]), "little")
+    data_start = _LENGTH_BYTES + length
+    if data_start > size:
+        raise ValueError(f"{path.name} ends within its header")
+    header = json.loads(bytes(tensor_bytes(content[_LENGTH_BYTES:data_start])))
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()} | _FOREIGN_DTYPES
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        dtype = dtypes.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"torch has no dtype for {name}, which is {entry['dtype']}")
+        start, end = entry["data_offsets"]
+        if data_start + end > size:
+            raise ValueError(f"{path.name} ends within {name}")
+        # A storage of its own, since other programs may begin a tensor at any byte, and a view
+        # would have to begin at a multiple of its item size.
+        tensor_storage = storage[data_start + start : data_start + end]
+        tensor: Any = torch.empty(0, dtype=dtype)
+        tensors[name] = tensor.set_(tensor_storage, 0, entry["shape"])
+    return tensors

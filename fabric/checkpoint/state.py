@@ -47,6 +47,7 @@ __all__ = [
     "check_version",
     "is_stateful",
     "join_names",
+    "plain_name",
     "pop_metadata",
     "select_content",
     "uncompiled_state",
@@ -263,7 +264,7 @@ def _frozen_names(module: nn.Module) -> set[str]:
     # A tied parameter has several names in a state dict.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
-            names.add(_plain_name(name))
+            names.add(plain_name(name))
     return names
 
 
@@ -345,7 +346,7 @@ def join_names(names: Iterable[object]) -> str:
     return ", ".join(shown)
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name in a module without the wrapper modules of ``torch.compile``.
 
     So a checkpoint loads with and without ``torch.compile``.
@@ -365,13 +366,13 @@ def uncompiled_state(state: Any, expected: Iterable[str] = ()) -> Any:
             name with the same plain name. If there is no such name, the value gets its plain name.
     """
     # The expected names by their plain names.
-    expected_names = {_plain_name(name): name for name in expected}
+    expected_names = {plain_name(name): name for name in expected}
     # A shallow copy keeps the versions of layers that torch attaches to a state dict.
     renamed = copy.copy(state)
     renamed.clear()
     for name, value in state.items():
-        plain_name = _plain_name(name)
-        renamed[expected_names.get(plain_name, plain_name)] = value
+        name_without_wrappers = plain_name(name)
+        renamed[expected_names.get(name_without_wrappers, name_without_wrappers)] = value
     return renamed
 
 

@@ -1,0 +1,182 @@
+"""Weights as Hugging Face's libraries store them: safetensors files, and folders with an index."""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fabric.checkpoint.atomic import read_errors
+from fabric.checkpoint.file import FullCheckpoint, require_file
+from fabric.checkpoint.safetensors import map_safetensors
+from fabric.checkpoint.sharded_reader import INDEX
+from fabric.checkpoint.state import PlainState, State, plain_name
+from fabric.checkpoint.storage import Location, local_copy
+from fabric.errors import CheckpointError, ConfigurationError
+
+__all__ = [
+    "INDEX_OF_WEIGHTS",
+    "Rename",
+    "add_tied_names",
+    "holds_weights",
+    "map_weights",
+    "rename_entries",
+]
+
+# Returns the name in the module for a name in the file, or has it. None leaves the entry out.
+Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
+
+SUFFIX = ".safetensors"
+INDEX_OF_WEIGHTS = "model.safetensors.index.json"
+# The files with all weights, or with the index of the files with weights. The libraries take the
+# first one that is in a folder.
+_FILES = (
+    "model.safetensors",
+    INDEX_OF_WEIGHTS,
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def holds_weights(location: Location) -> bool:
+    """Return whether :func:`map_weights` reads a location: a folder, or a safetensors file."""
+    return location.name.endswith(SUFFIX) or location.is_dir()
+
+
+def map_weights(request: str, location: Location) -> dict[str, Any]:
+    """Return the weights in a safetensors file or in a folder, mapped into memory, by name.
+
+    Runs no code from the files. The values are read when they are used. A ``.bin`` file is verified
+    first, and one that is older than torch 1.6 is read into memory.
+
+    Args:
+        request: what the user asked for, for errors.
+        location: the file or folder.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``location``.
+        CheckpointError: the folder has no weights, or a file is damaged.
+    """
+    if not location.is_dir():
+        return _map_file(request, location)
+    with read_errors(request):
+        names = [name for name in _FILES if (location / name).is_file()]
+    if not names:
+        raise _missing_weights_error(request, location)
+    path = location / names[0]
+    if path.name.endswith(".json"):
+        return _map_indexed_files(request, path)
+    return _map_file(request, path)
+
+
+def _map_indexed_files(request: str, index: Location) -> dict[str, Any]:
+    """Return the weights in the files that an index names, mapped into memory.
+
+    ``request`` is what the user asked for, for errors.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    weights: dict[str, Any] = {}
+    with read_errors(request):
+        file_names = json.loads(index.read_bytes())["weight_map"]
+        for name, file_name in file_names.items():
+            # A forged index must not name files outside of the folder.
+            if Path(file_name).name != file_name:
+                raise ValueError(f"{file_name!r} in its {index.name} is not the name of a file")
+            if file_name not in files:
+                files[file_name] = _map_file(request, index.parent / file_name)
+            if name not in files[file_name]:
+                raise ValueError(f"{name} is not in {file_name}, where its {index.name} says")
+            weights[name] = files[file_name][name]
+    return weights
+
+
+def _map_file(request: str, path: Location) -> dict[str, Any]:
+    """Return the weights in one file, mapped into memory.
+
+    ``request`` is what the user asked for, for errors.
+    """
+    if not path.name.endswith(SUFFIX):
+        return FullCheckpoint().load(path)
+    # Called for its error: something other than a file, or nothing, is at the path.
+    require_file(request, path)
+    # The mapping remains valid after the local copy of a remote file is removed.
+    with read_errors(request), local_copy(path) as local_path:
+        return dict(map_safetensors(local_path))
+
+
+def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
+    """Return the error for a folder without weights, with the line that loads what is there.
+
+    ``request`` is what the user asked for.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    weights = [name for name in names if name.endswith(SUFFIX)]
+    suggestion = (
+        f"fabric.load({str(folder)!r}, {{'model': model}}) for a folder that fabric.save wrote; "
+        "its error says how to convert a folder that torch wrote"
+    )
+    if INDEX not in names and weights:
+        suggestion = f"fabric.load_raw({str(folder / weights[0])!r}, model) for one of its files"
+    return CheckpointError(
+        request,
+        problem="the folder has no weights in Hugging Face's format",
+        expected=f"a folder with {', '.join(_FILES[:-1])} or {_FILES[-1]}",
+        suggestion=suggestion,
+    )
+
+
+def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
+    """Return content under the names that the user gives to its entries.
+
+    Args:
+        request: what the user asked for, for errors.
+        content: the entries of a state dict.
+        rename: the new names, by name or as a function. A mapping leaves other names as they are.
+            None in place of a name leaves the entry out. None keeps all names.
+
+    Raises:
+        ConfigurationError: two entries get the same name.
+    """
+    # A shallow copy keeps the versions of layers that torch attaches to a state dict.
+    renamed: Any = copy.copy(content)
+    if rename is None:
+        return renamed
+    renamed.clear()
+    sources: dict[str, str] = {}
+    for name, value in content.items():
+        new_name = name
+        if isinstance(rename, Mapping):
+            new_name = rename.get(name, name)
+        else:
+            new_name = rename(name)
+        if new_name is None:
+            continue
+        if new_name in renamed:
+            problem = f"{sources[new_name]} and {name} are both renamed to {new_name}"
+            raise ConfigurationError(request, problem, expected="one name for each entry")
+        renamed[new_name] = value
+        sources[new_name] = name
+    return renamed
+
+
+def add_tied_names(module: nn.Module, content: State) -> PlainState:
+    """Return content in which all names of a tied parameter are present if one of them is.
+
+    Weights that share memory are stored once, under one of their names.
+
+    Args:
+        module: the module that is loaded, sharded or not.
+        content: the values by name.
+    """
+    names_of_parameters: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of_parameters.setdefault(parameter, []).append(plain_name(name))
+    completed: Any = copy.copy(content)
+    for names in names_of_parameters.values():
+        stored_names = [name for name in names if name in content]
+        if stored_names:
+            for name in names:
+                completed.setdefault(name, content[stored_names[0]])
+    return completed
