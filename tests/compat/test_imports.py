@@ -61,7 +61,7 @@ import fabric_compat.installed
 import fabric_compat, lightning as L, lightning.fabric, lightning_fabric
 import lightning.fabric.strategies.fsdp, lightning.fabric.utilities.throughput as deep
 from lightning_fabric.plugins.precision.precision import Precision
-assert lightning.fabric is lightning_fabric is fabric_compat, lightning.fabric
+assert lightning.fabric is lightning_fabric, lightning.fabric
 assert L.Fabric is lightning.fabric.fabric.Fabric is fabric_compat.Fabric
 assert lightning.fabric.strategies is fabric_compat.strategies
 assert deep is lightning.fabric.utilities
@@ -71,6 +71,39 @@ assert fabric_compat.strategies.__spec__.name == "fabric_compat.strategies"
 from lightning.fabric.plugins.environments import SLURMEnvironment
 assert not SLURMEnvironment.detect()
 """
+
+# Modules of a real package are attributes, and absent modules are found by no one.
+IMPORT_PROTOCOL = """
+import fabric_compat.installed
+from importlib.util import find_spec
+from unittest import mock
+import lightning, lightning_fabric
+fabric = lightning.fabric
+assert fabric.plugins.environments.slurm.SLURMEnvironment is fabric.plugins.SLURMEnvironment
+assert lightning_fabric.utilities.seed.seed_everything is lightning.seed_everything
+absent = "lightning.data lightning.fabric.installed lightning.fabric.utilities.no_such_module"
+for name in absent.split():
+    assert find_spec(name) is None, name
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        assert error.name == name
+    else:
+        raise AssertionError(name)
+for name in ("lightning", "lightning.fabric", "lightning_fabric.plugins.io"):
+    assert find_spec(name) is not None, name
+with mock.patch("lightning.fabric.fabric.Fabric.launch") as launch:
+    assert lightning.Fabric.launch is launch
+assert isinstance(lightning.fabric.fabric.Fabric, type)
+assert lightning.Fabric.launch is not launch
+assert not hasattr(lightning, "NoSuchName")
+"""
+
+
+def test_the_import_protocol_finds_the_modules_that_exist_and_no_others() -> None:
+    done = run(IMPORT_PROTOCOL)
+    assert done.returncode == 0, done.stderr
+
 
 # Importing a name without a counterpart is no error as long as the name is not used.
 UNUSED_NAMES = """
@@ -94,12 +127,10 @@ def test_all_names_of_a_module_are_one_object_and_names_without_counterparts_imp
 
 # Lines of code, and what their error says.
 REFUSED = {
-    "import lightning.pytorch": (
-        "lightning.pytorch is Lightning's Trainer, which cannot use lightning.fabric"
-    ),
-    "import pytorch_lightning": "pytorch_lightning is Lightning's Trainer",
+    "import lightning.pytorch": "No module named 'lightning.pytorch'",
+    "import pytorch_lightning": "No module named 'pytorch_lightning'",
     "from lightning import Trainer": "lightning.Trainer belongs to Lightning's Trainer",
-    "import lightning.data": "lightning.data is not part of Lightning Fabric",
+    "import lightning.data": "No module named 'lightning.data'",
     "import lightning.fabric.nothing": "No module named 'lightning.fabric.nothing'",
     "from lightning.fabric.strategies import DeepSpeedStrategy as D; D(stage=2)": (
         "Use instead: strategy="

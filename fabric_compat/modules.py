@@ -1,0 +1,60 @@
+"""The modules of Lightning 2, and the modules of this package that have their names.
+
+One module of this package has the names of several modules of Lightning.
+"""
+
+_MODULES_OF_FABRIC = {
+    "accelerators": """
+        accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps
+        accelerators.registry accelerators.xla
+    """,
+    "fabric": "fabric",
+    "loggers": "loggers loggers.csv_logs loggers.logger loggers.tensorboard",
+    "plugins": """
+        connector plugins plugins.collectives plugins.collectives.collective
+        plugins.collectives.single_device plugins.collectives.torch_collective plugins.environments
+        plugins.environments.cluster_environment plugins.environments.kubeflow
+        plugins.environments.lightning plugins.environments.lsf plugins.environments.mpi
+        plugins.environments.slurm plugins.environments.torchelastic plugins.environments.xla
+        plugins.io plugins.io.checkpoint_io plugins.io.torch_io plugins.io.xla plugins.precision
+        plugins.precision.amp plugins.precision.bitsandbytes plugins.precision.deepspeed
+        plugins.precision.double plugins.precision.fsdp plugins.precision.half
+        plugins.precision.precision plugins.precision.transformer_engine plugins.precision.utils
+        plugins.precision.xla
+    """,
+    "strategies": """
+        strategies strategies.ddp strategies.deepspeed strategies.dp strategies.fsdp
+        strategies.model_parallel strategies.parallel strategies.registry strategies.single_device
+        strategies.single_xla strategies.strategy strategies.xla strategies.xla_fsdp
+    """,
+    "utilities": """
+        utilities utilities.apply_func utilities.cloud_io utilities.consts utilities.data
+        utilities.device_dtype_mixin utilities.device_parser utilities.distributed utilities.enums
+        utilities.exceptions utilities.imports utilities.init utilities.load utilities.logger
+        utilities.optimizer utilities.rank_zero utilities.registry utilities.seed utilities.spike
+        utilities.throughput utilities.types utilities.warnings
+    """,
+    "wrappers": "wrappers",
+}
+_ROOTS = {"lightning.fabric": _MODULES_OF_FABRIC, "lightning_fabric": _MODULES_OF_FABRIC}
+
+
+def _counterparts() -> dict[str, str]:
+    counterparts = {
+        "lightning": "fabric_compat.lightning",
+        "lightning.fabric": "fabric_compat.lightning_fabric",
+        "lightning_fabric": "fabric_compat.lightning_fabric",
+    }
+    for root, modules in _ROOTS.items():
+        for counterpart, names in modules.items():
+            for name in names.split():
+                counterparts[f"{root}.{name}"] = f"fabric_compat.{counterpart}"
+    return counterparts
+
+
+COUNTERPARTS = _counterparts()
+
+
+def modules_below(root: str) -> list[str]:
+    """Return the names of the modules below a module of Lightning, parents first."""
+    return [name for name in COUNTERPARTS if name.startswith(f"{root}.")]
