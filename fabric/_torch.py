@@ -489,6 +489,15 @@ def ignored_by_ddp(wrapper: torch.nn.parallel.DistributedDataParallel) -> set[st
     return {name.removeprefix(f"{COMPILED_MODULE}.") for name in wrapper.parameters_to_ignore}
 
 
+def names_to_ignore_in_ddp(module: torch.nn.Module) -> set[str]:
+    """Return the names that DDP will not synchronize in a module that it does not wrap yet.
+
+    See :func:`ignored_by_ddp`.
+    """
+    names = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {name.removeprefix(f"{COMPILED_MODULE}.") for name in names}
+
+
 def has_custom_state_loading(module: torch.nn.Module) -> bool:
     """Return whether loading a state dict into a module would call code that is not torch's.
 

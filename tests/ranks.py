@@ -85,6 +85,12 @@ def run_in_ranks(
         return fabric.launch(function, *args, return_all=True)
 
 
+def remedy(text: str) -> str:
+    """Return the line of code that an error proposes. The line after it may name a rank."""
+    _, suggestion = text.split("Write: ")
+    return suggestion.splitlines()[0]
+
+
 def outcome(action: Callable[[], Any]) -> str:
     """Return the text and notes of the error that an action raises, or "fine"."""
     try:

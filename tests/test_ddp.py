@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
 from tests.models import Net, OneWeight, PartlyUnused
-from tests.ranks import outcome, run_in_ranks
+from tests.ranks import outcome, remedy, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -230,6 +230,126 @@ def test_a_window_after_a_detached_output_raises_with_a_remedy_that_works() -> N
         assert "an earlier one without a backward pass" in with_gradients
         assert "with torch.no_grad(): around a forward pass" in with_gradients
         assert without_gradients == "fine"
+
+
+class ScaledLayer(nn.Module):
+    """A layer with a fixed bias and two buffers, whose elements may share memory."""
+
+    def __init__(self, shares_memory: bool) -> None:
+        super().__init__()
+        layer = nn.Linear(2, 2)
+        bias = torch.zeros(1).expand(2)
+        scale = torch.rand(1).expand(2)
+        offset = torch.rand(()).expand(1, 2)
+        if not shares_memory:
+            bias = bias.clone()
+            scale = scale.clone()
+            offset = offset.clone()
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+        layer.register_buffer("scale", scale)
+        self.layers = nn.Sequential(layer)
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.layers[0].scale + self.offset
+
+
+class Refused(NamedTuple):
+    """What a rank saw of a module that ``setup`` refuses.
+
+    Attributes:
+        text: the error on this rank.
+        expected: the output of rank 0's module before ``setup``.
+        output: the output of the prepared module, after following the remedy of the error.
+    """
+
+    text: str
+    expected: float
+    output: float
+
+
+def set_up_with_remedy(fabric: Fabric, shares_memory: bool, is_trainable: bool) -> Refused:
+    torch.manual_seed(fabric.global_rank)
+    module = ScaledLayer(shares_memory).requires_grad_(is_trainable)
+    x = torch.ones(1, 2)
+    expected = fabric.broadcast(module(x).sum().item())
+    text = outcome(lambda: fabric.setup(module))
+    exec(remedy(text), {"model": module})
+    model = fabric.setup(module)
+    return Refused(text, expected, model(x).sum().item())
+
+
+def set_up_tensors_that_share_memory(fabric: Fabric) -> list[Refused]:
+    is_second = fabric.global_rank == 1
+    return [
+        set_up_with_remedy(fabric, shares_memory=True, is_trainable=True),
+        set_up_with_remedy(fabric, shares_memory=True, is_trainable=False),
+        set_up_with_remedy(fabric, shares_memory=is_second, is_trainable=True),
+        set_up_with_remedy(fabric, shares_memory=is_second, is_trainable=False),
+    ]
+
+
+def test_tensors_whose_elements_share_memory_are_named_with_a_remedy_that_works() -> None:
+    for results in run_in_ranks(set_up_tensors_that_share_memory):
+        for refused in results:
+            assert "ConfigurationError: setup(ScaledLayer) with DDPStrategy" in refused.text
+            assert "elements of layers.0.bias, offset, layers.0.scale share memory" in refused.text
+            assert "model.layers[0].scale = model.layers[0].scale.clone()" in refused.text
+            assert refused.output == pytest.approx(refused.expected)
+
+
+class Table(nn.Module):
+    """A weight, and a buffer of integers."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("buffer", buffer)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * self.buffer.sum()
+
+
+def broadcast_unusual_buffers(fabric: Fabric) -> dict[str, float]:
+    """Return the output of a model with a buffer that torch can copy, by the kind of the buffer."""
+    integers = fabric.global_rank + torch.arange(6)
+    buffers = {
+        "overlapping windows": integers.unfold(0, 3, 1),
+        "expanded without effect": integers[:1].expand(1, 1),
+        "no elements": integers[:0].view(1, 0).expand(3, 0),
+        "transposed": integers.view(2, 3).t(),
+        "unusual stride": integers.view(2, 3).unsqueeze(0).transpose(0, 1),
+    }
+    sums: dict[str, float] = {}
+    for kind, buffer in buffers.items():
+        model = fabric.setup(Table(buffer))
+        model()
+        sums[kind] = model().item()
+        assert model.buffer.data_ptr() == buffer.data_ptr()
+    return sums
+
+
+def test_buffers_with_unusual_strides_are_copied_from_rank_0() -> None:
+    for sums in run_in_ranks(broadcast_unusual_buffers):
+        assert sums == {
+            "overlapping windows": 30.0,
+            "expanded without effect": 0.0,
+            "no elements": 0.0,
+            "transposed": 15.0,
+            "unusual stride": 15.0,
+        }
+
+
+def use_ranks_own_buffers(fabric: Fabric) -> float:
+    expanded = torch.full((1,), fabric.global_rank).expand(2)
+    model = fabric.setup(Table(expanded))
+    fabric.backward(model())
+    return model().item()
+
+
+def test_a_buffer_that_is_not_copied_may_share_memory() -> None:
+    strategy = DDPStrategy(start_method="forkserver", broadcast_buffers=False)
+    assert run_in_ranks(use_ranks_own_buffers, strategy=strategy) == [0.0, 2.0]
 
 
 def sync_states(fabric: Fabric) -> list[bool]:

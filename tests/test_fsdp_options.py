@@ -23,7 +23,7 @@ from fabric._torch import local_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.strategies import FSDPStrategy
 from tests.loops import Block, Record, Transformer, assert_same, fabric_loop, plain_loop
-from tests.ranks import outcome
+from tests.ranks import outcome, remedy
 from tests.test_fsdp import full_parameters, in_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -292,7 +292,7 @@ def strided() -> nn.Module:
     [
         ({"activation_checkpointing": nn.Conv2d}, Transformer, ["Conv2d", "Block"]),
         ({"auto_wrap_policy": {nn.Conv2d}}, Transformer, ["Conv2d", "Block"]),
-        ({}, strided, ["0.weight", "contiguous_format"]),
+        ({}, strided, ["0.weight", "channels_last"]),
     ],
 )
 def test_a_model_that_does_not_fit_the_options_is_refused(
@@ -303,6 +303,29 @@ def test_a_model_that_does_not_fit_the_options_is_refused(
     assert text.startswith("ConfigurationError")
     for word in words:
         assert word in text
+
+
+def transposed() -> nn.Module:
+    module = nn.Linear(4, 2)
+    module.weight = nn.Parameter(torch.ones(4, 2).t())
+    return module
+
+
+def expanded() -> nn.Module:
+    module = nn.Linear(4, 2)
+    module.bias = nn.Parameter(torch.ones(1).expand(2))
+    return module
+
+
+@pytest.mark.parametrize("make", [strided, transposed, expanded])
+def test_the_remedy_for_parameters_that_are_not_contiguous_works(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make()
+    with one_process() as fabric:
+        text = outcome(lambda: fabric.setup(model))
+        exec(remedy(text), {"model": model})
+        assert outcome(lambda: fabric.setup(model)) == "fine"
 
 
 def one_process(**options: Any) -> Fabric:

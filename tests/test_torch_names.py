@@ -259,6 +259,7 @@ def test_names_that_ddp_ignores_are_those_of_the_users_module(group, prefix):
         module = torch.compile(module)
     ddp = nn.parallel.DistributedDataParallel
     ddp._set_params_and_buffers_to_ignore_for_model(module, [f"{prefix}bias"])
+    assert _torch.names_to_ignore_in_ddp(module) == {"bias"}
     assert _torch.ignored_by_ddp(ddp(module)) == {"bias"}
 
 

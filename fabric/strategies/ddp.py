@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,6 +26,7 @@ from fabric._torch import (
     FakeTensor,
     disable_join,
     ignored_by_ddp,
+    names_to_ignore_in_ddp,
     reduce_bucket_without_result,
     synchronization_check,
     uncompiled,
@@ -174,10 +176,22 @@ class DDPStrategy(ParallelStrategy):
 
         Collective. A module without trainable parameters is not wrapped, because torch refuses to
         wrap it. Such a module only gets rank 0's values.
+
+        Raises:
+            ConfigurationError: rank 0's values cannot be copied to a parameter or a buffer, since
+                its elements share memory.
+            UsageError: the models of the ranks differ.
         """
+        error = None
+        try:
+            self._check_memory(module)
+        except ConfigurationError as raised:
+            # Raised below by check_same_model(), on all ranks: the other ranks wait in it.
+            error = raised
         # Raises on all ranks if their models differ. torch reports some differences only on some
         # ranks, or on none.
-        check_same_model(self.runtime.communicator, module)
+        check_same_model(self.runtime.communicator, module, error=error)
+        _normalize_strides(module)
         if not _has_trainable_parameters(module):
             self._broadcast_state(module)
             return module
@@ -195,6 +209,45 @@ class DDPStrategy(ParallelStrategy):
         vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
         self._parameter_names[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper
+
+    def _check_memory(self, module: nn.Module) -> None:
+        """Raise a ConfigurationError if rank 0's values cannot be copied to a module's tensors.
+
+        torch refuses to write to a tensor whose elements share memory. Not a collective.
+        """
+        root = uncompiled(module)
+        is_wrapped = _has_trainable_parameters(root)
+        # The user has told torch not to synchronize these.
+        ignored: set[str] = set()
+        if is_wrapped:
+            ignored = names_to_ignore_in_ddp(module)
+        remedies: dict[str, str] = {}
+        if self.ddp_kwargs.get("init_sync", True) or not is_wrapped:
+            for name, parameter in root.named_parameters():
+                if name not in ignored and _shares_memory(parameter):
+                    path = _attribute_path(name)
+                    remedies[name] = f"{path}.data = {path}.data.clone()"
+        if self._broadcasts_buffers() or not is_wrapped:
+            for name, buffer in root.named_buffers():
+                if name not in ignored and _shares_memory(buffer):
+                    path = _attribute_path(name)
+                    remedies[name] = f"{path} = {path}.clone()"
+        if remedies:
+            raise ConfigurationError(
+                f"setup({type(root).__name__}) with {type(self).__name__}",
+                problem=f"elements of {', '.join(remedies)} share memory, as after expand(), so "
+                "that rank 0's values cannot be copied to them",
+                expected="a place in memory for each element, before setup()",
+                suggestion="; ".join(remedies.values()),
+            )
+
+    def _broadcasts_buffers(self) -> bool:
+        """Return whether torch copies rank 0's buffers, in its constructor or in forward passes."""
+        is_synchronized_in_forward = self.ddp_kwargs.get("forward_sync_buffers")
+        if is_synchronized_in_forward is None:
+            # The older option, which holds for the constructor, too. None means true.
+            return self.ddp_kwargs.get("broadcast_buffers") is not False
+        return is_synchronized_in_forward or self.ddp_kwargs.get("init_sync", True)
 
     def _broadcast_state(self, module: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to all ranks, in place. Collective.
@@ -421,6 +474,44 @@ class _GroupReference:
 
 def _has_trainable_parameters(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a tensor share one place in memory, by a stride of 0.
+
+    torch allows writing to a tensor whose elements overlap in another way.
+    """
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size > 1 and stride == 0:
+            return True
+    return False
+
+
+def _attribute_path(name: str) -> str:
+    """Return the Python expression for a tensor of the variable ``model``, such as model[0].x."""
+    path = "model"
+    for attribute in name.split("."):
+        if attribute.isdecimal():
+            path += f"[{attribute}]"
+        else:
+            path += f".{attribute}"
+    return path
+
+
+def _normalize_strides(module: nn.Module) -> None:
+    """Give contiguous buffers the strides that new tensors of their shapes have.
+
+    The stride of a dimension of size 1 does not matter, and may be any number. If the number is
+    unusual, torch mistakes the buffer for one whose elements share memory, and DDP's copy of rank
+    0's buffers fails. A changed buffer keeps its memory.
+    """
+    for buffer in module.buffers():
+        if buffer.layout is torch.strided and buffer.is_contiguous():
+            view = buffer.data.view(buffer.shape)
+            if view.stride() != buffer.stride():
+                buffer.data = view
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

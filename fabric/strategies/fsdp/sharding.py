@@ -190,8 +190,9 @@ def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module
     _refuse_if_any(
         strided,
         root,
-        problem="are not contiguous, as in channels_last",
-        suggestion="model.to(memory_format=torch.contiguous_format)",
+        problem="are not contiguous, as in channels_last or after expand()",
+        suggestion="for parameter in model.parameters(): "
+        "parameter.data = parameter.data.contiguous()",
     )
     _refuse_if_any(
         _names_in_sharded_models(root, models),
