@@ -892,7 +892,8 @@ def train_compiled(fabric: Fabric, order: str, rate: float, plan: Any) -> list[T
     torch.manual_seed(7)
     torch.compiler.reset()
     norm = nn.LayerNorm(WIDTH)
-    module: Any = nn.Sequential(Rate(rate), norm, Rate(rate)).double()
+    head = nn.Linear(WIDTH, 4, bias=False)
+    module: Any = nn.Sequential(Rate(rate), norm, Rate(rate), head).double()
     if order == "before":
         module = torch.compile(module, backend="aot_eager")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -911,21 +912,26 @@ def train_compiled(fabric: Fabric, order: str, rate: float, plan: Any) -> list[T
     return [*losses, *full_parameters(model)]
 
 
-RATE_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+RATE_PLAN = {"*.up": "colwise", "*.down": "rowwise", "3": "colwise_rep"}
 NORM_PLAN = {**RATE_PLAN, "1": "sequence_parallel"}
 
 
+WITH_FSDP = {"tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("order", "rate", "plan"),
+    ("mesh", "order", "rate", "plan"),
     [
-        ("before", 0.0, RATE_PLAN),
-        ("after", 0.0, NORM_PLAN),
-        ("before", 0.5, RATE_PLAN),
+        (TENSOR_PARALLEL_ALONE, "before", 0.0, RATE_PLAN),
+        (TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN),
+        (TENSOR_PARALLEL_ALONE, "before", 0.5, RATE_PLAN),
+        (WITH_FSDP, "before", 0.0, RATE_PLAN),
+        (WITH_FSDP, "after", 0.0, NORM_PLAN),
     ],
 )
 def test_a_compiled_model_takes_the_steps_of_the_uncompiled_one(
-    order: str, rate: float, plan: dict[str, str]
+    mesh: dict[str, Any], order: str, rate: float, plan: dict[str, str]
 ) -> None:
-    expected = on_mesh(TENSOR_PARALLEL_ALONE, train_compiled, "never", rate, plan)
-    actual = on_mesh(TENSOR_PARALLEL_ALONE, train_compiled, order, rate, plan)
+    expected = on_mesh(mesh, train_compiled, "never", rate, plan)
+    actual = on_mesh(mesh, train_compiled, order, rate, plan)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

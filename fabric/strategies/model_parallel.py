@@ -138,6 +138,9 @@ class _Topology:
     Attributes:
         mesh: the whole mesh.
         shard_mesh: the part of the mesh over whose last dimension parameters are sharded.
+        tensor_parallel_mesh: the part of the mesh along which layers are split. All layers have
+            this object, because torch.compile fails where layers have equal meshes that are several
+            objects.
         tensor_parallel_size: the number of parts into which layers are split.
         distinct_samples: the ranks with different samples. Ranks along ``sequence`` have different
             tokens of a sample, and count as different.
@@ -147,6 +150,7 @@ class _Topology:
 
     mesh: DeviceMesh
     shard_mesh: DeviceMesh
+    tensor_parallel_mesh: DeviceMesh
     tensor_parallel_size: int
     distinct_samples: Communicator
     data_parallel: Communicator
@@ -169,7 +173,8 @@ class ModelParallelStrategy(FSDPStrategy):
         parallelize_fn: ``(model, mesh) -> model``, which splits layers by torch's
             ``parallelize_module`` along ``mesh["tensor_parallel"]``. It may apply ``fully_shard``
             along ``mesh["data_parallel"]``. A model without FSDP modules is sharded as by
-            ``"fsdp"``.
+            ``"fsdp"``. Take ``mesh["tensor_parallel"]`` once if the model is compiled: each access
+            makes a new object, and ``torch.compile`` needs the same object in all layers.
         data_parallel_size: the number of shards, each with other data. ``"auto"`` takes all
             processes that the other sizes leave.
         tensor_parallel_size: the number of parts into which layers are split. ``"auto"`` is the
@@ -298,6 +303,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return _Topology(
             mesh=mesh,
             shard_mesh=concatenate_meshes(shard_meshes, self.runtime.timeout),
+            tensor_parallel_mesh=mesh["tensor_parallel"],
             tensor_parallel_size=tensor_parallel_size,
             distinct_samples=self._communicator_along(samples_mesh["data_parallel"]),
             data_parallel=self._communicator_along(batch_mesh["data_parallel"]),
@@ -404,7 +410,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self._synchronize_rng()
         whole = None
         # Under torch's "fake" backend, as in a dry run, sums over ranks are meaningless.
-        is_fake = get_backend(topology.mesh["tensor_parallel"].get_group()) == "fake"
+        is_fake = get_backend(topology.tensor_parallel_mesh.get_group()) == "fake"
         if topology.tensor_parallel_size > 1 and not is_fake:
             whole = copy_without_values(root)
         layers = self._find_layers(root)
@@ -412,7 +418,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self._original_parameters = {}
         # Before the sharding, which keeps the hooks of parameters, and before heads are divided.
         partial_gradients = find_partial_gradients(root, layers)
-        sum_over_parts(partial_gradients, topology.mesh["tensor_parallel"])
+        sum_over_parts(partial_gradients, topology.tensor_parallel_mesh)
         # A list, because setattr changes the attributes through which the generator goes.
         for heads in list(find_head_attributes(root, self._unsplit_layers)):
             local_heads = heads.number_of_heads // topology.tensor_parallel_size
@@ -444,7 +450,7 @@ class ModelParallelStrategy(FSDPStrategy):
         if self.tp_plan is not None:
             lines = lines_of_plan(root, self.tp_plan)
         whole_outputs = {layer for layer, style in layers.items() if has_whole_output(style)}
-        communicator = self._communicator_along(self._running_topology.mesh["tensor_parallel"])
+        communicator = self._communicator_along(self._running_topology.tensor_parallel_mesh)
         return SplitComparison(root, whole, communicator, lines=lines, whole_outputs=whole_outputs)
 
     @override
@@ -548,7 +554,7 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
-        mesh = self._running_topology.mesh["tensor_parallel"]
+        mesh = self._running_topology.tensor_parallel_mesh
         # The split parameter of each original one, so that layers that shared a parameter before
         # share its split parameter.
         split_parameters: dict[nn.Parameter, nn.Parameter] = {}
