@@ -808,7 +808,7 @@ class Fabric:
             raise
         # A copy of the list, since a function may remove itself from the list.
         for function in list(hooks.after):
-            function(tensor, None)  # None: there was no error
+            function(tensor, None)  # None means that there was no error
 
     def autocast(self) -> AbstractContextManager[object]:
         """Run code outside of a forward pass in the autocast context of the precision.
@@ -1436,7 +1436,7 @@ class Fabric:
         refuses_code = weights_only is not False  # None means True
         session = self._ensure_session("load")
         if rng:
-            # Before the load: a process that has no saved streams keeps these.
+            # The load comes later. A process whose streams were not saved keeps these streams.
             self._separate_streams(session)
         with session.checkpoints("load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)

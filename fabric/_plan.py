@@ -525,7 +525,8 @@ def _parse_name(
     name = value.lower() if isinstance(value, str) else ""
     if name in table:
         return _make_from_entry(table[name], base_class, **options)
-    # Entry points are looked up last: reading those of all packages takes milliseconds.
+    # Entry points are looked up last, since reading the entry points of all packages takes
+    # milliseconds.
     # A group of entry points is named for the module of its base class.
     group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
     plugins = {plugin.name: plugin for plugin in entry_points(group=group)}

@@ -107,7 +107,8 @@ def disable_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     from torch.distributed.algorithms.join import _JoinConfig
 
     wrapper._join_config = _JoinConfig.construct_disabled_join_config()
-    # None: the reducer has no collective to wait for. True: it divides by the number of all ranks.
+    # With None, the reducer has no collective to wait for. With True, it divides by the number of
+    # all ranks.
     wrapper.reducer._set_forward_pass_work_handle(None, True)  # pyright: ignore[reportArgumentType]  # declared without None
 
 
@@ -437,7 +438,7 @@ def uncompiled(module: Any) -> torch.nn.Module:
 
 
 def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Return the dict in which a module keeps its own parameters, not those of submodules.
+    """Return the dict in which a module keeps its own parameters, not its submodules' parameters.
 
     Changing the dict changes the module. ``named_parameters`` leaves out entries that are None
     and parameters that it has yielded under another name. ``setattr`` refuses some names and types.

@@ -127,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards those of a batch.
+        """Move the running statistics towards the statistics of a batch.
 
         Args:
             mean: the mean of each channel over all ranks.

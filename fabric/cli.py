@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``fabric``.
 
     Args:
-        argv: the arguments after the name of the command. None means those of this process.
+        argv: the arguments after the name of the command. None means the arguments of this process.
 
     Returns:
         The exit code: 0, the exit code of the script, 128 + n if the script was killed by signal n
@@ -409,7 +409,7 @@ def _run(options: argparse.Namespace) -> int:
     from fabric.launchers.logs import RankLogs
     from fabric.launchers.script import Script, run_script
 
-    # The names that begin with TORCHELASTIC are those of torchrun: scripts may read the variables.
+    # torchrun sets the variables whose names begin with TORCHELASTIC. Scripts may read them.
     variables = _option_variables(options)
     variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.max_restarts)
     script = Script(

@@ -340,8 +340,8 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
     no difference here.
 
     Args:
-        accelerator: the hardware. None uses that of ``Fabric``.
-        parallel_devices: the devices of this node. None uses those of ``Fabric``.
+        accelerator: the hardware. None uses the accelerator of ``Fabric``.
+        parallel_devices: the devices of this node. None uses the devices of ``Fabric``.
         cluster_environment: the environment that says which rank this is. None detects it.
         checkpoint_io: the format of ``save`` and ``load``. None uses the strategy's own.
         precision_plugin: older name of ``precision``. An object with an attribute ``precision``

@@ -226,7 +226,8 @@ def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
     name = PRECISION_ALIASES.get(name, name)
     if name in PRECISIONS:
         return PRECISIONS[name]
-    # Entry points are looked up last: reading those of all packages takes milliseconds.
+    # Entry points are looked up last, since reading the entry points of all packages takes
+    # milliseconds.
     plugins = {plugin.name: plugin for plugin in entry_points(group="fabric.precisions")}
     if name not in plugins:
         names = (*PRECISIONS, *PRECISION_ALIASES, *plugins)

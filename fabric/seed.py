@@ -199,7 +199,8 @@ def rng_state() -> dict[str, Any]:
 def stream_digests() -> dict[str, str]:
     """Return a short text for the state of each random stream, by the name of the stream.
 
-    Equal texts mean equal states. The CUDA stream is that of the current device.
+    Equal texts mean equal states. Of the CUDA streams, only the stream of the current device
+    counts.
     """
     state = RandomStreams(("python", "numpy", "torch")).state()
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():

@@ -299,7 +299,8 @@ def _split_one_level(tree: Tree) -> _Level | None:
         return ".{}", tree._fields, tree, kind._make  # type: ignore[attr-defined]
     # An OrderedDict may be a state dict. torch's registered functions lose its attribute _metadata.
     if kind is not OrderedDict:
-        children_and_rebuild = flatten_one_level(tree)  # None: the type is not registered
+        # None if the type is not registered.
+        children_and_rebuild = flatten_one_level(tree)
         if children_and_rebuild is not None:
             return _split_registered(tree, *children_and_rebuild)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -94,7 +94,7 @@ def find_difference(communicator: Communicator, tensors: Mapping[str, Tensor]) -
     """
     shapes = [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()]
     checksum = zlib.crc32("\n".join(shapes).encode())
-    # The largest negative number is that of the smallest number.
+    # The maximum of the negative checksums is the negative of the smallest checksum.
     checksums = torch.tensor([checksum, -checksum], device=communicator.device)
     largest, largest_negative = communicator.all_reduce(checksums, Reduce.MAX).tolist()
     if largest != -largest_negative:
@@ -104,7 +104,7 @@ def find_difference(communicator: Communicator, tensors: Mapping[str, Tensor]) -
     sums = torch.stack(list(map(_sums_of, tensors.values()))).to(communicator.device)
     highest = communicator.all_reduce(sums.clone(), Reduce.MAX)
     lowest = -communicator.all_reduce(-sums, Reduce.MAX)
-    # The second sum is that of the absolute values.
+    # The second sum of each tensor is the sum of the absolute values.
     tolerance = highest[:, 1:] / 100
     differs = (highest - lowest > tolerance).any(dim=1).tolist()
     for name, is_different in zip(tensors, differs, strict=True):

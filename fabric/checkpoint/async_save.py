@@ -133,7 +133,8 @@ class StagingBuffers:
             # deepcopy() uses these copies of tensors, and copies all other objects itself.
             return copy.deepcopy(state, copied_tensors)
         finally:
-            # Also after an error: the next copy must not take the values of this one.
+            # This also runs after an error, since the next copy must not take the values of this
+            # one.
             self._release_buffers()
 
     def _release_buffers(self) -> None:

@@ -660,7 +660,8 @@ def _lock_folder(request: str, folder: Location, job_files: ExitStack) -> bytes:
     lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
     job_files.enter_context(lock)
     try:
-        # Not flock(): forked processes, such as the workers of a loader, would keep its lock.
+        # lockf() and not flock(): forked processes, such as the workers of a loader, would keep a
+        # lock of flock().
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)

@@ -482,7 +482,7 @@ def remove_folder(folder: Location) -> None:
     with suppress(FileNotFoundError):
         # The index is removed first, so that an interrupted removal leaves no checkpoint.
         (folder / INDEX).unlink()
-    # Without an index no save is valid: clean() removes the files of all saves.
+    # Without an index no save is valid, so clean() removes the files of all saves.
     clean(folder)
     with suppress(OSError):
         folder.rmdir()  # fails, and leaves the folder, if it holds anything else

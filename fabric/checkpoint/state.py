@@ -192,10 +192,11 @@ class StateDicts:
             if isinstance(value, nn.Module):
                 if should_copy_modules:
                     copied = map_tensors(_clone_unless_lazy, self.of_module(value))
-                    # Not strict: a module may leave values out of its own state.
+                    # The load is not strict, since a module may leave values out of its own state.
                     undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
-                # Not a copy: a load gives an optimizer new tensors, and leaves the old ones alone.
+                # The state needs no copy: a load gives an optimizer new tensors, and leaves the old
+                # ones alone.
                 undo.callback(value.load_state_dict, value.state_dict())
             elif is_stateful(value):
                 undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))

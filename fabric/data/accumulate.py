@@ -75,7 +75,8 @@ class Windows:
         return self.loader.resumed_at
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        # Not a generator: the iteration begins when iter() is called, as that of the loader does.
+        # This method is not a generator, so that the iteration begins when iter() is called, as an
+        # iteration of the loader does.
         position, batches = self.loader._begin(finds_final=True)
         return self._pairs(position, batches)
 

@@ -82,7 +82,8 @@ class JoinedPasses:
                 yield
         finally:
             bypass.on_forward.remove(self._on_forward)
-            # Only this check is removed: the detector may have added a check during the block.
+            # Only this check is removed, since the detector may have added a check during the
+            # block.
             checks = [check for check in recorder.checks if check != self._refuse_collective]
             recorder.checks = tuple(checks)
             recorder.phase_checks = phase_checks

@@ -507,7 +507,7 @@ class FabricDataLoader(_Base):
             return self._loader_position(position)
         if self._loaded_position is not None:
             # No iteration has begun since load_state_dict. The number of ranks and the batch size
-            # are those of this loader.
+            # are taken from this loader, and not from the loaded position.
             return {**self._loaded_position, **self._spec.summary()}
         dataset_state = DatasetState()
         if has_begun and self._dataset_keeps_position:

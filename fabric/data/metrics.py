@@ -254,12 +254,12 @@ def _state_of(metric: Any) -> dict[str, Any]:
     See ``[Note: metrics]``.
 
     Raises:
-        UsageError: the metric is synced, so its states are not those of this rank alone.
+        UsageError: the metric is synced, so its states are not the states of this rank alone.
     """
     if metric._is_synced:
         raise UsageError(
             f"save a {type(metric).__name__} that is synced",
-            problem="its states are those of all ranks now",
+            problem="its states are the states of all ranks now",
         )
     # The states that the metric has declared, and torchmetrics' own counters.
     declared = {*metric._defaults, "_update_count", "_num_vals_seen"}

@@ -24,7 +24,7 @@ class DatasetState(NamedTuple):
     Attributes:
         state: the dataset's own state. None if the dataset does not keep its position.
         has_ended: whether the dataset has yielded its last sample, which is in the current batch.
-            Its state may be that of the next epoch's start then.
+            ``state`` may then be the state of the dataset at the start of the next epoch.
     """
 
     state: Any = None

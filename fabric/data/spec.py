@@ -170,7 +170,8 @@ class LoaderSpec:
             # The last batch may be short.
             received_entries = min(received_entries, length)
         if self.shard_count == self.num_replicas:
-            # Fabric shards the order: the skipped entries are those of all ranks already.
+            # Fabric shards the order, so the skipped entries count the entries of all ranks
+            # already.
             return position.skipped_entries + received_entries * self.num_replicas
         # The sampler or the dataset shards: both numbers count the entries of this rank.
         return (position.skipped_entries + received_entries) * self.num_replicas

@@ -188,8 +188,8 @@ class TrainingChecks:
             # synchronizes() is false inside of no_backward_sync.
             if any(contract.synchronizes() for contract in self._contracts):
                 self._synchronized_backwards += 1
-            # Called after the count has changed: the check compares it with the count of another
-            # rank.
+            # This comes after the change of the count, which the check compares with the count of
+            # another rank.
             self._check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
@@ -738,7 +738,7 @@ class SetupChecks:
         without_gradient = _ids(trained) - _ids_with_gradient(trained)
         ids_of_modules = _ids_of_modules(self._contracts)
         are_all_in_modules = without_gradient <= ids_of_modules
-        # An optimizer of a model that is trained without fabric has gradients of its own.
+        # A model that is trained without fabric has an optimizer with gradients of its own.
         trains_another_model = bool(_ids_with_gradient(trained) - ids_of_modules)
         if are_all_in_modules or trains_another_model:
             return

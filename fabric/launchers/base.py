@@ -248,7 +248,8 @@ def initialized_backend(device_type: str) -> str | None:
     Returns:
         The name in upper case, such as ``"CUDA"``.
     """
-    torch = sys.modules.get("torch")  # None if torch has not been imported: nothing is initialized
+    # None if torch has not been imported. Then nothing is initialized.
+    torch = sys.modules.get("torch")
     for name in ("cuda", "xpu", device_type):
         # The CPU needs no initialization, and torch.cpu.is_initialized() is always true.
         if name == "cpu":

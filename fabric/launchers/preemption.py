@@ -158,7 +158,8 @@ class StopRequest:
         is_main_thread = threading.current_thread() is threading.main_thread()
         for number in stop_signals():
             self._listen_to(number, is_main_thread)
-        control_thread = ControlThread.of_this_process()  # None: fabric did not start this process
+        # None if fabric did not start this process.
+        control_thread = ControlThread.of_this_process()
         if control_thread is not None:
             # The supervisor then gives this rank time to save, and does not end it on a signal.
             control_thread.send("saving")
@@ -278,7 +279,7 @@ class StopRequest:
             number: the signal.
 
         Returns:
-            Whether the handler was that of this object, and has been replaced.
+            Whether the handler was a method of this object, and has been replaced.
         """
         # Compared by != and not by `is not`: every access to a method makes a new object.
         if signal.getsignal(number) != self._on_signal:

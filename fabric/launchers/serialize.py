@@ -231,7 +231,7 @@ def _dump_with(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) ->
         pickler_type: the ``Pickler`` of ``pickle`` or of ``cloudpickle``.
         value: the value.
         reducers: functions that return what is stored for an object, by the type of the object.
-            They come before those of the pickler.
+            They come before the functions of the pickler.
     """
     # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
     # They are read from an object, because the class pickle.Pickler has a descriptor of this name.

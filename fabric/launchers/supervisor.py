@@ -251,7 +251,7 @@ class RankProcess:
     def read_stack(self) -> str:
         """Return the stack of the thread that received a fatal signal, as the rank has written it.
 
-        If no Python thread received the signal, the stack is that of the main thread. The text is
+        If no Python thread received the signal, this is the stack of the main thread. The text is
         empty if the rank has written no stack.
         """
         text = Path(self.stack_file.path).read_text(errors="replace")
@@ -260,7 +260,7 @@ class RankProcess:
         paragraphs, _, _ = text.partition("\n\nExtension")
         reason, *threads = paragraphs.split("\n\n")
         # The paragraph of the thread that received the signal begins with "Current thread". The
-        # last paragraph is that of the main thread.
+        # last paragraph has the stack of the main thread.
         shown_threads = [thread for thread in threads if thread.startswith("Current")]
         if not shown_threads:
             shown_threads = threads[-1:]

@@ -62,7 +62,7 @@ class SingleDeviceStrategy(Strategy):
     """One process on one device, where the prepared module is the user's own module.
 
     Args:
-        device: the device, such as ``"cpu"`` or ``"cuda:1"``. None uses that of ``Fabric``.
+        device: the device, such as ``"cpu"`` or ``"cuda:1"``. None uses the device of ``Fabric``.
         **shared: ``accelerator``, ``checkpoint_io`` and ``precision`` as for :class:`Strategy`.
     """
 
@@ -118,10 +118,10 @@ class DataParallelStrategy(ParallelStrategy):
     the first device alone, on all of their arguments.
 
     Args:
-        accelerator: the hardware. None uses that of ``Fabric``.
+        accelerator: the hardware. None uses the accelerator of ``Fabric``.
         parallel_devices: the devices, one for each replica. The CPU may be named several times.
         checkpoint_io: the format of ``save`` and ``load``. None uses the strategy's own.
-        precision: the precision. None uses that of ``Fabric``.
+        precision: the precision. None uses the precision of ``Fabric``.
     """
 
     name = "dp"
@@ -221,10 +221,10 @@ class DataParallelStrategy(ParallelStrategy):
 
 
 class ThreadedDataParallel(nn.DataParallel[Any]):
-    """:class:`torch.nn.DataParallel` for replicas that share one device, such as those of the CPU.
+    """:class:`torch.nn.DataParallel` for replicas that share one device, such as the CPU.
 
-    With one device, torch's class runs the module once, on the whole batch. The semantics here are
-    those of torch's class on several devices, see ``[Note: Replicas]`` of this file:
+    With one device, torch's class runs the module once, on the whole batch. This class does
+    what torch's class does on several devices, see ``[Note: Replicas]`` of this file:
 
     - Tensors of shape ``(batch, *s)`` among the arguments are split along dim 0 as
       :meth:`torch.Tensor.chunk` splits them. Chunks may be uneven, and a small batch may use fewer
@@ -467,7 +467,8 @@ def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Ca
     are read now, and entered in the thread of each call.
 
     Args:
-        device_type: the device of the replicas. Its autocast is entered besides that of the CPU.
+        device_type: the device of the replicas. Its autocast is entered besides the autocast of the
+            CPU.
         forward_context: returns a context to enter around each call, in the thread of the call.
     """
     has_grad = torch.is_grad_enabled()

@@ -8,7 +8,7 @@ Operations on single tokens need no change. Attention needs all tokens, and ther
   heads of all tokens. A second all-to-all returns the outputs (Ulysses).
 - Otherwise each rank gathers all keys and values for its own queries.
 
-The gradients are those of the sum of all ranks' losses. The strategy averages them over the ranks.
+The gradients belong to the sum of all ranks' losses. The strategy averages them over the ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -339,7 +339,7 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
 
     Returns:
         The arguments of successive calls of ``parallelize_module(layer, mesh, ...)``. The order
-        matters, because each call adds hooks behind those of the calls before.
+        matters, because each call adds hooks behind the hooks of earlier calls.
     """
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 

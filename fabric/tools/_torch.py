@@ -70,7 +70,7 @@ class Rank0Chunks(TorchFunctionMode):
         dim = kwargs["dim"]
         chunk_length = -(-tensor.shape[dim] // chunk_count)  # rounded up
         chunk = tensor.narrow(dim, 0, chunk_length)
-        # Empty chunks stand for those of the other ranks.
+        # Empty chunks stand for the chunks of the other ranks.
         return [chunk] + [chunk.new_empty(0)] * (chunk_count - 1)
 
 

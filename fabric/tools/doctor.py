@@ -86,7 +86,7 @@ def _report(processes: int, seconds: float) -> int:
     """
     title = "the place of this process in its job"
     with _report_part(title, seconds, "start it as its launcher does"):
-        # None outside of a job: fabric then starts new processes.
+        # The result is None outside of a job. Then fabric starts new processes.
         detected = detect(os.environ)
         launcher, world = detected or (None, World(world_size=processes))
     if world.rank == 0:
@@ -280,7 +280,7 @@ def _examine_command() -> str:
     """Return a finding about the command ``fabric``, which another package may have installed."""
     command = shutil.which("fabric")
     if command is None:
-        # Not a failure: python -m fabric works without the command.
+        # This is no failure, since python -m fabric works without the command.
         return _finding("the command fabric: not on PATH")
     text = f"the command fabric: {command}"
     # The script that pip generates for our entry point has this import.

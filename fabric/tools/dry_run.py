@@ -489,7 +489,8 @@ class _Trace(DispatchMode):
         """Mark the memory that an optimizer holds. A hook that torch calls after its ``step()``."""
         gradients = [parameter.grad for parameter in parameters_of(optimizer)]
         self.set_kind(gradients, "gradients")
-        # Not set_kind(): a state may share the memory of a parameter, which has to keep its kind.
+        # set_kind() is not used, since a state may share the memory of a parameter, which has to
+        # keep its kind.
         self.track([*optimizer.state.values()], "optimizer state")
 
     def set_kind(self, tree: Any, kind: str) -> None:

@@ -770,7 +770,7 @@ class _Profile:
         self._events.append(event)
 
     def _publish_and_write(self) -> None:
-        """Publish the events of this rank in the job's store. Rank 0 writes those of all ranks.
+        """Publish the events of this rank. On rank 0, write the events of all ranks.
 
         Runs once, at the end of the profile. Not collective: ranks may end early or not at all.
         """
