@@ -5,7 +5,7 @@ See also ``[Note: Loss reduction]`` in ``fabric/diagnostics/loss_reduction.py``.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -63,29 +63,37 @@ class LossChecks:
         if reduction is None:
             return
         if number is not None and number > 1 and reduction.is_plain_mean:
-            raise UsageError(
-                f"fabric.backward(loss, weight={number:g}) on rank {self._rank}",
-                problem="the loss is a mean, and its gradients would be divided by the weight once "
-                "more",
-                expected="the weight of a loss that is a sum: the number of its terms",
-                suggestion="fabric.backward(loss * n, weight=n), or the loss with "
-                'reduction="sum"; fabric.backward(loss) for the mean over all processes of their '
-                f"losses; {_TURN_OFF}",
-            )
+            self._refuse_weight_of_mean(number)
         is_averaged = weight is None and reduce == "mean" and self._num_replicas > 1
         should_warn = is_averaged and reduction.is_plain_sum and self._rank == 0
         if should_warn and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"the loss of each of {self._num_replicas} processes is a sum over its samples, "
-                "and gradients are averaged over processes: they are "
-                f"{self._num_replicas} times smaller than those of one process that sums over all "
-                'samples. Write fabric.backward(loss, reduce="sum") for the sum, or '
-                "fabric.backward(loss, weight=n) with the number of terms for the mean; "
-                f"{_TURN_OFF}",
-                # The line that calls fabric.backward().
-                stacklevel=3,
-            )
+            self._warn_of_averaged_sum()
+
+    def _refuse_weight_of_mean(self, weight: float) -> NoReturn:
+        """Raise the UsageError for a loss that is a mean and has a weight."""
+        raise UsageError(
+            f"fabric.backward(loss, weight={weight:g}) on rank {self._rank}",
+            problem="the loss is a mean, and its gradients would be divided by the weight once "
+            "more",
+            expected="the weight of a loss that is a sum: the number of its terms",
+            suggestion="fabric.backward(loss * n, weight=n), or the loss with "
+            'reduction="sum"; fabric.backward(loss) for the mean over all processes of their '
+            f"losses; {_TURN_OFF}",
+        )
+
+    def _warn_of_averaged_sum(self) -> None:
+        """Warn that the gradients of a sum are averaged. Called one level below :meth:`check`."""
+        warnings.warn(
+            f"the loss of each of {self._num_replicas} processes is a sum over its samples, "
+            "and gradients are averaged over processes: they are "
+            f"{self._num_replicas} times smaller than those of one process that sums over all "
+            'samples. Write fabric.backward(loss, reduce="sum") for the sum, or '
+            "fabric.backward(loss, weight=n) with the number of terms for the mean; "
+            f"{_TURN_OFF}",
+            # The line that calls fabric.backward().
+            stacklevel=4,
+        )
 
 
 def _number(weight: Any) -> float | None:

@@ -147,7 +147,7 @@ class TrainingChecks:
         # The ids of the parameters that have had a gradient in any of the steps.
         self._had_gradient: set[int] = set()
         # The names of the replicated parameters, and a number for each after the latest step.
-        self._replicated_names: list[str] = []
+        self._compared_names: list[str] = []
         self._fingerprint: list[int] = []
         self._hooks = ExitStack()
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -404,7 +404,7 @@ class TrainingChecks:
         if self._store.size == 1:
             return  # nothing has to be synchronized
         self._set_fingerprint(optimizer, trained)
-        if not self._replicated_names:  # this rank holds nothing that must be equal on all ranks
+        if not self._compared_names:  # this rank holds nothing that must be equal on all ranks
             return
         published = _Published(self._store.rank, self._fingerprint, self._synchronized_backwards)
         content = published.to_bytes()
@@ -431,17 +431,11 @@ class TrainingChecks:
         # Read only if no parameter is replicated. The parameters of the modules are then shards.
         has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
         if replicated:
-            self._replicated_names = [names[id(parameter)] for parameter in replicated]
+            self._compared_names = [names[id(parameter)] for parameter in replicated]
             self._fingerprint = fingerprint(replicated)
         elif has_shards:
-            options: list[tuple[str, float]] = []
-            for group in optimizer.param_groups:
-                for key, value in group.items():
-                    # A float is an option such as the learning rate. Equal floats have the same
-                    # text on all ranks.
-                    if type(value) is float:
-                        options.append((key, value))
-            self._replicated_names = ["its options"]
+            self._compared_names = ["its options"]
+            options = _float_options(optimizer)
             self._fingerprint = [crc32(f"{self._class_name} {options}".encode())]
 
     def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
@@ -501,7 +495,7 @@ class TrainingChecks:
         # The lengths may differ: on the other rank, other parameters outside of modules may have
         # gradients.
         for name, number, other_number in zip(
-            self._replicated_names, self._fingerprint, published.fingerprint, strict=False
+            self._compared_names, self._fingerprint, published.fingerprint, strict=False
         ):
             if number != other_number:
                 different_names.append(name)
@@ -671,7 +665,10 @@ class SetupChecks:
             self._clipping_check.check(optimizer, self._request(optimizer))
         self._check_parameters_in_use(optimizer, trained)
         if is_first_step and self._store.size > 1:
-            self._check_synchronized(optimizer, trained)
+            if self._is_without_setup(trained):
+                self._check_replicas_without_setup(optimizer, trained)
+            else:
+                self._check_loaders(trained)
 
     def _check_not_scaled(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
         """Raise if an optimizer that was not set up would step with scaled gradients.
@@ -758,33 +755,44 @@ class SetupChecks:
                     "replaced, then fabric.setup(...)",
                 )
 
-    def _check_synchronized(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Warn on rank 0 if each rank has its own model, or reads the whole dataset.
+    def _is_without_setup(self, trained: list[Tensor]) -> bool:
+        """Return whether parameters are trained although nothing was set up.
 
-        If nothing was set up, the checks of a set-up optimizer start for this one, too: they raise
-        if the replicas differ.
+        Args:
+            trained: the parameters that an optimizer trains on this rank.
+        """
+        if self._contracts or self._has_set_up_optimizer:
+            return False
+        # Only parameters of modules count. Plain tensors may be meant to differ between ranks, and
+        # torch synchronizes sharded parameters, which are DTensors.
+        return any(type(parameter) is nn.Parameter for parameter in trained)
+
+    def _check_replicas_without_setup(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Warn on rank 0 that each rank has its own model, and check the replicas from now on.
+
+        The checks are the same as for a set-up optimizer. They raise if the replicas differ.
 
         Args:
             optimizer: the optimizer, before its first step.
             trained: the parameters that it trains on this rank.
         """
-        is_rank_0 = self._store.rank == 0
-        has_setup = bool(self._contracts) or self._has_set_up_optimizer
-        # Only parameters of modules count. Plain tensors may be meant to differ between ranks, and
-        # torch synchronizes sharded parameters, which are DTensors.
-        has_plain_parameter = any(type(parameter) is nn.Parameter for parameter in trained)
-        if has_plain_parameter and not has_setup:
-            # The name is the same on all ranks that step with optimizers of the same sizes in the
-            # same order. Ranks with other optimizers are not compared.
-            num_elements = sum(parameter.numel() for parameter in trained)
-            self._start_checks(optimizer, name=f"{self._step_calls} {num_elements}")
-            if is_rank_0:
-                self._warn(
-                    "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
-                )
-            return
+        # The name is the same on all ranks that step with optimizers of the same sizes in the same
+        # order. Ranks with other optimizers are not compared.
+        num_elements = sum(parameter.numel() for parameter in trained)
+        self._start_checks(optimizer, name=f"{self._step_calls} {num_elements}")
+        if self._store.rank == 0:
+            self._warn(
+                "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
+            )
+
+    def _check_loaders(self, trained: list[Tensor]) -> None:
+        """Warn on rank 0 if each rank trains a set-up module on the whole dataset.
+
+        Args:
+            trained: the parameters that an optimizer trains on this rank.
+        """
         trains_module = bool(_ids_with_gradient(trained) & _ids_of_modules(self._contracts))
-        if is_rank_0 and trains_module and not self._loaders:
+        if self._store.rank == 0 and trains_module and not self._loaders:
             datasets = datasets_iterated_in_full()
             if datasets:
                 self._warn(
@@ -930,6 +938,19 @@ def _has_nan(parameter: Tensor) -> bool:
     if not is_plain or tensor.element_size() == 1:
         return False
     return bool(tensor.isnan().any())
+
+
+def _float_options(optimizer: Optimizer) -> list[tuple[str, float]]:
+    """Return the options of an optimizer that are floats, such as the learning rate.
+
+    Equal floats have the same text on all ranks. Other options may not.
+    """
+    options: list[tuple[str, float]] = []
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if type(value) is float:
+                options.append((key, value))
+    return options
 
 
 def _trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
