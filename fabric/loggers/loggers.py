@@ -116,18 +116,22 @@ def _as_logger(logger: Any) -> Logger:
     Raises:
         ArgumentTypeError: the object is none of these.
     """
-    problem = "it is a class"
-    if not isinstance(logger, type):
-        if callable(getattr(logger, "log_metrics", None)):
-            return logger
-        if callable(getattr(logger, "add_scalar", None)):
-            return _SummaryWriterAdapter(logger)
-        # The package decides, too, since many objects have a method "log".
-        package, _, _ = type(logger).__module__.partition(".")
-        if package == "wandb" and callable(getattr(logger, "log", None)):
-            return _WandbAdapter(logger)
-        problem = "it has no method log_metrics(metrics, step)"
-    raise ArgumentTypeError(
+    if isinstance(logger, type):
+        raise _logger_error(logger, problem="it is a class")
+    if callable(getattr(logger, "log_metrics", None)):
+        return logger
+    if callable(getattr(logger, "add_scalar", None)):
+        return _SummaryWriterAdapter(logger)
+    # The package decides, too, since many objects have a method "log".
+    package, _, _ = type(logger).__module__.partition(".")
+    if package == "wandb" and callable(getattr(logger, "log", None)):
+        return _WandbAdapter(logger)
+    raise _logger_error(logger, problem="it has no method log_metrics(metrics, step)")
+
+
+def _logger_error(logger: Any, problem: str) -> ArgumentTypeError:
+    """Return the error for an object that is no logger."""
+    return ArgumentTypeError(
         f"loggers={logger!r}",
         problem=problem,
         expected="an object with that method, a run of W&B, or a SummaryWriter of TensorBoard",
