@@ -336,8 +336,10 @@ class Checkpoints:
     ) -> None:
         """Remove all checkpoints but the newest of different steps and the best one. Collective.
 
-        ``metrics_files`` has the content of metrics files to write before, by file name. None for
-        no files.
+        Args:
+            communicator: all ranks.
+            metrics_files: the content of metrics files by name, which are written before anything
+                is removed. None, the default, writes no files.
         """
         # self._metrics has the oldest checkpoint first. So of several checkpoints of the same step,
         # the newest one stays in this dict.

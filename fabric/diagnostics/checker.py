@@ -526,6 +526,7 @@ def difference(calls: Mapping[int, Call]) -> str:
     """
     # The facts are compared in this order. Other operations have other arguments, so the operation
     # comes first. The arguments come second: they say more than the buffers that are made of them.
+    # To the user, the arguments are the data of the call.
     values_by_fact: dict[str, dict[int, str]] = {
         "operation": {},  # filled in below, as a fact of the calls
         "data": _windows_around_difference(calls),
@@ -536,15 +537,20 @@ def difference(calls: Mapping[int, Call]) -> str:
         # A call without the fact has the value "none", so it differs from a call with the fact.
         values_by_fact[name] = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
     for name, values in values_by_fact.items():
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, value in sorted(values.items()):
-            ranks_by_value.setdefault(value, []).append(rank)
-        if len(ranks_by_value) > 1:
-            texts = []
-            for value, ranks in ranks_by_value.items():
-                texts.append(f"{value} on {ranks_in_words(ranks)}")
-            return f"{name}: {'; '.join(texts)}"
+        if len(set(values.values())) > 1:
+            return f"{name}: {_values_in_words(values)}"
     return ""
+
+
+def _values_in_words(values: Mapping[int, str]) -> str:
+    """Return values by rank as text, such as ``"sum on rank 0; mean on ranks 1, 2"``."""
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks_by_value.setdefault(value, []).append(rank)
+    texts: list[str] = []
+    for value, ranks in ranks_by_value.items():
+        texts.append(f"{value} on {ranks_in_words(ranks)}")
+    return "; ".join(texts)
 
 
 def _windows_around_difference(calls: Mapping[int, Call]) -> dict[int, str]:

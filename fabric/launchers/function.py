@@ -159,10 +159,7 @@ class ProcessLauncher(base.Launcher):
                 _exit_by_signal(supervisor.signals[0].number)
             raise
         except RankFailedError:
-            # If nothing catches the error, this hook sets the exit code of this process. A hook
-            # that the user has installed stays.
-            if sys.excepthook is sys.__excepthook__ and not base.is_interactive():
-                sys.excepthook = _exit_as_the_rank
+            _exit_as_the_rank_if_uncaught()
             raise
         # A rank that is not selected by spec.results has sent a pickled None.
         results = [load(pickled_result) for pickled_result in pickled_results]
@@ -203,6 +200,15 @@ def _exit_by_signal(number: int) -> None:
     if callable(handler):  # a handler of the user: SIG_DFL and SIG_IGN are not callable
         handler(number, None)
     raise SystemExit(128 + number) from None
+
+
+def _exit_as_the_rank_if_uncaught() -> None:
+    """Install the hook that sets the exit code of this process if nothing catches an error.
+
+    A hook that the user has installed stays. An interactive interpreter goes on after an error.
+    """
+    if sys.excepthook is sys.__excepthook__ and not base.is_interactive():
+        sys.excepthook = _exit_as_the_rank
 
 
 def _exit_as_the_rank(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -106,11 +106,7 @@ def assert_equivalent(
         ConfigurationError: there are fewer than two runs to compare.
         RankFailedError: the step failed.
     """
-    runs: list[tuple[Strategy | StrategyName, int]] = []
-    for size in world_sizes:
-        for strategy in strategies:
-            if size == 1 or _connects_processes(strategy):
-                runs.append((strategy, size))
+    runs = _possible_runs(strategies, world_sizes)
     if len(runs) < 2:
         raise ConfigurationError(
             f"assert_equivalent(...) under {list(strategies)} on {list(world_sizes)} ranks",
@@ -132,6 +128,18 @@ def assert_equivalent(
     for title, rank_results in results.items():
         expected[title] = [reference] * len(rank_results)
     assert_same(results, expected, rtol=rtol, atol=atol)
+
+
+def _possible_runs(
+    strategies: Sequence[Strategy | StrategyName], world_sizes: Sequence[int]
+) -> list[tuple[Strategy | StrategyName, int]]:
+    """Return the pairs of a strategy and a number of ranks on which the strategy can run."""
+    runs: list[tuple[Strategy | StrategyName, int]] = []
+    for size in world_sizes:
+        for strategy in strategies:
+            if size == 1 or _connects_processes(strategy):
+                runs.append((strategy, size))
+    return runs
 
 
 def _connects_processes(strategy: Strategy | StrategyName) -> bool:
