@@ -185,7 +185,7 @@ def test_what_cannot_be_computed_raises_on_all_processes() -> None:
         "computes from other states",
         "process_group",
         "no metric",
-        "are those of all ranks",
+        "has the states of all ranks",
     ]
     for errors in run_in_ranks(refused):
         for text, error in zip(texts, errors, strict=True):

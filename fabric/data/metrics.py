@@ -259,7 +259,7 @@ def _state_of(metric: Any) -> dict[str, Any]:
     if metric._is_synced:
         raise UsageError(
             f"save a {type(metric).__name__} that is synced",
-            problem="its states are the states of all ranks now",
+            problem="it has the states of all ranks now",
         )
     # The states that the metric has declared, and torchmetrics' own counters.
     declared = {*metric._defaults, "_update_count", "_num_vals_seen"}
