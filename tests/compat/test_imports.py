@@ -7,30 +7,28 @@ from typing import NamedTuple
 
 import pytest
 
+from fabric.errors import RankFailedError
+from fabric.launchers import LAUNCHERS, LaunchSpec
 from tests.compat.table import PAGE, failure, import_lines, imports, is_unsupported, table
 
 
-def run(code: str, *options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *options, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=folder,
-        check=False,
-    )
+def run(code: str) -> None:
+    """Run code in a process that has imported fabric, but not the package."""
+    spec = LaunchSpec(num_processes=1)
+    LAUNCHERS["forkserver"].launch(exec, (code, {}), {}, spec)
 
 
-def test_at_least_95_of_100_imports_of_public_projects_resolve() -> None:
+def test_at_least_95_of_100_imports_of_public_projects_resolve(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     code = (
         "import fabric_compat.installed\n"
         "from tests.compat.test_imports import print_counts\n"
         "print_counts()"
     )
-    done = run(code, folder=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
+    run(code)
     assert len(list(imports())) >= 200
-    resolved, supported, is_table_current = done.stdout.split()
+    resolved, supported, is_table_current = capfd.readouterr().out.split()
     assert int(resolved) >= 0.95 * int(supported)
     assert is_table_current == "True", "python -m tests.compat.table"
 
@@ -119,10 +117,11 @@ except TrainingSpikeException:
 """
 
 
-def test_all_names_of_a_module_are_one_object_and_names_without_counterparts_import() -> None:
-    done = run(SHARED_OBJECTS + UNUSED_NAMES)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+def test_all_names_of_a_module_are_one_object_and_names_without_counterparts_import(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run(SHARED_OBJECTS + UNUSED_NAMES)
+    assert capfd.readouterr().err == ""
 
 
 # Lines of code, and what their error says.
@@ -146,10 +145,10 @@ REFUSED = {
 }
 
 
-# Runs each line of its input, and prints the error.
+# Runs each line, and prints the error.
 PRINT_ERRORS = """
-import sys, fabric_compat.installed
-for line in sys.stdin:
+import fabric_compat.installed
+for line in {lines}:
     try:
         exec(line)
     except ImportError as error:
@@ -157,35 +156,38 @@ for line in sys.stdin:
 """
 
 
-def test_what_has_no_counterpart_is_an_error_that_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT_ERRORS],
-        input="\n".join(REFUSED),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    errors = done.stdout.splitlines()
+def test_what_has_no_counterpart_is_an_error_that_says_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run(PRINT_ERRORS.format(lines=list(REFUSED)))
+    errors = capfd.readouterr().out.splitlines()
     assert len(errors) == len(REFUSED)
     for error, expected in zip(errors, REFUSED.values(), strict=True):
         assert expected in error
 
 
-def test_importing_fabric_or_the_package_changes_no_import() -> None:
+def test_importing_fabric_or_the_package_changes_no_import(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     code = (
         "import sys, fabric._fabric, fabric.cli\n"
         "print('fabric_compat' in sys.modules)\n"
         "import fabric_compat\n"
         "print([finder for finder in sys.meta_path if 'compat' in repr(finder)])"
     )
-    assert run(code).stdout == "False\n[]\n"
+    run(code)
+    assert capfd.readouterr().out == "False\n[]\n"
 
 
 def test_it_has_to_be_installed_before_lightning_is_imported(tmp_path: Path) -> None:
     (tmp_path / "lightning.py").touch()
-    done = run("import lightning, fabric_compat.installed", folder=tmp_path)
-    assert "lightning has been imported already" in done.stderr
+    code = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import lightning, fabric_compat.installed"
+    )
+    with pytest.raises(RankFailedError, match="lightning has been imported already"):
+        run(code)
 
 
 SCRIPT = """
@@ -316,21 +318,33 @@ def run_module(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return done
 
 
-def test_a_module_runs_too_and_a_wrong_file_is_one_line(tmp_path: Path) -> None:
+# Runs the command with wrong arguments, and prints what it says at its exit.
+WRONG_FILES = """
+import sys
+from fabric_compat.__main__ import main
+for arguments in (["nothing.py"], []):
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as error:
+        print(error)
+"""
+
+
+def test_a_wrong_file_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    run(WRONG_FILES)
+    missing_file, no_file = capfd.readouterr().out.splitlines()
+    assert "there is no such file" in missing_file
+    assert "usage: python -m fabric_compat" in no_file
+
+
+def test_a_module_runs_too_and_so_do_tests(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "import sys; from lightning_fabric import Fabric; print(Fabric, sys.argv[1:])"
     )
     module = run_module(tmp_path, "fabric_compat", "-m", "job", "-x")
     assert module.returncode == 0, module.stderr
     assert "['-x']" in module.stdout + module.stderr
-
-    missing_file = run_module(tmp_path, "fabric_compat", "nothing.py")
-    assert missing_file.returncode == 1
-    assert "there is no such file" in missing_file.stdout + missing_file.stderr
-
-    no_file = run_module(tmp_path, "fabric_compat")
-    assert no_file.returncode == 1
-    assert "usage: python -m fabric_compat" in no_file.stdout + no_file.stderr
 
     (tmp_path / "test_job.py").write_text("def test_job():\n    import lightning.fabric\n")
     plugin = ("-p", "fabric_compat.installed", "-p", "no:cacheprovider")
