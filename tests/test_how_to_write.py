@@ -57,6 +57,8 @@ def test_the_checkpoint_format_conforms(page_module: Callable[[str], Any], tmp_p
     check_checkpoint_io(checkpoint_io, tmp_path)
 
 
+# The ranks of each launch are new processes that import torch.
+@pytest.mark.slow
 def test_the_launcher_conforms(page_module: Callable[[str], Any]) -> None:
     check_launcher(page_module("write-a-launcher.md").PoolLauncher())
 

@@ -163,7 +163,10 @@ def test_the_suite_names_the_fault_of_an_environment(
 # -- launcher --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+# Each rank of the six launches imports torch under spawn. Other tests launch by spawn, too.
+@pytest.mark.parametrize(
+    "start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 def test_our_launchers_of_functions_conform(start_method: Any) -> None:
     check_launcher(ProcessLauncher(start_method))
 
