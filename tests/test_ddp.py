@@ -352,6 +352,112 @@ def test_a_buffer_that_is_not_copied_may_share_memory() -> None:
     assert run_in_ranks(use_ranks_own_buffers, strategy=strategy) == [0.0, 2.0]
 
 
+class TiedLayers(nn.Module):
+    """An embedding, and an output layer with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(indices))
+
+
+def accumulate_on_static_graph(
+    fabric: Fabric, first_number: int, has_weight: bool
+) -> list[torch.Tensor]:
+    """Return the weight after each of two windows of three passes.
+
+    Args:
+        fabric: the job.
+        first_number: the number of the first pass that may skip the synchronization.
+        has_weight: whether the losses are sums with a weight.
+    """
+    torch.manual_seed(0)
+    model, optimizer = make(fabric, TiedLayers())
+    weights: list[torch.Tensor] = []
+    number = 0
+    for _ in range(2):
+        for position in range(3):
+            last = position == 2
+            is_enabled = not last and number >= first_number
+            indices = torch.tensor([number, 2 * fabric.global_rank])
+            with fabric.no_backward_sync(model, enabled=is_enabled):
+                errors = model(indices).square()
+                if has_weight:
+                    fabric.backward(errors.sum(), weight=len(errors))
+                else:
+                    fabric.backward(errors.mean())
+            number += 1
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(model.head.weight.detach().clone())
+    return weights
+
+
+def skip_the_first_synchronization(fabric: Fabric) -> list[str]:
+    """Return the outcomes of loops whose first forward pass is in ``no_backward_sync``."""
+    plain, _ = make(fabric, Net())
+    x = torch.ones(2, 4)
+
+    def accumulate() -> None:
+        with fabric.no_backward_sync(plain):
+            fabric.backward(plain(x).sum())
+
+    def backward_outside() -> None:
+        with fabric.no_backward_sync(plain):
+            loss = plain(x).sum()
+        loss.backward()
+
+    return [
+        outcome(lambda: accumulate_on_static_graph(fabric, 0, has_weight=False)),
+        outcome(accumulate),
+        outcome(backward_outside),
+    ]
+
+
+def test_a_static_graph_needs_a_first_pass_with_synchronization() -> None:
+    strategy = DDPStrategy(start_method="forkserver", static_graph=True)
+    for outcomes in run_in_ranks(skip_the_first_synchronization, strategy=strategy):
+        for text in outcomes:
+            assert "UsageError: the first backward pass of" in text
+            assert "no_backward_sync(model, enabled=not last and number > 0)" in text
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_a_static_graph_accumulates_after_its_first_pass(has_weight: bool) -> None:
+    strategy = DDPStrategy(start_method="forkserver", static_graph=True)
+    expected = run_in_ranks(accumulate_on_static_graph, 0, has_weight)
+    results = run_in_ranks(accumulate_on_static_graph, 1, has_weight, strategy=strategy)
+    for rank_weights, expected_weights in zip(results, expected, strict=True):
+        torch.testing.assert_close(rank_weights, expected_weights)
+
+
+def evaluate_before_training(fabric: Fabric) -> list[str]:
+    """Return the outcomes of passes in ``no_backward_sync`` that record no static graph."""
+    model, _ = make(fabric, Net())
+    x = torch.ones(2, 4)
+
+    def accumulate() -> None:
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(x).mean())
+
+    with fabric.no_backward_sync(model):
+        outcomes = [outcome(lambda: model(x))]
+    outcomes.append(outcome(lambda: fabric.backward(model(x).mean())))
+    outcomes.append(outcome(accumulate))
+    outcomes.append(outcome(lambda: fabric.backward(model(x).mean())))
+    return outcomes
+
+
+def test_a_static_graph_allows_forward_passes_before_its_first_backward_pass() -> None:
+    strategy = DDPStrategy(start_method="forkserver", static_graph=True)
+    results = run_in_ranks(evaluate_before_training, strategy=strategy)
+    assert results == [["fine"] * 4] * 2
+
+
 def sync_states(fabric: Fabric) -> list[bool]:
     """Return whether gradients are synchronized after inner blocks and after an error."""
     module = Net()

@@ -36,13 +36,14 @@ from fabric.batch_norm import has_sync_batch_norm, synchronize_batch_norms
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision, PrecisionName
 from fabric.strategies.parallel import (
     ParallelStrategy,
     check_forwarded_arguments,
     refuse_unprepared,
 )
+from fabric.tree import flatten
 
 __all__ = ["DDPStrategy"]
 
@@ -87,7 +88,8 @@ class DDPStrategy(ParallelStrategy):
             teardown. ``fabric.sync_batchnorm(module)`` does the same under every strategy.
         num_nodes: the number of nodes of the job.
         **ddp_kwargs: passed to ``DistributedDataParallel``, such as
-            ``find_unused_parameters=True``.
+            ``find_unused_parameters=True``. With ``static_graph=True``, the first pass has to be
+            outside of ``no_backward_sync``.
 
     Raises:
         ArgumentTypeError: ``DistributedDataParallel`` knows no such argument.
@@ -273,6 +275,8 @@ class DDPStrategy(ParallelStrategy):
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **options)
         if is_dry_run:
             wrapper.register_comm_hook(None, reduce_bucket_without_result)
+        if wrapper.static_graph:
+            _FirstPassCheck(wrapper)
         return wrapper
 
     @override
@@ -534,6 +538,55 @@ def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torc
         if parameter.requires_grad and name not in ignored:
             synchronized[name] = parameter
     return synchronized
+
+
+class _FirstPassCheck:
+    """A check that the first backward pass of a static graph synchronizes gradients.
+
+    DDP records the graph in this pass, after a forward pass outside of ``no_sync`` has prepared it.
+    The check ends with this forward pass.
+
+    Args:
+        wrapper: the module with the static graph.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        """Add a hook after the forward passes."""
+        self._is_prepared = False
+        self._hook = wrapper.register_forward_hook(self._after_forward)
+
+    def _after_forward(
+        self, wrapper: DistributedDataParallel, _arguments: object, output: object
+    ) -> None:
+        """End the check, or watch whether a backward pass follows. This is a forward hook."""
+        if not torch.is_grad_enabled():
+            return
+        if wrapper.require_backward_grad_sync:
+            self._is_prepared = True
+            self._hook.remove()
+            return
+        check = partial(self._refuse_backward, type(uncompiled(wrapper.module)).__name__)
+        leaves, _ = flatten(output)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(check)
+
+    def _refuse_backward(self, title: str, _gradient: torch.Tensor) -> None:
+        """Raise the UsageError, unless DDP has been prepared. This is a hook of an output.
+
+        Args:
+            title: the class of the user's module.
+        """
+        if self._is_prepared:
+            return
+        raise UsageError(
+            f"the first backward pass of {title} under DDPStrategy(static_graph=True)",
+            problem="its forward pass was in no_backward_sync, but DDP records the graph in the "
+            "first pass and has to synchronize there; torch would fail with an internal error",
+            expected="a first pass outside of no_backward_sync",
+            suggestion="fabric.no_backward_sync(model, enabled=not last and number > 0), where "
+            "number counts the passes",
+        )
 
 
 @contextmanager
