@@ -115,8 +115,18 @@ class Fabric(_Fabric):
         else:
             _note("a module that is set up again is the one that was")
         self._set_up(optimizers)
+        self._attach(self.unwrap(model), optimizers)
         self.call("on_after_setup", fabric=self, module=model)
         return _single_or_tuple(model, *optimizers, scheduler)
+
+    def _attach(self, user_module: Any, optimizers: Any) -> None:
+        """Tell a LightningModule its Fabric and its optimizers, and call its hooks."""
+        if not hasattr(user_module, "_fabric"):
+            return
+        user_module._fabric = self
+        user_module._fabric_optimizers = list(optimizers)
+        if user_module not in self._callbacks:
+            self._callbacks.append(user_module)
 
     def _prepared_module(self, module: Any) -> Any:
         """Return the result of an earlier setup of a module, or None."""

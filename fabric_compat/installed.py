@@ -1,4 +1,4 @@
-"""An import hook that finds ``lightning.fabric`` and ``lightning_fabric`` in :mod:`fabric_compat`.
+"""An import hook that finds the modules of Lightning in :mod:`fabric_compat`.
 
 Importing this module installs the hook. pytest loads this module with
 ``-p fabric_compat.installed``, and ``python -m fabric_compat`` makes every rank import this module.
@@ -13,7 +13,7 @@ from typing import Any
 
 from fabric_compat.modules import COUNTERPARTS, modules_below
 
-_ROOTS = ("lightning", "lightning_fabric")
+_ROOTS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -1,4 +1,4 @@
-"""Names of Lightning Fabric without a counterpart here, and what to use instead."""
+"""Names of Lightning without a counterpart here, and what to use instead."""
 
 from typing import Any
 
@@ -23,9 +23,13 @@ class Missing(Exception):
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__
         raise ImportError(
-            f"{name} of Lightning Fabric has no counterpart in torch-fabric. "
-            f"Use instead: {self.instead}"
+            f"{name} of Lightning has no counterpart in torch-fabric. Use instead: {self.instead}"
         )
+
+
+def missing_class(name: str, instead: str) -> Any:
+    """Return a class whose constructor says what to use instead."""
+    return type(name, (Missing,), {"instead": instead})
 
 
 def missing(module: str, name: str) -> Any:
@@ -42,5 +46,5 @@ def missing(module: str, name: str) -> Any:
             continue
         if name.endswith("_AVAILABLE"):
             return False
-        return type(name, (Missing,), {"instead": instead})
+        return missing_class(name, instead)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

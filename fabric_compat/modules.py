@@ -34,9 +34,30 @@ _MODULES_OF_FABRIC = {
         utilities.optimizer utilities.rank_zero utilities.registry utilities.seed utilities.spike
         utilities.throughput utilities.types utilities.warnings
     """,
+    "testing": "utilities.testing",
     "wrappers": "wrappers",
 }
-_ROOTS = {"lightning.fabric": _MODULES_OF_FABRIC, "lightning_fabric": _MODULES_OF_FABRIC}
+_MODULES_BESIDE_TRAINER = {
+    "demos": "demos demos.transformer",
+    "pytorch": """
+        callbacks callbacks.callback callbacks.early_stopping callbacks.model_checkpoint cli core
+        core.datamodule core.module trainer trainer.trainer utilities.model_helpers utilities.types
+    """,
+    "trackers": """
+        loggers loggers.comet loggers.csv_logs loggers.litlogger loggers.logger loggers.mlflow
+        loggers.tensorboard loggers.wandb
+    """,
+    "utilities": """
+        utilities utilities.exceptions utilities.imports utilities.rank_zero utilities.seed
+    """,
+    "testing": "utilities.testing",
+}
+_ROOTS = (
+    ("lightning.fabric", _MODULES_OF_FABRIC),
+    ("lightning_fabric", _MODULES_OF_FABRIC),
+    ("lightning.pytorch", _MODULES_BESIDE_TRAINER),
+    ("pytorch_lightning", _MODULES_BESIDE_TRAINER),
+)
 
 
 def _counterparts() -> dict[str, str]:
@@ -44,8 +65,10 @@ def _counterparts() -> dict[str, str]:
         "lightning": "fabric_compat.lightning",
         "lightning.fabric": "fabric_compat.lightning_fabric",
         "lightning_fabric": "fabric_compat.lightning_fabric",
+        "lightning.pytorch": "fabric_compat.pytorch",
+        "pytorch_lightning": "fabric_compat.pytorch",
     }
-    for root, modules in _ROOTS.items():
+    for root, modules in _ROOTS:
         for counterpart, names in modules.items():
             for name in names.split():
                 counterparts[f"{root}.{name}"] = f"fabric_compat.{counterpart}"

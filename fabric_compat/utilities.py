@@ -6,7 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -141,6 +141,16 @@ def _collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
 
 
 _set_rng_states = seeding.set_rng_state
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Restore the random states after the block, which may draw numbers or set seeds."""
+    states = _collect_rng_states(include_cuda)
+    try:
+        yield
+    finally:
+        _set_rng_states(states)
 
 
 # data

@@ -14,8 +14,17 @@ LIST = Path(__file__).parent / "imports.txt"
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 BEGIN = "<!-- imports: begin -->\n"
 END = "<!-- imports: end -->\n"
-# Words in the names of hardware and libraries that are not supported. These names say what to use.
-UNSUPPORTED_WORDS = ("xla", "deepspeed", "bitsandbytes")
+# Words in the names of hardware and libraries that are not supported, and of the Trainer's classes.
+# These names say what to use.
+UNSUPPORTED_WORDS = (
+    "xla",
+    "deepspeed",
+    "bitsandbytes",
+    "trainer",
+    "earlystopping",
+    "modelcheckpoint",
+    "litlogger",
+)
 
 
 @dataclass
@@ -25,7 +34,7 @@ class Counts:
     Attributes:
         imports: all imports.
         resolved: those that resolve.
-        unsupported: those of hardware and libraries that are not supported.
+        unsupported: those of hardware, libraries and classes that are not supported.
     """
 
     imports: int = 0
@@ -74,7 +83,9 @@ def failure(module_name: str, name: str) -> str | None:
 
 
 def subpackage(module: str) -> str:
-    """Return the subpackage of Lightning Fabric that a module is in."""
+    """Return the subpackage of Lightning Fabric that a module is in, or its title in the table."""
+    if "pytorch" in module:
+        return "`lightning.pytorch`"
     names = module.replace("lightning_fabric", "lightning.fabric").split(".")
     if len(names) == 2 or module == "lightning":
         return "top level"
@@ -93,7 +104,7 @@ def table() -> str:
         total.add(module, name)
     rows["**all**"] = total
     lines = [
-        "| part of `lightning.fabric` | imports | resolve | XLA, DeepSpeed, bitsandbytes |",
+        "| part of `lightning.fabric` | imports | resolve | XLA, DeepSpeed, bitsandbytes, Trainer |",
         "|---|--:|--:|--:|",
     ]
     for title, row in rows.items():

@@ -57,6 +57,9 @@ def test_every_import_is_listed_once() -> None:
 SHARED_OBJECTS = """
 import fabric_compat.installed
 import fabric_compat, lightning as L, lightning.fabric, lightning_fabric
+import pytorch_lightning
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from pytorch_lightning.utilities.seed import isolate_rng
 import lightning.fabric.strategies.fsdp, lightning.fabric.utilities.throughput as deep
 from lightning_fabric.plugins.precision.precision import Precision
 assert lightning.fabric is lightning_fabric, lightning.fabric
@@ -64,6 +67,9 @@ assert L.Fabric is lightning.fabric.fabric.Fabric is fabric_compat.Fabric
 assert lightning.fabric.strategies is fabric_compat.strategies
 assert deep is lightning.fabric.utilities
 assert Precision is fabric_compat.plugins.Precision
+assert L.LightningModule is L.pytorch.LightningModule is L.pytorch.core.module.LightningModule
+assert L.pytorch.loggers.wandb.WandbLogger is L.pytorch.loggers.WandbLogger
+assert L.pytorch.utilities.model_helpers.is_overridden
 assert fabric_compat.strategies.__spec__.name == "fabric_compat.strategies"
 # The file that provides this module has this name, too.
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -126,9 +132,9 @@ def test_all_names_of_a_module_are_one_object_and_names_without_counterparts_imp
 
 # Lines of code, and what their error says.
 REFUSED = {
-    "import lightning.pytorch": "No module named 'lightning.pytorch'",
-    "import pytorch_lightning": "No module named 'pytorch_lightning'",
-    "from lightning import Trainer": "lightning.Trainer belongs to Lightning's Trainer",
+    "from lightning import Trainer; Trainer()": "start the script without fabric_compat",
+    "from pytorch_lightning.cli import LightningCLI as C; C()": "jsonargparse",
+    "import pytorch_lightning.tuner": "No module named 'pytorch_lightning.tuner'",
     "import lightning.data": "No module named 'lightning.data'",
     "import lightning.fabric.nothing": "No module named 'lightning.fabric.nothing'",
     "from lightning.fabric.strategies import DeepSpeedStrategy as D; D(stage=2)": (
