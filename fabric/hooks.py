@@ -26,7 +26,11 @@ class Hooks:
         after: functions ``(result, error)``, which are called even if the pass has raised. The
             result of a forward pass is the output, or None after an error. The result of a backward
             pass is the loss. The error is None if the pass did not raise.
+        is_needed_uncompiled: functions that return whether the functions in ``before`` and
+            ``after`` need the next forward pass. If so, a module that was compiled after ``setup``
+            runs that pass uncompiled. ``torch.compile`` traces these functions.
     """
 
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[Any, BaseException | None], object]] = field(default_factory=list)
+    is_needed_uncompiled: list[Callable[[], bool]] = field(default_factory=list)

@@ -111,9 +111,14 @@ class FabricModule(nn.Module):
         ``_fabric_forward`` is the result of :meth:`_build_forward`.
         """
         hooks = self._fabric_hooks
-        # If the list `before` is empty, the list `after` is empty, too. While torch.compile traces
-        # this call, the hooks are left out, since they would break the graph.
-        if not hooks.before or torch.compiler.is_dynamo_compiling():
+        # If the list `before` is empty, the other lists are empty, too.
+        if not hooks.before:
+            return self._fabric_forward(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            for is_needed_uncompiled in hooks.is_needed_uncompiled:
+                if is_needed_uncompiled():
+                    return torch.compiler.disable(self.__call__)(*args, **kwargs)
+            # The hooks would break the graph.
             return self._fabric_forward(*args, **kwargs)
         try:
             for function in hooks.before:

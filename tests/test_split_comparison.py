@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
@@ -199,6 +200,51 @@ def repeat_wrong_pass(fabric: Fabric) -> list[str]:
         text = outcome(lambda: model(x))
         outcomes.append(text)
     return outcomes
+
+
+def count_graphs(fabric: Fabric) -> list[int]:
+    """Return how many graphs have run after each pass of a model that is compiled after setup."""
+    calls: list[Tensor] = []
+
+    def run_and_count(graph: nn.Module, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(args[0])
+            return graph(*args)
+
+        return run
+
+    model = torch.compile(fabric.setup(Model(Attention())), backend=run_and_count)
+    counts = []
+    for has_gradients in (False, False, True, True):
+        with torch.set_grad_enabled(has_gradients):
+            model(torch.randn(2, 5, WIDTH))
+        counts.append(len(calls))
+    return counts
+
+
+def test_only_passes_that_are_compared_run_uncompiled() -> None:
+    for first, second, third, fourth in on_mesh(count_graphs):
+        assert first == 0
+        assert second > 0
+        assert third == second
+        assert fourth > third
+
+
+def compile_wrong_block(fabric: Fabric, order: str) -> str:
+    module: Any = Model(AttentionWithConfig())
+    if order == "before":
+        module = torch.compile(module, backend="eager")
+    model = fabric.setup(module)
+    if order == "after":
+        model = torch.compile(model, backend="eager")
+    x = torch.randn(2, 5, WIDTH)
+    return outcome(lambda: model(x))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_compiled_model_is_compared(order: str) -> None:
+    for error in on_mesh(compile_wrong_block, order):
+        assert "the output of block.out differs" in error
 
 
 def test_a_wrong_model_raises_the_same_error_when_the_pass_is_repeated() -> None:

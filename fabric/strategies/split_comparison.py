@@ -242,14 +242,18 @@ class SplitComparison:
             self._hooks = hooks
             hooks.before.append(self._before_forward)
             hooks.after.append(self._after_forward)
+            hooks.is_needed_uncompiled.append(self._is_pass_to_compare)
 
-    def _before_forward(self) -> None:
-        """Add the hooks of the regions. A function of ``Hooks.before``.
+    def _is_pass_to_compare(self) -> bool:
+        """Return whether to compare in the next pass.
 
         A pass without gradients, such as one of validation, is compared only if it is the first.
         """
-        is_pass_of_interest = torch.is_grad_enabled() or not self._has_compared
-        if self._is_in_pass or not is_pass_of_interest:
+        return torch.is_grad_enabled() or not self._has_compared
+
+    def _before_forward(self) -> None:
+        """Add the hooks of the regions. A function of ``Hooks.before``."""
+        if self._is_in_pass or not self._is_pass_to_compare():
             return
         self._is_in_pass = True
         for region in self._regions:
@@ -286,6 +290,7 @@ class SplitComparison:
             self._regions = []
             self._hooks.before.remove(self._before_forward)
             self._hooks.after.remove(self._after_forward)
+            self._hooks.is_needed_uncompiled.remove(self._is_pass_to_compare)
 
     # -- one region -----------------------------------------------------------------------------
 
