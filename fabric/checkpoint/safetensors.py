@@ -120,15 +120,22 @@ def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], 
         sharding[name] = {"saved_offsets": saved_offsets}
     # The keys that HuggingFaceStorageReader of torch.distributed.checkpoint reads.
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
-    text = json.dumps({"__metadata__": metadata, **header}).encode()
-    # Spaces after the JSON, so that the data begins at a multiple of _ALIGNMENT.
-    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
-    encoded_header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    encoded_header = _encode_header({"__metadata__": metadata, **header})
     stored_chunks = {}
     for name, (offsets, tensor) in chunks.items():
         start = len(encoded_header) + starts[name]
         stored_chunks[name] = StoredChunk(offsets, sizes=[*tensor.shape], start=start)
     return stored_chunks, encoded_header
+
+
+def _encode_header(header: Mapping[str, object]) -> bytes:
+    """Return the length of a header, and the header as JSON with spaces after it.
+
+    With the spaces, the data begins at a multiple of ``_ALIGNMENT``.
+    """
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def map_safetensors(path: Path) -> dict[str, Tensor]:

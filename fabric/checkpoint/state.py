@@ -245,10 +245,7 @@ def select_content(
         if trainable_only and isinstance(value, nn.Module):
             dropped_keys |= _frozen_names(value)
         if name in filters:
-            should_keep = filters[name]
-            for key, item in content[name].items():
-                if not should_keep(key, item):
-                    dropped_keys.add(key)
+            dropped_keys |= _refused_keys(content[name], filters[name])
         if dropped_keys:
             # A shallow copy keeps the type, and the versions of layers that torch attaches to a
             # state dict.
@@ -257,6 +254,15 @@ def select_content(
             for key in dropped_keys & selected[name].keys():
                 del selected[name][key]
     return selected
+
+
+def _refused_keys(items: Mapping[str, Any], should_keep: Callable[[str, Any], bool]) -> set[str]:
+    """Return the keys of the items that a filter of the user does not keep."""
+    refused_keys: set[str] = set()
+    for key, item in items.items():
+        if not should_keep(key, item):
+            refused_keys.add(key)
+    return refused_keys
 
 
 def _frozen_names(module: nn.Module) -> set[str]:

@@ -269,20 +269,19 @@ class CollectiveChecker:
         is_searching = False
         missing: list[int] = []
         while True:
-            ranks_to_look_at: Collection[int] = []
+            ended_processes: dict[int, int] = {}
             ranks_to_read: Collection[int] = call.members
             if is_searching:
-                ranks_to_look_at = missing
+                # This comes before the records are read. In the other order, the last record of a
+                # process could be missed.
+                ended_processes = self._ended_processes(missing)
                 ranks_to_read = range(self._size)
-            # The processes are looked at before the records are read. In the other order, the last
-            # record of a process could be missed.
-            ended_processes = self._ended_processes(ranks_to_look_at)
             records = self._read(ranks_to_read)
             calls = _calls(records, call.group, number)
             if difference(calls):  # an empty text if the calls agree
                 self._raise_difference(call, number)
             if is_searching:
-                self._check_circle(call, records)
+                self._check_cycle(call, records)
             # The members that have not started the call.
             missing = [rank for rank in call.members if records[rank].count(call.group) < number]
             # A member may have ended before the call or, as after an error, in the call.
@@ -292,9 +291,7 @@ class CollectiveChecker:
             # The records are read one after the other. A first read may miss the record of the rank
             # that raised first, so the error is raised only after a search.
             if stopped and is_searching:
-                rank = stopped[0]
-                reason = records[rank].end_reason
-                self._raise_and_stop(call, f"rank {rank} makes no further calls: {reason}")
+                self._raise_stopped(call, stopped[0], records)
             self._check_missing(call, missing, ended_processes, records)
             now = monotonic()
             if missing and now - start_time > self._timeout:
@@ -339,6 +336,17 @@ class CollectiveChecker:
                 latest = _latest(records[rank])
                 problem = f"rank {rank} does not call: its process (pid {pid}) has ended; {latest}"
                 self._raise_and_stop(call, problem)
+
+    def _raise_stopped(self, call: Call, rank: int, records: Mapping[int, _Record]) -> NoReturn:
+        """Raise the error for a member that makes no further calls.
+
+        Args:
+            call: the call of this rank.
+            rank: the member.
+            records: the records, by rank. The record of the member has the reason.
+        """
+        reason = records[rank].end_reason
+        self._raise_and_stop(call, f"rank {rank} makes no further calls: {reason}")
 
     def _raise_timeout(
         self, call: Call, missing: Collection[int], records: Mapping[int, _Record]
@@ -394,7 +402,7 @@ class CollectiveChecker:
             "call that the others make",
         )
 
-    def _check_circle(self, call: Call, records: Mapping[int, _Record]) -> None:
+    def _check_cycle(self, call: Call, records: Mapping[int, _Record]) -> None:
         """Raise if this rank waits, directly or not, for ranks that wait for each other.
 
         Args:
@@ -409,16 +417,16 @@ class CollectiveChecker:
             # The second argument of the error is the list of the ranks in the cycle. Each rank in
             # the list waits for the rank before it, and the first rank is also the last one. In
             # reversed order, each rank waits for the next one.
-            circle = error.args[1][::-1]
+            cycle = error.args[1][::-1]
         else:
             return
         # The records were read one after the other. If none has changed until a second read, all of
         # them were valid at the same moment, and the ranks cannot continue.
-        second_records = self._read(circle)
-        is_unchanged = all(second_records[rank].started == records[rank].started for rank in circle)
+        second_records = self._read(cycle)
+        is_unchanged = all(second_records[rank].started == records[rank].started for rank in cycle)
         if is_unchanged:
             lines = {}
-            for rank, next_rank in pairwise(circle):
+            for rank, next_rank in pairwise(cycle):
                 lines[rank] = f"{records[rank].calls[0]}, waits for rank {next_rank}"
             self._raise_and_stop(
                 call,

@@ -726,11 +726,7 @@ class Supervisor:
         outcome = describe_exit(exit_code)
         title = f"rank {cause.global_rank} of {cause.config.world.world_size}"
         if exit_code == 0:
-            # The rank has left early without an error. Show the first error that this has caused.
-            text = _first_text(failures)
-            if text:
-                # The last line is what most people read first.
-                text = f"{text.rstrip()}\n\nThe cause of this error: {title} {outcome}"
+            text = _first_consequence(failures, cause=f"{title} {outcome}")
         elif cause.failure is not None:
             text = cause.failure.text
         else:
@@ -773,11 +769,16 @@ def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
     return sum(rank.processor_seconds() for rank in ranks)
 
 
-def _first_text(failures: Sequence[Failure]) -> str:
-    """Return the text of the earliest failure, or an empty text."""
+def _first_consequence(failures: Sequence[Failure], cause: str) -> str:
+    """Return the text of the earliest failure, and its cause: a rank that left without an error.
+
+    The text is empty if no rank has failed.
+    """
     if not failures:
         return ""
-    return min(failures, key=lambda failure: failure.time).text
+    first_failure = min(failures, key=lambda failure: failure.time)
+    # The last line is what most people read first.
+    return f"{first_failure.text.rstrip()}\n\nThe cause of this error: {cause}"
 
 
 def rank_variables(

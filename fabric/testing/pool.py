@@ -268,29 +268,37 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
     if not has_failed and have_all_answered():
         return [load(rank.messages["reply"].payload) for rank in supervisor.ranks]
     if has_failed:
-        # The first failure that is known may not be the cause. So the other ranks get time to
-        # reply.
-        supervisor.collect_until(_COLLECT_TIMEOUT, have_all_answered)
-
-        def has_cause() -> bool:
-            """Return whether the cause is known, or no rank is left that could be the cause."""
-            return have_all_answered() or _has_failed_by_itself(supervisor)
-
-        # A rank has a longer time if all known failures are consequences of its failure.
-        if not has_cause():
-            supervisor.collect_until(_CAUSE_TIMEOUT, has_cause)
-    # The call has failed.
+        _collect_cause(supervisor, have_all_answered)
     reports: list[Report] = []
     for rank in supervisor.ranks:
         if "reply" in rank.messages:
-            reports.append(_received_report(rank.messages["reply"]))
+            report = _received_report(rank.messages["reply"])
         elif rank.exit_code is not None:
-            reports.append(_exit_report(rank, rank.exit_code))
+            report = _exit_report(rank, rank.exit_code)
         elif has_failed:
-            reports.append(Report(rank=rank.global_rank, outcome="was still in the call"))
+            report = Report(rank=rank.global_rank, outcome="was still in the call")
         else:
-            reports.append(_timeout_report(supervisor, rank, timeout))
+            report = _report_of_running_rank(supervisor, rank, timeout)
+        reports.append(report)
     raise rank_failed_error(call_text, reports)
+
+
+def _collect_cause(supervisor: Supervisor, have_all_answered: Callable[[], bool]) -> None:
+    """Wait for the replies of other ranks after a failure, which may not be the cause.
+
+    Args:
+        supervisor: the supervisor of the ranks.
+        have_all_answered: returns whether every rank has replied or ended.
+    """
+    supervisor.collect_until(_COLLECT_TIMEOUT, have_all_answered)
+
+    def has_cause() -> bool:
+        """Return whether the cause is known, or no rank is left that could be the cause."""
+        return have_all_answered() or _has_failed_by_itself(supervisor)
+
+    # A rank has a longer time if all known failures are consequences of its failure.
+    if not has_cause():
+        supervisor.collect_until(_CAUSE_TIMEOUT, has_cause)
 
 
 def _has_failed(supervisor: Supervisor) -> bool:
@@ -337,7 +345,7 @@ def _exit_report(rank: RankProcess, exit_code: int) -> Report:
     )
 
 
-def _timeout_report(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
+def _report_of_running_rank(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
     """Return the report of a rank that is still running after ``timeout`` seconds."""
     stack = _current_stack(supervisor, rank)
     # The first line of the stack is a title, and the second line is the innermost frame.

@@ -167,17 +167,14 @@ class Throughput:
         self._tokens = 0
         return rates
 
-    def _rates(self, elapsed: int) -> dict[str, float]:
-        """Return the rates of a window, without rates that are not known. Collective.
+    def _sum_over_ranks(self, elapsed: int) -> _Sums:
+        """Return the counts of the window, summed over all ranks. Collective.
 
         Args:
             elapsed: nanoseconds of the window on this process.
-
-        Raises:
-            UsageError: MFU is wanted, and no FLOPs were counted.
         """
         # int() reads tensors, which waits for the device.
-        message = _Sums(
+        counts = _Sums(
             samples=int(self._samples),
             tokens=int(self._tokens),
             first_samples=int(self._first_samples),
@@ -187,7 +184,18 @@ class Throughput:
             ranks=1,
         )
         # One collective for all fields, in their order.
-        sums = _Sums(*self._fabric.all_reduce(list(message), reduce_op="sum"))
+        return _Sums(*self._fabric.all_reduce(list(counts), reduce_op="sum"))
+
+    def _rates(self, elapsed: int) -> dict[str, float]:
+        """Return the rates of a window, without rates that are not known. Collective.
+
+        Args:
+            elapsed: nanoseconds of the window on this process.
+
+        Raises:
+            UsageError: MFU is wanted, and no FLOPs were counted.
+        """
+        sums = self._sum_over_ranks(elapsed)
         if self._peak_flops and not sums.first_flops:
             raise UsageError(
                 f"Throughput(peak_flops={self._peak_flops})",

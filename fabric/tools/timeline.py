@@ -496,16 +496,8 @@ def timings(session: Session) -> Timings:
             suggestion="Fabric(timings=True), profile()",
         )
     totals_by_rank = session.runtime.communicator.gather_objects(timeline.totals())
-    # The rounds that all ranks have kept, and that no rank has disturbed.
-    round_numbers: list[int] = []
-    for number in totals_by_rank[0]:
-        if all(number in totals for totals in totals_by_rank):
-            round_numbers.append(number)
-    phase_set: dict[str, None] = {}  # a dict keeps the order of appearance
-    for number in round_numbers:
-        for totals in totals_by_rank:
-            phase_set.update(dict.fromkeys(totals[number]))
-    phases = list(phase_set)
+    round_numbers = _common_rounds(totals_by_rank)
+    phases = _phases_of(totals_by_rank, round_numbers)
     # Both have the dimensions (rounds, ranks, phases).
     seconds, possible_waits = _as_tensors(totals_by_rank, round_numbers, phases)
     # The least time of any rank is the communication itself; see [Note: Timeline].
@@ -523,6 +515,26 @@ def timings(session: Session) -> Timings:
         waited=waited.mean(dim=0).tolist(),
         delays=_delays(own, waited, phases),
     )
+
+
+def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseSeconds]]) -> list[int]:
+    """Return the numbers of the rounds that all ranks have kept, and that no rank has disturbed."""
+    common_rounds: list[int] = []
+    for number in totals_by_rank[0]:
+        if all(number in totals for totals in totals_by_rank):
+            common_rounds.append(number)
+    return common_rounds
+
+
+def _phases_of(
+    totals_by_rank: Sequence[Mapping[int, PhaseSeconds]], round_numbers: Sequence[int]
+) -> list[str]:
+    """Return the names of the phases of some rounds, in the order in which they appear."""
+    phases: dict[str, None] = {}  # a dict keeps the order, unlike a set
+    for number in round_numbers:
+        for totals in totals_by_rank:
+            phases.update(dict.fromkeys(totals[number]))
+    return list(phases)
 
 
 def _as_tensors(
