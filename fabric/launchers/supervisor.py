@@ -772,11 +772,13 @@ def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
 def _first_consequence(failures: Sequence[Failure], cause: str) -> str:
     """Return the text of the earliest failure, and its cause: a rank that left without an error.
 
-    The text is empty if no rank has failed.
+    The text is empty if no rank has failed, or if the first one has called ``sys.exit(number)``.
     """
     if not failures:
         return ""
     first_failure = min(failures, key=lambda failure: failure.time)
+    if not first_failure.text:
+        return ""
     # The last line is what most people read first.
     return f"{first_failure.text.rstrip()}\n\nThe cause of this error: {cause}"
 
