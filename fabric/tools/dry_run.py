@@ -170,14 +170,7 @@ def plan(
         )
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
-    # Called for its error: without this check, a wrong signature would show only during the run.
-    # The argument may be any object.
-    try:
-        inspect.signature(build).bind("fabric")
-    except TypeError as error:
-        raise ConfigurationError(
-            f"fabric.plan({build=})", problem=str(error), expected="build(fabric)"
-        ) from error
+    _check_build(build)
     job = _Job(
         build=build,
         step=step,
@@ -374,6 +367,20 @@ class _Alternative(NamedTuple):
     code: str
     strategy: Strategy
     precision: Precision | PrecisionName | None
+
+
+def _check_build(build: Callable[[Fabric], Any]) -> None:
+    """Raise a ConfigurationError if ``build`` cannot be called with one argument.
+
+    Without this check, a wrong signature would show only during the run.
+    """
+    try:
+        # Called for its error. The argument may be any object.
+        inspect.signature(build).bind("fabric")
+    except TypeError as error:
+        raise ConfigurationError(
+            f"fabric.plan({build=})", problem=str(error), expected="build(fabric)"
+        ) from error
 
 
 def _alternatives(
