@@ -323,16 +323,14 @@ def differences(
         atol: the absolute tolerance.
     """
     label = path or "the value"
-    # At most 80 characters of each value.
-    actual_text = f"{actual!r:.80}"
-    expected_text = f"{expected!r:.80}"
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         problem = _tensor_difference(actual.detach().cpu(), expected.detach().cpu(), rtol, atol)
         if problem:
             yield f"{label}: {problem}"
         return
     if type(actual) is not type(expected):
-        yield f"{label}: {actual_text} is a {type(actual).__name__}, expected {expected_text}"
+        problem = f"{_shortened(actual)} is a {type(actual).__name__}"
+        yield f"{label}: {problem}, expected {_shortened(expected)}"
         return
     # The children of a collection by name, such as ".left" or "[0]". A leaf has no children.
     actual_children = children(actual)
@@ -352,7 +350,12 @@ def differences(
     # An empty container is compared as a leaf, too.
     is_leaf = not all_names
     if is_leaf and not _is_same_leaf(actual, expected, rtol, atol):
-        yield f"{label}: {actual_text}, expected {expected_text}"
+        yield f"{label}: {_shortened(actual)}, expected {_shortened(expected)}"
+
+
+def _shortened(value: object) -> str:
+    """Return at most 80 characters of the ``repr`` of a value."""
+    return repr(value)[:80]
 
 
 def _is_same_leaf(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
