@@ -307,7 +307,8 @@ class HangReporter:
             "nor a loop whose length depends on the rank",
         )
         failure = Failure.of(error.with_traceback(self._main_traceback()))
-        # The error is not the consequence of another error, as such an error is as a rule.
+        # As a rule, an error of this class is the consequence of an error on another rank. This one
+        # is not, so the supervisor has to show it.
         failure = replace(failure, secondary=False)
         if self._control is not None:
             self._control.send("error", failure)
