@@ -309,7 +309,7 @@ class HangReporter:
         failure = Failure.of(error.with_traceback(self._main_traceback()))
         # As a rule, an error of this class is the consequence of an error on another rank. This one
         # is not, so the supervisor has to show it.
-        failure = replace(failure, secondary=False)
+        failure = replace(failure, is_secondary=False)
         if self._control is not None:
             self._control.send("error", failure)
         else:

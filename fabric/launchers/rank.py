@@ -153,17 +153,17 @@ class Failure:
     Attributes:
         text: the traceback, as the interpreter would have printed it.
         exit_code: the exit code of the rank.
-        secondary: whether the error looks like the result of another rank's failure (a lost
+        is_secondary: whether the error looks like the result of another rank's failure (a lost
             connection, a timeout).
-        peer_lost: whether the error says that another process has closed its connection. That
+        has_lost_peer: whether the error says that another process has closed its connection. That
             process may have ended normally.
         time: when the error was noticed, in seconds on the system-wide monotonic clock.
     """
 
     text: str
     exit_code: int = 1
-    secondary: bool = False
-    peer_lost: bool = False
+    is_secondary: bool = False
+    has_lost_peer: bool = False
     time: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -181,8 +181,8 @@ class Failure:
         lines = traceback.format_exception(error.with_traceback(user_traceback))
         return cls(
             text=_shorten("".join(lines)),
-            secondary=is_secondary(error),
-            peer_lost=_mentions(error, _PEER_LOST_PHRASES),
+            is_secondary=is_secondary(error),
+            has_lost_peer=_mentions(error, _PEER_LOST_PHRASES),
         )
 
 

@@ -310,7 +310,7 @@ class RankProcess:
         system_ticks = int(fields[11])
         return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
-    def cause_order(self, peer_lost: bool) -> tuple[int, float, int]:
+    def cause_order(self, has_lost_peer: bool) -> tuple[int, float, int]:
         """Return a sort key that puts the rank that has ended the job first.
 
         The first item of the key tells how unlikely the rank is to be the cause:
@@ -322,7 +322,7 @@ class RankProcess:
         - 4: the rank runs, has finished, or was preempted.
 
         Args:
-            peer_lost: whether any rank of the job reports that it has lost its connection to
+            has_lost_peer: whether any rank of the job reports that it has lost its connection to
                 another rank.
 
         Returns:
@@ -330,7 +330,7 @@ class RankProcess:
         """
         failure = self.failure
         if failure is not None:
-            if failure.secondary:
+            if failure.is_secondary:
                 unlikeliness = 3
             elif "error" in self.messages:
                 unlikeliness = 0
@@ -340,7 +340,7 @@ class RankProcess:
 
         if "finished" in self.messages:
             # A rank that has finished has left too early only if another rank still needed it.
-            has_left_early = peer_lost
+            has_left_early = has_lost_peer
         else:
             has_left_early = self.exit_code == 0
         if has_left_early:
@@ -714,8 +714,8 @@ class Supervisor:
         Call this method when all errors and descriptions of the ranks have been collected.
         """
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
-        peer_lost = any(failure.peer_lost for failure in failures)
-        cause = min(self.ranks, key=lambda rank: rank.cause_order(peer_lost))
+        has_lost_peer = any(failure.has_lost_peer for failure in failures)
+        cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
         if cause.exit_code is not None:
             exit_code = cause.exit_code
         elif cause.failure is not None:  # the process still runs
