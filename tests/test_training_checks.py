@@ -757,6 +757,23 @@ def test_an_optimizer_that_never_gets_a_gradient_raises_at_its_second_step(fabri
         optimizer.step()
 
 
+def test_a_plain_loop_with_a_closure_may_follow_one_with_fabric(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    step(fabric, model, optimizer)
+    del optimizer
+    plain_model = nn.Linear(4, 2)
+    plain_optimizer = torch.optim.LBFGS(plain_model.parameters())
+
+    def closure() -> Tensor:
+        plain_optimizer.zero_grad()
+        loss = plain_model(X).square().sum()
+        loss.backward()
+        return loss
+
+    first_loss = plain_optimizer.step(closure)
+    assert closure() < first_loss
+
+
 def test_a_parameter_without_gradient_is_a_warning_that_names_it(fabric: Fabric) -> None:
     model, optimizer = make(fabric, PartlyUnused())
     message = "no gradient has arrived in the first 2 steps of SGD at left_out.weight"

@@ -50,6 +50,7 @@ from fabric.diagnostics.clipping_check import ClippingCheck
 from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
 from fabric.optim.gradients import has_gradients
+from fabric.optim.loss_scaler import has_closure
 from fabric.store import JobStore
 from fabric.tree import parameters_of
 
@@ -236,10 +237,8 @@ class TrainingChecks:
         if self._step_calls == 1:
             self._check_values(trained_ids)
         self._check_window(optimizer)
-        # A closure computes the gradients within the step, so they cannot be checked before the
-        # step. The first of the arguments is the optimizer.
-        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
-        if self._is_finished or has_closure:
+        # A closure computes the gradients within the step, so they cannot be checked before it.
+        if self._is_finished or has_closure(args, kwargs):
             return
         for contract in self._contracts:
             self._check_reduced(contract, trained_ids)
@@ -649,7 +648,9 @@ class SetupChecks:
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:
             self._hooks.close()
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Check for what was not set up. Called by torch before the step of any optimizer."""
         self._step_calls += 1
         if self._step_calls > _CHECKED_STEPS_OF_ALL:
@@ -663,7 +664,9 @@ class SetupChecks:
             self._check_not_scaled(optimizer, trained)
         else:
             self._clipping_check.check(optimizer, self._request(optimizer))
-        self._check_parameters_in_use(optimizer, trained)
+        # A closure computes the gradients within the step, so they cannot be looked at here.
+        if not has_closure(args, kwargs):
+            self._check_parameters_in_use(optimizer, trained)
         if is_first_step and self._store.size > 1:
             if self._is_without_setup(trained):
                 self._check_replicas_without_setup(optimizer, trained)
