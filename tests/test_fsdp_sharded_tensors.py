@@ -283,6 +283,27 @@ def test_training_that_cannot_be_sharded_is_refused_before_anything_changes() ->
             assert "torch has no such step for shards" in texts[name]
 
 
+def set_up_lbfgs(fabric: Fabric, outputs: int) -> None:
+    """Take a step of LBFGS with a weight of ``outputs`` rows and a parameter of one element."""
+    net = nn.Sequential(nn.PReLU(), nn.Linear(3, outputs))
+    model, optimizer = fabric.setup(net, optim.LBFGS(net.parameters()))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().sum()
+        fabric.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_lbfgs_on_one_rank_is_refused_only_where_torch_cannot_flatten_a_shard() -> None:
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        text = outcome(lambda: fabric.launch(set_up_lbfgs, 1))
+        assert "torch has no such step for shards" in text
+        assert outcome(lambda: fabric.launch(set_up_lbfgs, 2)) == "fine"
+
+
 # -- state -----------------------------------------------------------------------------------------
 
 

@@ -440,12 +440,24 @@ def _has_step_for_shards(
     if not sharded:
         return True
     if isinstance(optimizer, optim.LBFGS):
-        # LBFGS needs shards of equal sizes. Parameters are sharded along dim 0, and scalars not at
-        # all.
-        lengths = [parameter.shape[0] for parameter in sharded if parameter.dim()]
-        return not any(length % num_shards for length in lengths)
+        return all(_has_flat_shards(parameter, num_shards) for parameter in sharded)
     # The steps of these optimizers need the full parameters.
     return not isinstance(optimizer, optim.Adafactor | optim.Rprop)
+
+
+def _has_flat_shards(parameter: Tensor, num_shards: int) -> bool:
+    """Return whether torch can flatten a sharded parameter, as the step of LBFGS does.
+
+    Args:
+        parameter: the parameter. It is sharded along its first dimension, unless it is a scalar.
+        num_shards: the number of its shards.
+    """
+    if parameter.dim() == 0:
+        return True
+    length = parameter.shape[0]
+    # torch cannot flatten the dimension of the shards away: it removes a dimension of length 1.
+    is_removed = parameter.dim() > 1 and length == 1
+    return length % num_shards == 0 and not is_removed
 
 
 # -- sharding -----------------------------------------------------------------------------------
