@@ -318,7 +318,7 @@ def work(fabric, path):
     return fabric.all_gather("numpy" in sys.modules)
 
 if __name__ == "__main__":
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="spawn")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="fork")
     assert fabric.launch(work, sys.argv[1]) == [0, 0]
 """
 

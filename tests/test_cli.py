@@ -245,11 +245,10 @@ def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(
         assert log.count("here\n\nTraceback") == times
 
 
-# faults/test_parents.py sends SIGINT and SIGTERM to jobs that train.
 @pytest.mark.parametrize(
     ("number", "exit_code"),
     [
-        pytest.param(signal.SIGINT, 128 + signal.SIGINT, marks=pytest.mark.slow, id="SIGINT"),
+        pytest.param(signal.SIGINT, 128 + signal.SIGINT, id="SIGINT"),
         pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, id="SIGTERM"),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
     ],

@@ -140,35 +140,38 @@ def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
         run_here(TEXT / "train_raw.py", "--devices", 2)
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """Return the losses of two processes that the script has started."""
-    folder = tmp_path_factory.mktemp("two")
-    return losses(folder, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2)
-
-
-def test_two_processes_give_the_losses_of_the_plain_loop(
-    plain: list[dict[str, float]], on_two: list[dict[str, float]]
-) -> None:
-    for record, plain_record in zip(on_two, plain, strict=True):
-        assert record == pytest.approx(plain_record, abs=1e-5)
-
-
 LAUNCHERS = {
     "torchrun": [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", 2],
     "fabric run": [SCRIPTS / "fabric", "run", *CPU, "--devices", 2],
 }
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", pytest.param("fabric run", marks=pytest.mark.slow)]
-)
-def test_two_processes_give_the_same_losses_however_they_are_launched(
-    tmp_path: Path, on_two: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, launcher: str
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """Return the losses of two processes that torchrun has started."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    with pytest.MonkeyPatch.context() as patch:
+        # torchrun leaves a temporary folder, with --log-dir, too.
+        patch.setenv("TMPDIR", str(folder))
+        return losses(folder, *LAUNCHERS["torchrun"], TEXT / "train.py", *CPU)
+
+
+def test_two_processes_give_the_losses_of_the_plain_loop(
+    plain: list[dict[str, float]], under_torchrun: list[dict[str, float]]
 ) -> None:
-    # torchrun leaves a temporary folder, with --log-dir, too.
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert losses(tmp_path, *LAUNCHERS[launcher], TEXT / "train.py", *CPU) == on_two
+    for record, plain_record in zip(under_torchrun, plain, strict=True):
+        assert record == pytest.approx(plain_record, abs=1e-5)
+
+
+# test_pages.py starts the processes of a script by the script itself in `make test`.
+@pytest.mark.slow
+def test_two_processes_give_the_same_losses_however_they_are_launched(
+    tmp_path: Path, under_torchrun: list[dict[str, float]]
+) -> None:
+    by_script = losses(tmp_path, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2)
+    by_fabric_run = losses(tmp_path, *LAUNCHERS["fabric run"], TEXT / "train.py", *CPU)
+    assert by_script == under_torchrun
+    assert by_fabric_run == under_torchrun
 
 
 @pytest.mark.slow

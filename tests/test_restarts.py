@@ -242,13 +242,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.close()
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(
-    run: Run, uninterrupted: Steps
+    run: Run, processes: int, uninterrupted: Steps
 ) -> None:
-    command = run.fabric_run(2, "--max-restarts=1")
+    command = run.fabric_run(processes, "--max-restarts=1")
     last_step = random.Random(1).randrange(20, 50)
-    run.wait_for(last_step, processes=2)
-    run.kill_rank(command, 1)
+    run.wait_for(last_step, processes)
+    run.kill_rank(command, processes - 1)
     assert command.wait(DEADLINE) == 0, run.errors()
     run.check(uninterrupted)
     assert "was killed by SIGKILL" in run.errors()

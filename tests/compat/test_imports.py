@@ -276,6 +276,7 @@ def ranks_of(lines: list[str]) -> list[str]:
     return [line.split()[1] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_script_and_the_processes_that_it_spawns_import_it(tmp_path: Path) -> None:
     output = run_script(SCRIPT, tmp_path, "1")
     assert ranks_of(output.lines) == ["0", "1"]

@@ -39,7 +39,7 @@ KILLED = sampled(
 )
 SIGNALS = sampled(
     product(LAUNCHERS, STATES[:3], ["SIGINT", "SIGTERM"], ["parent", "group"]),
-    quick=[("run", "waits", "SIGINT", "parent")],
+    quick=[("fork", "waits", "SIGINT", "parent")],
     slow=14,
 )
 
@@ -100,7 +100,7 @@ def assert_saved_together(ended):
     assert steps[0] == steps[1], "the ranks stopped at different steps"
 
 
-@pytest.mark.parametrize("launcher", sampled(product(LAUNCHERS), quick=[("popen",)], slow=2))
+@pytest.mark.parametrize("launcher", sampled(product(LAUNCHERS), quick=[("fork",)], slow=2))
 def test_a_script_that_reads_should_stop_has_time_to_save(temporary, launcher):
     with Job(temporary, command(launcher, "saves_and_leaves")) as job:
         for _ in job.ranks:
