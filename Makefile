@@ -22,9 +22,12 @@ install: .venv/installed ## create .venv and install everything
 demo: .venv/installed ## train a small GPT on two CPU processes, in under two minutes
 	$(BIN)/python examples/text/train.py --accelerator cpu --devices 2 --steps 150
 
-# Two workers, since most tests wait for processes more than they compute; a file's tests share its ranks and fixtures.
+# Three workers keep two cores busy, since many tests wait; a file's tests share its ranks and fixtures.
+# Hundreds of processes import fabric: an empty variable lets Python keep the compiled files. Hydra's plugin is not used,
+# and takes a second to import in each worker.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed ## everything but the slow, gpu and engines marks
-	$(BIN)/python -m pytest -m "not slow and not gpu and not engines" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu and not engines" -n 3 --dist loadfile -p no:hydra_pytest
 
 test-slow: .venv/installed ## samples of the fault matrix, crash points and long property profiles
 	$(BIN)/python -m pytest -m "slow and not soak and not gpu and not engines" -n 2 --dist loadfile --timeout 600 --session-timeout 3600
