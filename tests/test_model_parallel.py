@@ -925,7 +925,7 @@ WITH_FSDP = {"tensor_parallel_size": 2}
         (TENSOR_PARALLEL_ALONE, "before", 0.0, RATE_PLAN),
         (TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN),
         (TENSOR_PARALLEL_ALONE, "before", 0.5, RATE_PLAN),
-        (WITH_FSDP, "before", 0.0, RATE_PLAN),
+        pytest.param(WITH_FSDP, "before", 0.0, RATE_PLAN, marks=pytest.mark.slow),
         (WITH_FSDP, "after", 0.0, NORM_PLAN),
     ],
 )

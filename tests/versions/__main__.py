@@ -75,7 +75,7 @@ def run_tests(versions: Versions, folder: Path) -> SuiteRun | None:
         "pytest",
         "-q",
         "-n",
-        "2",
+        "3",
         "--dist",
         "loadfile",
         f"--junitxml={report}",
