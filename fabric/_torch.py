@@ -437,6 +437,14 @@ def uncompiled(module: Any) -> torch.nn.Module:
     return module._modules.get(COMPILED_MODULE, module)
 
 
+def compile_as(compiled: Any, module: torch.nn.Module) -> Any:
+    """Compile a module with the options with which another module has been compiled.
+
+    torch has no public way to read these options. The attribute was seen in torch 2.7 to 2.13.
+    """
+    return type(compiled)(module, compiled.dynamo_ctx)
+
+
 def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Return the dict in which a module keeps its own parameters, not its submodules' parameters.
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._fabric import Fabric as _Fabric
-from fabric._fabric import _single_or_tuple
+from fabric._fabric import _single_or_tuple, _without_schedulers
 from fabric._plan import _parse_accelerator
+from fabric._torch import compile_as, uncompiled
 from fabric.data.sharding import ShardedSampler
 from fabric.errors import ConfigurationError
 from fabric.strategies import SingleDeviceStrategy, Strategy
@@ -22,6 +23,7 @@ from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
 from fabric_compat import strategies
+from fabric_compat.loggers import Loggers
 from fabric_compat.plugins import (
     AsEnvironment,
     CheckpointIO,
@@ -80,6 +82,16 @@ class Fabric(_Fabric):
         self._precision = precision_object(self.precision)
 
     @property
+    def _loggers(self) -> Loggers:
+        return vars(self)["_loggers"]
+
+    @_loggers.setter
+    def _loggers(self, loggers: Any) -> None:
+        """Set the loggers, given as a list of loggers or as an object of fabric."""
+        user_loggers = getattr(loggers, "user_loggers", loggers)
+        vars(self)["_loggers"] = Loggers(as_list(user_loggers))
+
+    @property
     def device(self) -> torch.device:
         """The device of this process. Before the launch, the first of the devices."""
         if self._plan.world is None:
@@ -107,15 +119,19 @@ class Fabric(_Fabric):
     ) -> Any:
         """Set up a module and optimizers, and call ``on_after_setup`` of the callbacks.
 
-        A module may be set up twice. The second call returns the same prepared module.
+        A module may be set up twice. The second call returns the same prepared module, compiled
+        if the module of the second call is.
         """
+        trained_optimizers = _without_schedulers(optimizers)
         model = self._prepared_module(module)
         if model is None:
-            model = self._prepare_module(module, optimizers, move_to_device)
+            model = self._prepare_module(module, trained_optimizers, move_to_device)
         else:
             _note("a module that is set up again is the one that was")
-        self._set_up(optimizers)
-        self._attach(self.unwrap(model), optimizers)
+            if uncompiled(module) is not module:
+                model = compile_as(module, model)
+        self._set_up(trained_optimizers)
+        self._attach(self.unwrap(model), trained_optimizers)
         self.call("on_after_setup", fabric=self, module=model)
         return _single_or_tuple(model, *optimizers, scheduler)
 
@@ -130,7 +146,7 @@ class Fabric(_Fabric):
 
     def _prepared_module(self, module: Any) -> Any:
         """Return the result of an earlier setup of a module, or None."""
-        user_module = self.unwrap(module)
+        user_module = uncompiled(self.unwrap(module))
         for prepared in self._ensure_session("setup").modules:
             if self.unwrap(prepared) is user_module:
                 return prepared

@@ -3,13 +3,15 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
 
 from fabric import loggers as fabric_loggers
+from fabric.loggers.loggers import Loggers as _Loggers
 from fabric_compat.plugins import set_default_rank
 
 
@@ -33,6 +35,22 @@ class Logger(ABC):
         self.save()
 
 
+class Loggers(_Loggers):
+    """The loggers of one ``Fabric``, which get the values that Lightning passes to loggers."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """Pass metrics by keyword. Tensors become numbers, and other values stay as they are."""
+        values = {name: _as_scalar(value) for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log_metrics(metrics=values, step=step)
+
+
+def _as_scalar(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return value
+
+
 class _DummyExperiment:
     """The experiment on ranks other than 0: every attribute and every call returns itself."""
 
@@ -45,7 +63,14 @@ class _DummyExperiment:
 
 def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make a property return the experiment on rank 0, and elsewhere one that does nothing."""
-    return rank_zero_only(fn, default=_DummyExperiment())
+    on_first_rank = rank_zero_only(fn, default=_DummyExperiment())
+
+    @wraps(fn)
+    def experiment(*args: Any, **kwargs: Any) -> Any:
+        set_default_rank()
+        return on_first_rank(*args, **kwargs)
+
+    return experiment
 
 
 class _FileLogger(Logger):
@@ -66,7 +91,7 @@ class _FileLogger(Logger):
         self.name = name or ""
         self._version = version
         self._prefix = prefix
-        self._sub_dir = sub_dir or ""
+        self.sub_dir = sub_dir
 
     @property
     def version(self) -> int | str:
@@ -76,7 +101,8 @@ class _FileLogger(Logger):
 
     def _next_version(self) -> int:
         next_version = 0
-        for path in Path(self.root_dir, self.name).glob("version_*"):
+        root_folder = Path(os.path.expandvars(self.root_dir)).expanduser()
+        for path in (root_folder / self.name).glob("version_*"):
             number = path.name.removeprefix("version_")
             if number.isdecimal():
                 next_version = max(next_version, int(number) + 1)
@@ -87,7 +113,8 @@ class _FileLogger(Logger):
         version = self.version
         if not isinstance(version, str):
             version = f"version_{version}"
-        return str(Path(self.root_dir, self.name, version, self._sub_dir))
+        folder = Path(self.root_dir, self.name, version, self.sub_dir or "")
+        return os.path.expandvars(folder.expanduser())
 
     @cached_property
     def _logger(self) -> Any:
@@ -95,9 +122,12 @@ class _FileLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        prefix = f"{self._prefix}/" if self._prefix else ""
-        prefixed = {f"{prefix}{name}": value for name, value in metrics.items()}
-        self._logger.log_metrics(prefixed, step)
+        self._logger.log_metrics(self._add_prefix(metrics), step)
+
+    def _add_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._prefix:
+            return dict(metrics)
+        return {f"{self._prefix}/{name}": value for name, value in metrics.items()}
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +136,25 @@ class _FileLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         self._logger.close()
+
+
+class _ExperimentWriter:
+    """The file of a :class:`CSVLogger`. Every row is on disk at once."""
+
+    NAME_METRICS_FILE = "metrics.csv"
+
+    def __init__(self, logger: Any, log_dir: str) -> None:
+        self._logger = logger
+        self.log_dir = log_dir
+        self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Append a row. The number of the step takes the place of a metric of this name."""
+        row = {name: _as_scalar(value) for name, value in metrics_dict.items()}
+        self._logger.append_row({**row, "step": step})
+
+    def save(self) -> None:
+        """Do nothing, since every row is in the file already."""
 
 
 class CSVLogger(_FileLogger):
@@ -117,14 +166,18 @@ class CSVLogger(_FileLogger):
     _logger_class = fabric_loggers.CSVLogger
     _next_step = 0
 
+    @cached_property
+    def _writer(self) -> _ExperimentWriter:
+        return _ExperimentWriter(self._logger, self.log_dir)
+
+    experiment = property(rank_zero_experiment(lambda self: self._writer))
+
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if step is None:
             step = self._next_step
         self._next_step = step + 1
-        super().log_metrics(metrics, step)
-
-    experiment = property(rank_zero_experiment(lambda self: self._logger))
+        self._writer.log_metrics(self._add_prefix(metrics), step)
 
 
 class TensorBoardLogger(_FileLogger):

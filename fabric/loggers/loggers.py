@@ -255,7 +255,14 @@ class CSVLogger(_RunLogger):
                 "log a metric named 'step'",
                 problem="that is the column of log_metrics(..., step=...)",
             )
-        row = {"step": _as_integer(step), **values}
+        self.append_row({"step": _as_integer(step), **values})
+
+    def append_row(self, row: Mapping[str, Any]) -> None:
+        """Append a row of values, which are written as they are, such as a text.
+
+        Args:
+            row: the values by the names of the columns.
+        """
         path = self._ensure_folder() / "metrics.csv"
         # Also true at the first write, before which _columns is empty.
         has_new_column = not row.keys() <= set(self._columns)

@@ -340,6 +340,29 @@ def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
         assert first._original_module == model
 
 
+def test_a_module_that_is_compiled_after_its_setup_is_set_up_compiled() -> None:
+    with single() as fabric:
+        module = nn.Linear(1, 1)
+        first = fabric.setup(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        compiled = torch.compile(module, backend="eager")
+        second, _ = fabric.setup(compiled, optimizer)
+        assert fabric.unwrap(second) is module
+        assert is_wrapped(second)
+        assert type(second) is type(compiled)
+        assert second.dynamo_ctx is compiled.dynamo_ctx
+        assert torch.equal(second(torch.ones(1, 1)), first(torch.ones(1, 1)))
+
+
+def test_a_scheduler_may_be_the_third_argument_of_setup() -> None:
+    with single() as fabric:
+        module = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        results = fabric.setup(module, optimizer, scheduler)
+        assert results[1:] == (optimizer, scheduler)
+
+
 def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> None:
     with Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn") as fabric:
         assert fabric.global_rank == 0
@@ -407,6 +430,45 @@ def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
         assert logger.experiment is not None
         logger.save()
     assert any((tmp_path / "lightning_logs" / "version_1").iterdir())
+
+
+def test_an_experiment_is_that_of_rank_0_before_anything_sets_a_rank(monkeypatch: Any) -> None:
+    monkeypatch.delattr(rank_zero_only, "rank", raising=False)
+    experiment = rank_zero_experiment(lambda self: 3)
+    assert experiment(None) == 3
+
+
+class KeywordLogger:
+    def log_metrics(self, step: int | None, metrics: dict[str, Any]) -> None:
+        self.row = (metrics, step)
+
+
+def test_loggers_get_keywords_and_values_of_every_type(tmp_path: Path) -> None:
+    file_logger = CSVLogger(tmp_path)
+    with single(loggers=[KeywordLogger(), file_logger]) as fabric:
+        fabric.log_dict({"sample": "a, b", "loss": torch.ones(1), "step": 9}, step=4)
+        assert fabric.logger.row == ({"sample": "a, b", "loss": 1.0, "step": 9}, 4)
+        replacement = KeywordLogger()
+        fabric._loggers = [replacement]
+        fabric.log("loss", 2)
+        assert replacement.row == ({"loss": 2}, None)
+        assert fabric.loggers == [replacement]
+    path = Path(file_logger.experiment.metrics_file_path)
+    assert path.parent == Path(file_logger.experiment.log_dir)
+    assert path.read_text().splitlines() == ["sample,loss,step", '"a, b",1.0,4']
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_the_folder_of_a_logger_may_have_variables_and_a_tilde(
+    kind: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RUNS", "runs")
+    (tmp_path / "runs" / "a" / "version_3").mkdir(parents=True)
+    logger = kind("~/$RUNS", name="a", sub_dir="b")
+    assert logger.root_dir == "~/$RUNS"
+    assert logger.log_dir == str(tmp_path / "runs" / "a" / "version_4" / "b")
+    assert logger.sub_dir == "b"
 
 
 def test_an_experiment_of_another_rank_does_nothing(monkeypatch: Any) -> None:
