@@ -1476,6 +1476,28 @@ class Fabric:
         with self._ensure_session("load_raw").checkpoints("load_raw") as coordinator:
             coordinator.load_raw(path, obj, strict=strict, weights_only=refuses_code, rename=rename)
 
+    def save_pretrained(self, module: Module, path: _Path, max_shard_gb: float = 5) -> None:
+        """Write the weights of a module as Hugging Face's libraries read them. Collective.
+
+        The folder has safetensors files, an index if there are several, and the config of a model
+        of ``transformers``, whose ``from_pretrained(path)`` reads it back. :meth:`load_raw` reads
+        it into any module. Tied weights are written once. Under a strategy that shards, each
+        process writes some of the files, and needs memory for one full tensor.
+
+        The folder appears when it is complete. After any failure there is nothing at the path.
+
+        Args:
+            module: the module, set up or not.
+            path: the folder, on a file system that all processes share. Nothing may be there yet.
+            max_shard_gb: the largest size of a file in GB. A larger tensor gets a file of its own.
+
+        Raises:
+            CheckpointError: there is something at the path, or the folder could not be written.
+            ConfigurationError: the module has no values.
+        """
+        with self._ensure_session("save_pretrained").checkpoints("save") as coordinator:
+            coordinator.save_pretrained(module, self.unwrap(module), path, max_shard_gb)
+
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """Return the full state dict of a module, for other formats. Collective.
 

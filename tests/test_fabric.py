@@ -78,6 +78,7 @@ BEFORE_LAUNCH: dict[str, Callable[[Fabric], Any]] = {
     "save": lambda fabric: fabric.save("nowhere.pt", {}),
     "load": lambda fabric: fabric.load("nowhere.pt"),
     "load_raw": lambda fabric: fabric.load_raw("nowhere.pt", Net()),
+    "save_pretrained": lambda fabric: fabric.save_pretrained(Net(), "nowhere"),
 }
 
 

@@ -48,7 +48,7 @@ LAYERS = [
 ORDER = {
     "checkpoint": (
         "encoding state storage atomic agreement file async_save safetensors sharded_reader sharded "
-        "pretrained consolidate restore save_load keeper"
+        "adapters pretrained save_pretrained consolidate restore save_load keeper"
     ),
     "collectives": "buckets objects ops",
     "communicators": "base process_group checked",

@@ -1,6 +1,10 @@
 """Weights of Hugging Face's libraries: folders with an index, safetensors files and .bin files."""
 
+import errno
+import fcntl
 import json
+import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +22,7 @@ from fabric.checkpoint import ShardedCheckpoint
 from fabric.checkpoint.consolidate import consolidate
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
-from tests.ranks import run_in_ranks
+from tests.ranks import outcome, run_in_ranks
 
 INDEX = "model.safetensors.index.json"
 
@@ -435,3 +439,160 @@ def test_weights_hold_no_code_and_no_optimizer(tmp_path: Path) -> None:
             fabric.load_raw(tmp_path / "weights", module, weights_only=False)
         with pytest.raises(ArgumentTypeError, match="a SGD is not a module"):
             fabric.load_raw(tmp_path / "weights", optimizer)
+
+
+# -- save_pretrained ------------------------------------------------------------------------------
+
+
+class Config:
+    """A config that writes itself, as those of transformers do."""
+
+    def __init__(self) -> None:
+        self.architectures: list[str] = []
+        self.dtype = ""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(vars(self)))
+
+
+class FailingConfig(Config):
+    def save_pretrained(self, folder: Path) -> None:
+        raise LookupError("no such config")
+
+
+class Configured(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.load_state_dict(saved_weights(), strict=False)
+
+
+def save_and_list(fabric: Fabric, folder: Path, max_shard_gb: float) -> list[str]:
+    model = fabric.setup(Configured())
+    fabric.save_pretrained(model, folder, max_shard_gb=max_shard_gb)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def read_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        names.update(load_file(path))
+    return names
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_saves_a_folder_that_is_read_back_equal(
+    strategy: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "deep" / "weights"
+    lists = run_in_ranks(save_and_list, folder, 5e-5, **STRATEGIES[strategy])
+    assert lists[0] == lists[-1]
+    assert INDEX in lists[0]
+    assert len(lists[0]) == 5
+    assert os.listdir(folder.parent) == ["weights"]
+    # The tied weight is written once.
+    assert read_names(folder) == set(saved_weights())
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"architectures": ["Configured"], "dtype": "float32"}
+    with single() as fabric:
+        state = load_into_empty_model(fabric, folder)
+    assert_loaded(state, saved_weights())
+
+
+def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    # An empty folder is replaced.
+    folder.mkdir()
+    with single() as fabric:
+        names = save_and_list(fabric, folder, max_shard_gb=5)
+        assert names == ["config.json", "model.safetensors"]
+        fabric.save_pretrained(nn.Linear(3, 2), tmp_path / "linear")
+    assert os.listdir(tmp_path / "linear") == ["model.safetensors"]
+
+
+def save_with_full_disk(fabric: Fabric, folder: Path) -> str:
+    """Save to a disk that is full on the last rank, and return the error."""
+    model = fabric.setup(Configured())
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fabric.global_rank == fabric.world_size - 1:
+            patch.setattr(os, "fsync", refuse)
+        return outcome(lambda: fabric.save_pretrained(model, folder, max_shard_gb=5e-5))
+
+
+def test_a_rank_that_cannot_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    for text in run_in_ranks(save_with_full_disk, folder, strategy="fsdp"):
+        assert text.startswith("CheckpointError")
+        assert "No space left on device" in text
+    assert os.listdir(tmp_path) == []
+
+
+def save_with_failing_config(fabric: Fabric, folder: Path) -> str:
+    module = Configured()
+    module.config = FailingConfig()
+    model = fabric.setup(module)
+    return outcome(lambda: fabric.save_pretrained(model, folder))
+
+
+def test_a_config_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    first, second = run_in_ranks(save_with_failing_config, tmp_path / "weights")
+    assert "no such config" in first
+    assert "no such config" in second
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_at_the_path_is_not_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    model = nn.Linear(3, 2)
+    with single() as fabric:
+        fabric.save_pretrained(model, folder)
+        with pytest.raises(CheckpointError, match="there is something of that name"):
+            fabric.save_pretrained(nn.Linear(3, 2), folder)
+        fabric.load_raw(folder, nn.Linear(3, 2))
+        # The remedy of the error.
+        shutil.rmtree(folder)
+        fabric.save_pretrained(model, folder)
+
+
+def test_a_save_removes_what_killed_saves_to_the_path_left_behind(tmp_path: Path) -> None:
+    abandoned = tmp_path / ".weights.0123456789ab.tmp"
+    abandoned.mkdir()
+    (abandoned / "model.safetensors").touch()
+    running = tmp_path / ".weights.ba9876543210.tmp"
+    running.mkdir()
+    descriptor = os.open(running, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with single() as fabric:
+        fabric.save_pretrained(nn.Linear(3, 2), tmp_path / "weights")
+    os.close(descriptor)
+    assert sorted(os.listdir(tmp_path)) == [running.name, "weights"]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float64])
+def test_a_dtype_that_the_format_lacks_is_an_error(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    module = nn.Linear(3, 2, dtype=dtype)
+    with single() as fabric:
+        text = outcome(lambda: fabric.save_pretrained(module, folder))
+    assert ("no name for torch.complex128" in text) is dtype.is_complex
+    assert folder.exists() is not dtype.is_complex
+
+
+def save_before_setup(fabric: Fabric, folder: Path) -> None:
+    with fabric.init_module(empty_init=True):
+        module = Tied()
+    with pytest.raises(ConfigurationError, match=r"large.weight is a meta tensor"):
+        fabric.save_pretrained(module, folder)
+
+
+def test_a_module_without_values_is_not_saved(tmp_path: Path) -> None:
+    run_in_ranks(save_before_setup, tmp_path / "weights", strategy="fsdp")
+    with single() as fabric:
+        with pytest.raises(ConfigurationError, match="has no parameters"):
+            fabric.save_pretrained(nn.ReLU(), tmp_path / "weights")
+        with pytest.raises(ConfigurationError, match="max_shard_gb=0"):
+            fabric.save_pretrained(nn.Linear(3, 2), tmp_path / "weights", max_shard_gb=0)

@@ -7,7 +7,6 @@ vanishes however the process ends. Only one chunk of one tensor has to be in mem
 cost is disk space for a second copy of the checkpoint.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +20,12 @@ from torch import Tensor
 from fabric.checkpoint.atomic import atomic_write, write_errors
 from fabric.checkpoint.encoding import Chunk
 from fabric.checkpoint.file import FullCheckpoint
+from fabric.checkpoint.pretrained import (
+    INDEX_OF_WEIGHTS,
+    encode_index,
+    group_by_size,
+    weights_name,
+)
 from fabric.checkpoint.safetensors import write_safetensors
 from fabric.checkpoint.sharded import ShardedCheckpoint
 from fabric.checkpoint.state import State, join_names
@@ -218,31 +223,12 @@ def _write_weights_folder(
         tensors: the full tensors by name.
         max_bytes: the largest size of a file, unless the file has only one tensor.
     """
-    groups = _group_by_size(tensors, max_bytes)
+    groups = group_by_size(tensors, max_bytes)
     file_names: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        file_name = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        file_name = weights_name(number, len(groups))
         _write_weights(request, folder / file_name, group)
         file_names.update(dict.fromkeys(group, file_name))
     # The index comes last: without it, the libraries do not read an incomplete folder.
-    index = {"metadata": {}, "weight_map": file_names}
-    with atomic_write(folder / "model.safetensors.index.json") as file:
-        file.write(json.dumps(index, indent=2).encode())
-
-
-def _group_by_size(tensors: Mapping[str, Tensor], max_bytes: float) -> list[dict[str, Tensor]]:
-    """Split tensors into groups of at most ``max_bytes`` each, in their order.
-
-    A tensor that is larger than ``max_bytes`` is a group of its own.
-    """
-    groups: list[dict[str, Tensor]] = [{}]
-    size_of_last_group = 0
-    for name, tensor in tensors.items():
-        fits = size_of_last_group + tensor.nbytes <= max_bytes
-        last_is_empty = not groups[-1]
-        if not fits and not last_is_empty:
-            groups.append({})
-            size_of_last_group = 0
-        groups[-1][name] = tensor
-        size_of_last_group += tensor.nbytes
-    return groups
+    with atomic_write(folder / INDEX_OF_WEIGHTS) as file:
+        file.write(encode_index(file_names))

@@ -2,12 +2,13 @@
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from fabric.checkpoint.adapters import ADAPTER_CONFIG
 from fabric.checkpoint.atomic import read_errors
 from fabric.checkpoint.file import FullCheckpoint, require_file
 from fabric.checkpoint.safetensors import map_safetensors
@@ -18,12 +19,20 @@ from fabric.errors import CheckpointError, ConfigurationError
 
 __all__ = [
     "INDEX_OF_WEIGHTS",
+    "WEIGHTS_FILES",
     "Rename",
     "add_tied_names",
+    "drop_tied_names",
+    "encode_index",
+    "group_by_size",
     "holds_weights",
+    "is_adapter",
     "map_weights",
     "rename_entries",
+    "weights_name",
 ]
+
+T = TypeVar("T")
 
 # Returns the name in the module for a name in the file, or has it. None leaves the entry out.
 Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
@@ -32,7 +41,7 @@ SUFFIX = ".safetensors"
 INDEX_OF_WEIGHTS = "model.safetensors.index.json"
 # The files with all weights, or with the index of the files with weights. The libraries take the
 # first one that is in a folder.
-_FILES = (
+WEIGHTS_FILES = (
     "model.safetensors",
     INDEX_OF_WEIGHTS,
     "pytorch_model.bin",
@@ -45,7 +54,14 @@ def holds_weights(location: Location) -> bool:
     return location.name.endswith(SUFFIX) or location.is_dir()
 
 
-def map_weights(request: str, location: Location) -> dict[str, Any]:
+def is_adapter(location: Location) -> bool:
+    """Return whether a location is the folder of an adapter of PEFT."""
+    return location.is_dir() and (location / ADAPTER_CONFIG).is_file()
+
+
+def map_weights(
+    request: str, location: Location, file_names: Iterable[str] = WEIGHTS_FILES
+) -> dict[str, Any]:
     """Return the weights in a safetensors file or in a folder, mapped into memory, by name.
 
     Runs no code from the files. The values are read when they are used. A ``.bin`` file is verified
@@ -54,6 +70,7 @@ def map_weights(request: str, location: Location) -> dict[str, Any]:
     Args:
         request: what the user asked for, for errors.
         location: the file or folder.
+        file_names: the names to look for in a folder. The first one that is there is read.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``location``.
@@ -62,7 +79,7 @@ def map_weights(request: str, location: Location) -> dict[str, Any]:
     if not location.is_dir():
         return _map_file(request, location)
     with read_errors(request):
-        names = [name for name in _FILES if (location / name).is_file()]
+        names = [name for name in file_names if (location / name).is_file()]
     if not names:
         raise _missing_weights_error(request, location)
     path = location / names[0]
@@ -117,12 +134,20 @@ def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
         f"fabric.load({str(folder)!r}, {{'model': model}}) for a folder that fabric.save wrote; "
         "its error says how to convert a folder that torch wrote"
     )
+    if ADAPTER_CONFIG in names:
+        config = f"peft.PeftConfig.from_pretrained({str(folder)!r})"
+        return CheckpointError(
+            request,
+            problem="the folder has an adapter of PEFT, and the model has no adapter",
+            expected="a model with the adapter, before it is set up",
+            suggestion=f"peft.get_peft_model(model, {config})",
+        )
     if INDEX not in names and weights:
         suggestion = f"fabric.load_raw({str(folder / weights[0])!r}, model) for one of its files"
     return CheckpointError(
         request,
         problem="the folder has no weights in Hugging Face's format",
-        expected=f"a folder with {', '.join(_FILES[:-1])} or {_FILES[-1]}",
+        expected=f"a folder with {', '.join(WEIGHTS_FILES[:-1])} or {WEIGHTS_FILES[-1]}",
         suggestion=suggestion,
     )
 
@@ -170,13 +195,69 @@ def add_tied_names(module: nn.Module, content: State) -> PlainState:
         module: the module that is loaded, sharded or not.
         content: the values by name.
     """
-    names_of_parameters: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names_of_parameters.setdefault(parameter, []).append(plain_name(name))
     completed: Any = copy.copy(content)
-    for names in names_of_parameters.values():
+    for names in _tied_names(module):
         stored_names = [name for name in names if name in content]
         if stored_names:
             for name in names:
                 completed.setdefault(name, content[stored_names[0]])
     return completed
+
+
+def drop_tied_names(module: nn.Module, state: Mapping[str, T]) -> dict[str, T]:
+    """Return a module's state with one name for each tied parameter, the first one in the state.
+
+    Args:
+        module: the module, sharded or not.
+        state: the values by name.
+    """
+    reduced = dict(state)
+    for names in _tied_names(module):
+        stored_names = [name for name in state if name in names]
+        for name in stored_names[1:]:
+            del reduced[name]
+    return reduced
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several names."""
+    names_of_parameters: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of_parameters.setdefault(parameter, []).append(plain_name(name))
+    return [names for names in names_of_parameters.values() if len(names) > 1]
+
+
+def weights_name(number: int, count: int) -> str:
+    """Return the name of one of several files of weights. The first file has the number 1."""
+    return f"model-{number:05}-of-{count:05}{SUFFIX}"
+
+
+def encode_index(file_names: Mapping[str, str], total_bytes: int | None = None) -> bytes:
+    """Return the content of the index of several files of weights.
+
+    Args:
+        file_names: the file that holds a tensor, by the name of the tensor.
+        total_bytes: the size of all tensors, which the libraries show. None leaves it out.
+    """
+    metadata = {}
+    if total_bytes is not None:
+        metadata["total_size"] = total_bytes
+    return json.dumps({"metadata": metadata, "weight_map": file_names}, indent=2).encode()
+
+
+def group_by_size(tensors: Mapping[str, Tensor], max_bytes: float) -> list[dict[str, Tensor]]:
+    """Split tensors into groups of at most ``max_bytes`` each, in their order.
+
+    A tensor that is larger than ``max_bytes`` is a group of its own.
+    """
+    groups: list[dict[str, Tensor]] = [{}]
+    size_of_last_group = 0
+    for name, tensor in tensors.items():
+        fits = size_of_last_group + tensor.nbytes <= max_bytes
+        last_is_empty = not groups[-1]
+        if not fits and not last_is_empty:
+            groups.append({})
+            size_of_last_group = 0
+        groups[-1][name] = tensor
+        size_of_last_group += tensor.nbytes
+    return groups

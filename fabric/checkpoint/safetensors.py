@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fabric.checkpoint.encoding import Chunk, tensor_bytes
 
-__all__ = ["DataFile", "StoredChunk", "map_safetensors", "write_safetensors"]
+__all__ = ["DataFile", "StoredChunk", "encode_header", "map_safetensors", "write_safetensors"]
 
 _ALIGNMENT = 64  # bytes; enough for every dtype and for the CPU's widest loads
 # The names of dtypes in safetensors.
@@ -88,6 +88,26 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
         file.write(content)
         checksum = zlib.crc32(content, checksum)
     return DataFile(checksum, stored_chunks)
+
+
+def encode_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes that a file of full tensors begins with. The values follow in this order.
+
+    Args:
+        tensors: the tensors by name, which may be on the meta device.
+
+    Raises:
+        ValueError: safetensors has no such dtype, or keeps a name for itself.
+    """
+    chunks: dict[str, Chunk] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"safetensors has no name for {tensor.dtype}, the dtype of {name}")
+        if name == "__metadata__":
+            raise ValueError("safetensors keeps the name '__metadata__' for itself")
+        chunks[name] = Chunk(offsets=[0] * tensor.dim(), tensor=tensor)
+    _, header = _lay_out_file(chunks)
+    return header
 
 
 def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], bytes]:

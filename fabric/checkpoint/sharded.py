@@ -50,7 +50,7 @@ from fabric.checkpoint.storage import Location, RemotePath
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError
 
-__all__ = ["ShardedCheckpoint", "clean", "remove_folder"]
+__all__ = ["ShardedCheckpoint", "clean", "remove_folder", "write_on_all_ranks"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -138,24 +138,22 @@ class ShardedCheckpoint:
             raise CheckpointError(request, problem, expected="a file system that all ranks share")
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        write_on_all_ranks = partial(_write_on_all_ranks, communicator, request)
-        flat: FlatState = write_on_all_ranks(flatten_state, entries)
+        run_step = partial(write_on_all_ranks, communicator, request)
+        flat: FlatState = run_step(flatten_state, entries)
         # _begin_on_first_rank() enters the context of the save on the stack. If anything raises
         # before the commit, the context ends with the error, and the old checkpoint stays.
         with ExitStack() as stack:
             # None on all ranks but rank 0.
-            save = write_on_all_ranks(_begin_on_first_rank, stack, request, path, is_first)
+            save = run_step(_begin_on_first_rank, stack, request, path, is_first)
             # Rank 0 describes the save, and every rank gets this description.
             target = None
             if save is not None:
                 target = _Target(save.folder, save.id, flat.stored_names)
             target = communicator.broadcast_object(target, 0)
-            files = write_on_all_ranks(_write_rank, request, target, rank, flat.tensors, per_rank)
+            files = run_step(_write_rank, request, target, rank, flat.tensors, per_rank)
             # Empty on all ranks but rank 0, which commits the save by closing the stack.
             files_of_ranks = gather_on_first(communicator, files)
-            write_on_all_ranks(
-                _commit_on_first_rank, stack, request, save, flat, files_of_ranks, metadata
-            )
+            run_step(_commit_on_first_rank, stack, request, save, flat, files_of_ranks, metadata)
 
     def load(self, path: Location) -> PlainState:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU.
@@ -204,7 +202,7 @@ class ShardedCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def _write_on_all_ranks(
+def write_on_all_ranks(
     communicator: Communicator, request: str, step: Callable[[*Ts], T], *args: *Ts
 ) -> T:
     """Return ``step(*args)`` of this rank, or raise on every rank if the step fails on any rank.

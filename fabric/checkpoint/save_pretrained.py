@@ -1,0 +1,388 @@
+"""Saves of a module to a folder that Hugging Face's libraries read, by all ranks of a job.
+
+[Note: a folder of weights] Rank 0 makes a temporary folder beside the target. Each rank writes some
+of its files: for every tensor, all ranks gather the shards, and one rank writes the values. Rank 0
+adds the config and the index, and renames the folder to the target. So the target has all files or
+does not exist. Rank 0 holds a lock on the temporary folder, and the next save to the same target
+removes a temporary folder that can be locked.
+"""
+
+import copy
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, TypeVarTuple
+
+import torch
+from torch import Tensor, nn
+
+from fabric._torch import uncompiled
+from fabric.checkpoint.adapters import adapter_names, adapters_of
+from fabric.checkpoint.agreement import run_on_all_ranks
+from fabric.checkpoint.atomic import sync_folder, write_errors
+from fabric.checkpoint.encoding import tensor_bytes
+from fabric.checkpoint.pretrained import (
+    INDEX_OF_WEIGHTS,
+    drop_tied_names,
+    encode_index,
+    group_by_size,
+    weights_name,
+)
+from fabric.checkpoint.safetensors import encode_header
+from fabric.checkpoint.sharded import write_on_all_ranks
+from fabric.checkpoint.state import StateDicts
+from fabric.checkpoint.storage import locate
+from fabric.communicators import Communicator
+from fabric.errors import CheckpointError, ConfigurationError
+
+__all__ = ["PretrainedSave"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_AnyPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class _WeightsFile:
+    """A file of weights.
+
+    Attributes:
+        name: the name of the file.
+        tensors: meta tensors of the full shapes, by name, in the order of their values in the file.
+        writer: the rank that writes the file.
+    """
+
+    name: str
+    tensors: dict[str, Tensor]
+    writer: int
+
+
+@dataclass(frozen=True)
+class PretrainedSave:
+    """A save of a module to a folder of weights. See ``[Note: a folder of weights]``.
+
+    Args:
+        communicator: all ranks of the job.
+        state_dicts: reads the module.
+        request: what the user asked for, for errors.
+    """
+
+    communicator: Communicator
+    state_dicts: StateDicts
+    request: str
+
+    def save(
+        self, module: nn.Module, user_module: nn.Module, path: _AnyPath, max_shard_gb: float
+    ) -> None:
+        """Write the module's weights, and its config if it has one. Collective.
+
+        Args:
+            module: the module as the user holds it.
+            user_module: the user's own module behind it.
+            path: the folder, where nothing is yet.
+            max_shard_gb: the largest size of a file in GB.
+        """
+        weights = run_on_all_ranks(
+            self.communicator, self.request, self._weights_to_save, module, max_shard_gb
+        )
+        # An adapter has a format of its own, and is small: PEFT writes it on rank 0.
+        adapters = adapters_of(user_module)
+        files: list[_WeightsFile] = []
+        if not adapters:
+            files = self._plan_files(weights, max_shard_gb)
+        # Closing the stack renames the folder on rank 0. After an error it removes the folder.
+        with ExitStack() as stack:
+            folder = self._write(self._begin, stack, path)
+            folder = self.communicator.broadcast_object(folder, 0)
+            assert folder is not None, "rank 0 returns the folder, or raises"
+            for file in files:
+                self._write_file(folder, file, weights)
+            if adapters:
+                self._write_adapters(folder, user_module, weights, adapters)
+            # Not _write(): an error of the user's config is not an error of the file system.
+            run_on_all_ranks(
+                self.communicator, self.request, self._finish, folder, files, user_module
+            )
+            self._write(stack.close)
+
+    def _write(self, step: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return ``step(*args)``, or raise on every rank if it fails on any. Collective."""
+        return write_on_all_ranks(self.communicator, self.request, step, *args)
+
+    def _weights_to_save(self, module: nn.Module, max_shard_gb: float) -> dict[str, Tensor]:
+        """Return the tensors of a module by name, sharded or not, and tied weights once.
+
+        ``max_shard_gb`` is the user's argument, which is checked.
+
+        Raises:
+            ConfigurationError: the module has no tensors, or a meta tensor; or ``max_shard_gb`` is
+                not positive.
+        """
+        if not max_shard_gb > 0:
+            raise ConfigurationError(
+                f"max_shard_gb={max_shard_gb!r}", expected="a size in GB of more than 0"
+            )
+        weights: dict[str, Tensor] = {}
+        for name, value in self.state_dicts.of_module(module).items():
+            if isinstance(value, Tensor):
+                weights[name] = value
+        if not weights:
+            problem = f"{type(module).__name__} has no parameters and no buffers"
+            raise ConfigurationError(self.request, problem)
+        for name, value in weights.items():
+            if value.is_meta:
+                problem = f"{name} is a meta tensor, which has no values"
+                raise ConfigurationError(self.request, problem, expected="a module with values")
+        return drop_tied_names(module, weights)
+
+    def _plan_files(self, weights: Mapping[str, Tensor], max_shard_gb: float) -> list[_WeightsFile]:
+        """Return the files to write, the same on all ranks."""
+        writers = 1
+        # Without shards, rank 0 has all values, and other nodes need not share its files.
+        if any(hasattr(tensor, "full_tensor") for tensor in weights.values()):
+            writers = self.communicator.size
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        max_bytes = max_shard_gb * 1e9  # decimal GB, as in Hugging Face's libraries
+        groups = group_by_size(tensors, max_bytes)
+        if len(groups) == 1:
+            return [_WeightsFile("model.safetensors", groups[0], writer=0)]
+        files: list[_WeightsFile] = []
+        for number, group in enumerate(groups):
+            name = weights_name(number + 1, len(groups))
+            files.append(_WeightsFile(name, group, writer=number % writers))
+        return files
+
+    def _begin(self, stack: ExitStack, path: _AnyPath) -> Path | None:
+        """Return the temporary folder on rank 0, and None on other ranks.
+
+        ``stack`` removes or renames the folder. ``path`` is the path that the user gave.
+        """
+        if self.communicator.rank != 0:
+            return None
+        return stack.enter_context(_new_folder(self.request, path))
+
+    def _write_file(self, folder: Path, file: _WeightsFile, weights: Mapping[str, Tensor]) -> None:
+        """Write one file. Collective: all ranks gather the values that one rank writes."""
+        is_writer = self.communicator.rank == file.writer
+        with ExitStack() as stack:
+            output = self._write(_open_file, stack, folder, file, is_writer)
+            for name in file.tensors:
+                # One full tensor at a time, to bound the memory.
+                full = self.state_dicts.gather_shards({name: weights[name]})[name]
+                self._write(_write_values, output, full)
+            self._write(_flush, output)
+
+    def _write_adapters(
+        self,
+        folder: Path,
+        user_module: nn.Module,
+        weights: Mapping[str, Tensor],
+        adapters: list[str],
+    ) -> None:
+        """Write the adapters of a model on rank 0. Collective.
+
+        Only the tensors of the adapters are gathered.
+        """
+
+        def find_names_on_first_rank() -> list[str]:
+            names: set[str] = set()
+            if self.communicator.rank == 0:
+                for adapter in adapters:
+                    names.update(adapter_names(user_module, weights, adapter).values())
+            return sorted(names)
+
+        def save_on_first_rank() -> None:
+            if self.communicator.rank == 0:
+                module: Any = uncompiled(user_module)
+                module.save_pretrained(folder, state_dict=tensors)
+
+        names = run_on_all_ranks(self.communicator, self.request, find_names_on_first_rank)
+        names = self.communicator.broadcast_object(names, 0)
+        adapter_weights = {name: weights[name] for name in names}
+        is_first = self.communicator.rank == 0
+        tensors = self.state_dicts.copy_full_tensors(adapter_weights, is_first)
+        run_on_all_ranks(self.communicator, self.request, save_on_first_rank)
+
+    def _finish(self, folder: Path, files: list[_WeightsFile], user_module: nn.Module) -> None:
+        """Add the index and the config on rank 0, and check that all files are there."""
+        if self.communicator.rank != 0:
+            return
+        # Empty for an adapter, which PEFT has written.
+        if files:
+            _check_files(self.request, folder, files)
+            with write_errors(self.request):
+                _write_index(folder, files)
+            _save_config(folder, user_module, files)
+        with write_errors(self.request):
+            _sync_files(folder)
+
+
+def _open_file(
+    stack: ExitStack, folder: Path, file: _WeightsFile, is_writer: bool
+) -> BinaryIO | None:
+    """Open a file of weights and write its header. Return None if another rank writes the file.
+
+    ``stack`` closes the file.
+    """
+    if not is_writer:
+        return None
+    path = folder / file.name
+    output = stack.enter_context(path.open("xb"))
+    output.write(encode_header(file.tensors))
+    return output
+
+
+def _write_values(output: BinaryIO | None, tensor: Tensor) -> None:
+    """Write the values of a full tensor. Do nothing if another rank writes the file."""
+    if output is not None:
+        output.write(tensor_bytes(tensor))
+
+
+def _flush(output: BinaryIO | None) -> None:
+    """Wait until a file is on the disk. Do nothing if another rank writes the file."""
+    if output is not None:
+        output.flush()
+        os.fsync(output.fileno())
+
+
+def _check_files(request: str, folder: Path, files: list[_WeightsFile]) -> None:
+    """Raise a CheckpointError unless all files are in the folder. ``request`` is for the error."""
+    for file in files:
+        size = len(encode_header(file.tensors))
+        for tensor in file.tensors.values():
+            size += tensor.nbytes
+        path = folder / file.name
+        if not path.is_file() or path.stat().st_size != size:
+            raise CheckpointError(
+                request,
+                problem=f"rank {file.writer} wrote {file.name}, which rank 0 does not find",
+                expected="a folder on a file system that all ranks share",
+            )
+
+
+def _write_index(folder: Path, files: list[_WeightsFile]) -> None:
+    """Write the index of several files. A single file has none."""
+    if len(files) == 1:
+        return
+    file_names: dict[str, str] = {}
+    total_bytes = 0
+    for file in files:
+        for name, tensor in file.tensors.items():
+            file_names[name] = file.name
+            total_bytes += tensor.nbytes
+    (folder / INDEX_OF_WEIGHTS).write_bytes(encode_index(file_names, total_bytes))
+
+
+def _save_config(folder: Path, user_module: nn.Module, files: list[_WeightsFile]) -> None:
+    """Write the config and the generation config of a model of transformers.
+
+    Other modules have no config. ``files`` have the dtypes of the weights.
+    """
+    module: Any = uncompiled(user_module)
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    # What the model's own save_pretrained() notes, so that from_pretrained() builds the same model.
+    config = copy.deepcopy(config)
+    # Sharding has added the prefix to the name of the class.
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    dtype = _first_floating_dtype(files)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    generation_config: Any = getattr(module, "generation_config", None)
+    if hasattr(generation_config, "save_pretrained"):
+        generation_config.save_pretrained(folder)
+
+
+def _first_floating_dtype(files: list[_WeightsFile]) -> torch.dtype | None:
+    for file in files:
+        for tensor in file.tensors.values():
+            if tensor.is_floating_point():
+                return tensor.dtype
+    return None
+
+
+def _sync_files(folder: Path) -> None:
+    """Wait until all files below a folder are on the disk, and their names."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+@contextmanager
+def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
+    """Yield a temporary folder that becomes the folder ``path`` if the block raises no error.
+
+    Rank 0 calls it. See ``[Note: a folder of weights]``. ``request`` is what the user asked for,
+    for errors.
+
+    Raises:
+        CheckpointError: there is something at ``path``, or ``path`` is remote.
+    """
+    target = locate(path)
+    if not isinstance(target, Path):
+        problem = "an object store cannot rename a folder, so it could be left incomplete"
+        suggestion = "a local folder, which is uploaded when it is complete"
+        raise CheckpointError(request, problem, suggestion=suggestion)
+    target = Path(os.path.realpath(target))
+    _refuse_existing(request, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # The save goes on without a lock on a file system that has no locks.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+        _refuse_existing(request, target)
+        os.rename(folder, target)
+        sync_folder(target.parent)
+    finally:
+        os.close(descriptor)
+        # Nothing is left under this name after the renaming.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_existing(request: str, target: Path) -> None:
+    """Raise a CheckpointError if there is something at ``target``, except an empty folder."""
+    if not target.exists():
+        return
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    raise CheckpointError(
+        request,
+        problem="there is something of that name, and files that stay there would be read too",
+        expected="a path where nothing is",
+        suggestion="another path, or shutil.rmtree(path) on rank 0 and fabric.barrier() before",
+    )
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the temporary folders that killed saves to the same target left behind."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
+    for path in target.parent.iterdir():
+        if not pattern.fullmatch(path.name) or not path.is_dir():
+            continue
+        # An OSError leaves the folder alone: a running save holds the lock, or it is gone.
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,192 @@
+"""Models of transformers, and adapters of PEFT, go through files in both directions."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from fabric import Fabric
+from fabric.errors import CheckpointError
+from fabric.strategies import ModelParallelStrategy
+from tests.ranks import run_in_ranks
+
+pytestmark = [
+    # PEFT reads it of every model of transformers.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+
+CONFIG = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    tie_word_embeddings=True,
+)
+TOKENS = torch.tensor([[1, 5, 9, 2]])
+# A pattern has one star for each component before the layers.
+LAYERS_OF_ADAPTER = "*.*.*.layers.*.mlp"
+
+
+def tensor_parallel(layers: str) -> ModelParallelStrategy:
+    plan = {
+        f"{layers}.gate_proj": "colwise",
+        f"{layers}.up_proj": "colwise",
+        f"{layers}.down_proj": "rowwise",
+    }
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan=plan)
+
+
+def single() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, environment="none")
+
+
+def assert_equal_states(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=0, atol=0)
+
+
+def build_llama() -> nn.Module:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(CONFIG)
+
+
+def save_llama(fabric: Fabric, folder: Path) -> None:
+    model = fabric.setup(build_llama())
+    fabric.save_pretrained(model, folder, max_shard_gb=5e-6)
+
+
+def load_llama(fabric: Fabric, folder: Path) -> Tensor:
+    with fabric.init_module(empty_init=True):
+        module = LlamaForCausalLM(CONFIG)
+    model = fabric.setup(module)
+    fabric.load_raw(folder, model)
+    return model(TOKENS).logits.detach()
+
+
+def test_a_llama_is_saved_sharded_and_read_by_transformers_and_a_mesh(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    expected = build_llama()
+    logits = expected(TOKENS).logits.detach()
+    run_in_ranks(save_llama, folder, strategy="fsdp", ranks=3)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert type(loaded) is LlamaForCausalLM
+    assert_equal_states(loaded.state_dict(), expected.state_dict())
+    mesh = tensor_parallel("model.layers.*.mlp")
+    for logits_of_rank in run_in_ranks(load_llama, folder, strategy=mesh):
+        torch.testing.assert_close(logits_of_rank, logits, rtol=0, atol=1e-6)
+
+
+def test_what_transformers_saves_is_loaded_in_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    module = build_llama()
+    module.save_pretrained(folder, max_shard_size="5KB")
+    logits = module(TOKENS).logits.detach()
+    for logits_of_rank in run_in_ranks(load_llama, folder, strategy="fsdp"):
+        torch.testing.assert_close(logits_of_rank, logits, rtol=0, atol=1e-6)
+
+
+# -- adapters -------------------------------------------------------------------------------------
+
+
+def build_base() -> nn.Module:
+    torch.manual_seed(3)
+    return LlamaForSequenceClassification(CONFIG)
+
+
+def build_adapted(seed: int) -> nn.Module:
+    """Return a model with an adapter, whose new layers have values of the seed."""
+    base = build_base()
+    # SEQ_CLS also trains and saves the head, score.
+    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"])
+    module = get_peft_model(base, config)
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    return module
+
+
+def save_adapter(fabric: Fabric, folder: Path) -> None:
+    model = fabric.setup(build_adapted(seed=1))
+    fabric.save_pretrained(model, folder)
+    reloaded = fabric.setup(build_adapted(seed=2))
+    fabric.load_raw(folder, reloaded)
+    state = fabric.get_state_dict(reloaded)
+    if fabric.is_global_zero:
+        assert_equal_states(state, build_adapted(seed=1).state_dict())
+
+
+ADAPTER_STRATEGIES: dict[str, Any] = {
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "mesh": tensor_parallel(LAYERS_OF_ADAPTER),
+}
+
+
+@pytest.mark.parametrize("strategy", ADAPTER_STRATEGIES)
+def test_an_adapter_is_saved_and_read_by_peft(strategy: str, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    run_in_ranks(save_adapter, folder, strategy=ADAPTER_STRATEGIES[strategy])
+    assert sorted(os.listdir(folder)) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    loaded = PeftModel.from_pretrained(build_base(), folder)
+    assert_equal_states(loaded.state_dict(), build_adapted(seed=1).state_dict())
+
+
+def test_an_adapter_needs_a_model_with_the_adapter(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    expected = build_adapted(seed=1)
+    expected.save_pretrained(folder)
+    with single() as fabric:
+        with pytest.raises(CheckpointError, match="the model has no adapter") as caught:
+            fabric.load_raw(folder, build_base())
+        assert "peft.get_peft_model(model, peft.PeftConfig" in str(caught.value.suggestion)
+        # The remedy of the error.
+        model = get_peft_model(build_base(), PeftConfig.from_pretrained(folder))
+        fabric.load_raw(folder, model)
+    assert_equal_states(model.state_dict(), expected.state_dict())
+
+
+def test_an_adapter_of_other_layers_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["k_proj"])
+    get_peft_model(build_base(), config).save_pretrained(folder)
+    module = build_adapted(seed=1)
+    with single() as fabric, pytest.raises(CheckpointError) as caught:
+        fabric.load_raw(folder, module)
+    text = str(caught.value)
+    assert "not in the file: base_model.model.model.layers.0.self_attn.q_proj.lora_A" in text
+    assert "only in the file: base_model.model.model.layers.0.self_attn.k_proj.lora_A" in text
+    assert_equal_states(module.state_dict(), build_adapted(seed=1).state_dict())
+
+
+def follow_recipe(fabric: Fabric, folder: Path) -> None:
+    """Save an adapter as the docstring of ``get_state_dict`` shows it."""
+    model = fabric.setup(build_adapted(seed=1))
+    weights = fabric.get_state_dict(model)
+    if fabric.is_global_zero:
+        fabric.unwrap(model).save_pretrained(folder, state_dict=weights)
+    fabric.barrier()
+
+
+def test_the_recipe_with_the_state_dict_saves_the_adapter(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    run_in_ranks(follow_recipe, folder, strategy="fsdp")
+    loaded = PeftModel.from_pretrained(build_base(), folder)
+    assert_equal_states(loaded.state_dict(), build_adapted(seed=1).state_dict())
