@@ -295,7 +295,7 @@ def sequence_numbers_behind(loss: Tensor) -> Iterator[int]:
         yield node._sequence_nr()
 
 
-def leaves_behind(loss: Tensor) -> Iterator[Tensor]:
+def leaves_of_graph(loss: Tensor) -> Iterator[Tensor]:
     """Yield the leaves of the graph of ``loss``, whose gradients its backward pass computes."""
     for node in _nodes_behind(loss):
         # Only the node that accumulates the gradient of a leaf has this attribute.

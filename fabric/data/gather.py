@@ -275,7 +275,7 @@ def _order_length(spec: LoaderSpec) -> int | None:
 
 
 def _find_order_problem(spec: LoaderSpec) -> str | None:
-    """Return why it is not known which entries are repeated, as a verb phrase. None if it is.
+    """Return why the repeated entries are not known, as a verb phrase. None if they are known.
 
     Entries are repeated where the ranks would otherwise get unequal numbers of samples.
     """

@@ -29,7 +29,7 @@ from fabric.tree import flatten
 __all__ = ["EqualDrawsCheck"]
 
 _CHECKED_PASSES = 3  # training passes of each module, and backward passes
-_COMPARED_REPLICAS = (0, 1)
+_COMPARED_REPLICAS = (0, 1)  # a mistake in the seeds shows in any two replicas
 
 
 class _Draws(NamedTuple):

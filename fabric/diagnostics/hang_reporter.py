@@ -117,12 +117,12 @@ class HangReporter:
         self._answered_requests = {"", self._user_request()}
         self.store = store
         self.polls: list[Callable[[float], object]] = []
-        self._prints = threshold > timedelta(0)
+        self._has_watchdog = threshold > timedelta(0)
         # In seconds. Without a threshold, reports are made only for the errors of collectives that
         # time out.
         half_timeout = timeout.total_seconds() / 2
         self._threshold = half_timeout
-        if self._prints:
+        if self._has_watchdog:
             self._threshold = min(threshold.total_seconds(), half_timeout)
         # Seconds between two looks for requests of other ranks.
         self._interval = self._threshold / _LOOKS_PER_THRESHOLD
@@ -191,11 +191,18 @@ class HangReporter:
         report = self._report
         if not report:
             return f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
-        was_printed = self._prints and COMPILES not in report
-        if was_printed:
+        if self._is_printed(report):
             first_lines = report.partition(HEADING)[0]
             return f"{first_lines}{HEADING} in the report that was printed, as a rule by rank 0"
         return report
+
+    def _is_printed(self, report: str) -> bool:
+        """Return whether a report is printed that no user has requested.
+
+        Without a watchdog, reports are only for errors. While a rank compiles, the others may wait
+        for long.
+        """
+        return self._has_watchdog and COMPILES not in report
 
     def explain_lost_rank(self) -> str:
         """Return why other ranks have ended, one line for each.
@@ -402,11 +409,10 @@ class HangReporter:
         states = read_states(self.store, number)
         text = compose_report(states, requester, reason)
         # Without a watchdog, only the timeout of a collective ends the job.
-        if text and self._prints and COMPILES not in text:
+        if text and self._is_printed(text):
             text = self._end_deadlock(states, text)
         self.store.set(f"report/{number}", text)
-        should_print = user_request or (self._prints and COMPILES not in text)
-        if text and should_print:
+        if text and (user_request or self._is_printed(text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _end_deadlock(self, states: Mapping[int, RankState], text: str) -> str:

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._torch import (
     datasets_iterated_in_full,
-    leaves_behind,
+    leaves_of_graph,
     local_tensor,
     real_tensors,
 )
@@ -642,7 +642,7 @@ class SetupChecks:
         """
         self._backwards += 1
         if self._scales_loss and self._backwards <= _CHECKED_STEPS_OF_ALL:
-            for leaf in leaves_behind(loss):
+            for leaf in leaves_of_graph(loss):
                 self._scaled_parameters[leaf] = None
         self._clipping_check.record(self._optimizers)
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:

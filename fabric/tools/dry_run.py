@@ -296,7 +296,7 @@ class _Job:
         Returns:
             The types of the layers that FSDP would wrap.
         """
-        model, *optimizers = _check_built(self.build(fabric))
+        model, *optimizers = _model_and_optimizers(self.build(fabric))
         # Found before setup, which may wrap the layers. A dict keeps each type once, in order.
         layer_types = dict.fromkeys(type(layer) for layer in find_fsdp_modules(model))
         if self.steps_together:
@@ -319,7 +319,7 @@ class _Job:
         return tuple(layer_types)
 
 
-def _check_built(built: Any) -> Sequence[Any]:
+def _model_and_optimizers(built: Any) -> Sequence[Any]:
     """Return the model that ``build`` has returned, and its optimizers.
 
     Args:
