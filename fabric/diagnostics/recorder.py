@@ -145,9 +145,10 @@ class FlightRecorder:
         """Make an empty recorder, in the thread whose stack hang reports show."""
         self._report = report
         self._explain_lost_rank = explain_lost_rank
-        self.phases_need_all_ranks = True
         self.process = os.getpid()
         self.thread = threading.get_ident()
+
+        # What this process is doing and has done. This recorder changes these fields.
         self.phase: str | None = None
         # The values of ``phase`` to return to, since phases nest: a loss may run a forward pass.
         self._outer_phases: list[str | None] = []
@@ -155,15 +156,18 @@ class FlightRecorder:
         self.latest_key = ""
         self.open_collectives: dict[int, Entry] = {}
         self.latest_collective: Entry | None = None
-        self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
-        self.phase_checks: tuple[Callable[[str], None], ...] = ()
+        self.signatures = PendingSignatures()
         # Whether a checked forward pass with gradients has run since the latest backward pass.
         self._checks_next_backward = False
+
+        # What others set: the runtime, the session, checked mode and the tools.
+        self.phases_need_all_ranks = True
+        self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
+        self.phase_checks: tuple[Callable[[str], None], ...] = ()
         self.param_group_counts: dict[int, int] = {}
         self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
             _ignore_param_groups
         )
-        self.signatures = PendingSignatures()
         self.collective_context: Callable[[Entry], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
         )

@@ -147,7 +147,8 @@ class TrainingChecks:
         self._has_new_gradient = False
         # The ids of the parameters that have had a gradient in any of the steps.
         self._had_gradient: set[int] = set()
-        # The names of the replicated parameters, and a number for each after the latest step.
+        # The names of what is compared between ranks, as a rule the replicated parameters, and a
+        # number for each after the latest step.
         self._compared_names: list[str] = []
         self._fingerprint: list[int] = []
         self._hooks = ExitStack()
