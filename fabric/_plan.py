@@ -525,16 +525,34 @@ def _parse_name(
     name = value.lower() if isinstance(value, str) else ""
     if name in table:
         return _make_from_entry(table[name], base_class, **options)
-    # Entry points are looked up last, since reading the entry points of all packages takes
-    # milliseconds.
     # A group of entry points is named for the module of its base class.
     group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
+    # Entry points are looked up last, since reading the entry points of all packages takes
+    # milliseconds.
     plugins = {plugin.name: plugin for plugin in entry_points(group=group)}
     if name in plugins:
         return _make_from_entry(plugins[name].load(), base_class)
 
     names = ["auto", *table, *plugins]
+    class_path = f"{group}.{base_class.__name__}"
+    expected = f"{', '.join(map(repr, names))}, or an object of a subclass of {class_path}"
     suggestion = f'Fabric({argument}="{_similar_name(argument, name, names)}")'
+    raise _value_error(argument, value, base_class, expected=expected, suggestion=suggestion)
+
+
+def _value_error(
+    argument: str, value: Any, base_class: type[Any], *, expected: str, suggestion: str
+) -> ConfigurationError | ArgumentTypeError:
+    """Return the error for a value that is neither a known name nor an object of a class.
+
+    Args:
+        argument: the argument of ``Fabric``.
+        value: the value of the argument.
+        base_class: the class of the objects.
+        expected: the names and objects that are valid.
+        suggestion: what to write, unless the value is a subclass of ``base_class``.
+    """
+    error: type[ConfigurationError | ArgumentTypeError]
     if isinstance(value, str):
         error = ConfigurationError
         problem = f"there is no {argument} of that name"
@@ -545,13 +563,7 @@ def _parse_name(
     else:
         error = ArgumentTypeError
         problem = f"an object of type {type(value).__name__} is not a valid {argument}"
-    raise error(
-        f"{argument}={value!r}",
-        problem=problem,
-        expected=f"{', '.join(map(repr, names))}, or an object of a subclass of "
-        f"{group}.{base_class.__name__}",
-        suggestion=suggestion,
-    )
+    return error(f"{argument}={value!r}", problem=problem, expected=expected, suggestion=suggestion)
 
 
 def _similar_name(argument: str, name: str, names: Sequence[str]) -> str:

@@ -614,12 +614,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     call_text = f"fabric.profile({path!r}, {steps=})"
     if steps is None:
         steps = range(2**62)  # more steps than any job makes
-    # ``steps`` is the user's argument, and may have another type after all.
-    is_contiguous = isinstance(steps, range) and steps.step == 1 and 0 <= steps.start < steps.stop
-    if not is_contiguous:
-        raise ConfigurationError(
-            call_text, expected="steps that follow each other, from 0 on, such as range(10, 20)"
-        )
+    _check_steps(call_text, steps)
     timeline = _latest_timeline(session)
     if timeline is not None and timeline.on_step is not None:
         raise UsageError(call_text, problem="another profile is under way")
@@ -672,6 +667,18 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
     for entered, exited in zip(entries_of_rank0, exits, strict=True):
         leads.append(exited - entered)
     return _Clock(start=entries_of_rank0[0], lead=min(leads))
+
+
+def _check_steps(call_text: str, steps: Any) -> None:
+    """Raise a ConfigurationError unless ``steps`` is a contiguous range.
+
+    ``call_text`` is the user's call, for the error. ``steps`` may have any type.
+    """
+    is_contiguous = isinstance(steps, range) and steps.step == 1 and 0 <= steps.start < steps.stop
+    if not is_contiguous:
+        raise ConfigurationError(
+            call_text, expected="steps that follow each other, from 0 on, such as range(10, 20)"
+        )
 
 
 class _Profile:
