@@ -66,7 +66,7 @@ ORDER = {
     "strategies": (
         "init_module base standalone parallel data_parallel ddp "
         "fsdp.wrapping fsdp.state fsdp.unreduced fsdp.sharding fsdp.forward fsdp.api fsdp "
-        "tp_plan split_comparison agreement model_parallel sequence_parallel"
+        "tp_plan agreement split_comparison model_parallel sequence_parallel"
     ),
     "testing": "oracles base generators threads pool conformance contracts plugin",
     "tools": "_torch timeline throughput plotting doctor dry_run",

@@ -11,6 +11,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from fabric import Fabric
 from fabric._torch import full_tensor
+from fabric.errors import RankFailedError
 from fabric.strategies import ModelParallelStrategy
 from tests.ranks import outcome, run_in_ranks
 
@@ -188,6 +189,44 @@ def test_another_model_than_the_whole_one_is_an_error_that_names_layer_and_line(
 
 def pass_output_on(module: nn.Module, args: Any, output: Any) -> None:
     """A hook behind which torch looks for more hooks if the forward pass raises."""
+
+
+class RaisingAttention(Attention):
+    """An attention that raises in evaluation mode on some ranks, before or after its layers."""
+
+    def __init__(self, ranks: tuple[int, ...], is_late: bool) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.is_late = is_late
+
+    def refuse_evaluation(self) -> None:
+        rank = torch.distributed.get_rank()
+        if rank in self.ranks and not self.training:
+            raise RuntimeError(f"no evaluation on rank {rank}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_late:
+            self.refuse_evaluation()
+        output = super().forward(x)
+        if self.is_late:
+            self.refuse_evaluation()
+        return output
+
+
+def pass_through_raising_block(fabric: Fabric, ranks: tuple[int, ...], is_late: bool) -> bool:
+    model = fabric.setup(Model(RaisingAttention(ranks, is_late)))
+    output = model(torch.ones(2, 5, WIDTH))
+    return output.requires_grad
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_error_of_one_rank_in_the_comparison_ends_the_job(is_late: bool) -> None:
+    with pytest.raises(RankFailedError, match="no evaluation on rank 1"):
+        on_mesh(pass_through_raising_block, (1,), is_late)
+
+
+def test_an_error_of_all_ranks_in_the_comparison_leaves_it_out() -> None:
+    assert on_mesh(pass_through_raising_block, (0, 1), True) == [True, True]
 
 
 def repeat_wrong_pass(fabric: Fabric) -> list[str]:

@@ -1,18 +1,20 @@
-"""The collectives in a function of the user that every rank calls while a model is set up.
+"""The collectives in a function that every rank calls, and that runs code of the user.
 
 [Note: Agreeing collectives] torch distributes the parameters of a layer with a collective. If
 ``parallelize_fn`` has a branch on the rank, ranks would wait for each other in different
-collectives until the timeout, or exchange the values of different layers. So the ranks compare each
-collective before it starts, through the store. The first rank to come to a collective writes what
-it is about to do, and the other ranks read it. At the end of the function a rank writes that it has
-ended. A rank that is about to do something else raises, and this ends the job.
+collectives until the timeout, or exchange the values of different layers. Split layers communicate,
+too, and the comparison with the whole model calls them. So the ranks compare each collective before
+it starts, through the store. The first rank to come to a collective writes what it is about to do,
+and the other ranks read it. At the end of the function a rank writes that it has ended, or that it
+has raised. A rank that is about to do something else raises, and this ends the job.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fabric._torch import DispatchMode, local_tensor
+from fabric._torch import DispatchMode
 from fabric.errors import UsageError
 from fabric.store import JobStore
 from fabric.tree import flatten
@@ -27,18 +29,22 @@ class AgreeingCollectives(DispatchMode):
     """A mode in which ranks raise before collectives that differ. See the note of this file.
 
     Args:
-        name: identifies the call of the function. It is the same on all ranks.
-        root: the model that the function changes.
+        name: identifies the call of the function. It is the same on the ranks that call it.
         store: the store that the ranks share.
+        build_error: returns the error for a text that says what two ranks do.
     """
 
-    def __init__(self, name: str, root: nn.Module, store: JobStore) -> None:
+    def __init__(
+        self, name: str, store: JobStore, build_error: Callable[[str], UsageError]
+    ) -> None:
         """Start without collectives. The mode is then entered around the function."""
         super().__init__()
         self._name = name
-        self._root = root
         self._store = store
+        self._build_error = build_error
         self._collectives = 0
+        # Whether this rank has raised because another rank does something else.
+        self._has_raised = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, after a comparison if it is a collective.
@@ -60,22 +66,41 @@ class AgreeingCollectives(DispatchMode):
         """
         self._compare("the end of the function")
 
+    def fail(self, error: Exception) -> None:
+        """Raise an error of the function if another rank waits for this rank. Called at its end.
+
+        Args:
+            error: the error. If all ranks come to an error at the same place, none of them raises.
+        """
+        if self._has_raised:
+            raise error
+        problem = self._find_difference("an error", f" ({type(error).__name__}: {error})")
+        if problem is not None:
+            error.add_note(str(self._build_error(problem)))
+            raise error
+
     def _compare(self, action: str) -> None:
         """Raise a UsageError if the first rank to come here does something else."""
+        problem = self._find_difference(action)
+        if problem is not None:
+            self._has_raised = True
+            raise self._build_error(problem)
+
+    def _find_difference(self, action: str, details: str = "") -> str | None:
+        """Return a text if the first rank to come here does something else. None otherwise.
+
+        Args:
+            action: what this rank does next.
+            details: more about the action, which may differ between ranks.
+        """
         key = f"{self._name}/{self._collectives}"
         self._collectives += 1
-        content = self._store.set_if_absent(key, f"{self._store.rank} {action}".encode())
-        rank, _, first_action = content.decode().partition(" ")
+        message = f"{self._store.rank}\n{action}\n{details}"
+        content = self._store.set_if_absent(key, message.encode())
+        rank, first_action, first_details = content.decode().split("\n", maxsplit=2)
         if action == first_action:
-            return
-        on_mesh: list[str] = []
-        for name, parameter in self._root.named_parameters():
-            if local_tensor(parameter) is not parameter:
-                on_mesh.append(name)
-        raise UsageError(
-            f"parallelize_fn({type(self._root).__name__}, mesh) on rank {self._store.rank}",
-            problem=f"this rank comes to {action} where rank {rank} has come to {first_action}; "
-            f"split here so far: {', '.join(on_mesh) or 'nothing'}",
-            expected="the same layers, split in the same way and order on all ranks",
-            suggestion="no branch on the rank in parallelize_fn",
+            return None
+        return (
+            f"this rank comes to {action}{details} where rank {rank} has come to "
+            f"{first_action}{first_details}"
         )

@@ -13,6 +13,7 @@
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
@@ -246,8 +247,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self._unsplit_layers: dict[nn.Module, Any] = {}
         # While a model is set up: the user's parameter of each parameter that was split.
         self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
-        # The number of models that parallelize_fn has split.
-        self._parallelized_models = 0
+        # The number of models that were set up.
+        self._models = 0
         # The comparison of a split model with the whole one, until gradient_contract() takes it.
         self._comparison: SplitComparison | None = None
 
@@ -406,6 +407,7 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         root = uncompiled(module)
         topology = self._running_topology
+        self._models += 1
         # From here on, ranks with the same batch draw the same random numbers.
         self._synchronize_rng()
         whole = None
@@ -451,7 +453,15 @@ class ModelParallelStrategy(FSDPStrategy):
             lines = lines_of_plan(root, self.tp_plan)
         whole_outputs = {layer for layer, style in layers.items() if has_whole_output(style)}
         communicator = self._communicator_along(self._running_topology.tensor_parallel_mesh)
-        return SplitComparison(root, whole, communicator, lines=lines, whole_outputs=whole_outputs)
+        return SplitComparison(
+            f"split comparison {self._models}",
+            root,
+            whole,
+            communicator,
+            self.runtime.store,
+            lines=lines,
+            whole_outputs=whole_outputs,
+        )
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
@@ -615,9 +625,9 @@ class ModelParallelStrategy(FSDPStrategy):
         communicator = self.runtime.communicator
         before = dict(root.named_parameters())
         receive_values(communicator, root, list(before.values()))
-        self._parallelized_models += 1
-        key = f"parallelize_fn {self._parallelized_models}"
-        with AgreeingCollectives(key, root, self.runtime.store) as agreement:
+        key = f"parallelize_fn {self._models}"
+        build_error = partial(_error_of_branch, root, self.global_rank)
+        with AgreeingCollectives(key, self.runtime.store, build_error) as agreement:
             result = parallelize_fn(root, mesh)
             agreement.finish()
         after = dict(root.named_parameters())
@@ -635,6 +645,26 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in after.items():
             if parameter is not before[name]:
                 self._original_parameters[parameter] = before[name]
+
+
+def _error_of_branch(root: nn.Module, rank: int, problem: str) -> UsageError:
+    """Return the error if the ranks come to different collectives in ``parallelize_fn``.
+
+    Args:
+        root: the model.
+        rank: the rank of this process.
+        problem: what this rank and another rank do.
+    """
+    on_mesh: list[str] = []
+    for name, parameter in root.named_parameters():
+        if local_tensor(parameter) is not parameter:
+            on_mesh.append(name)
+    return UsageError(
+        f"parallelize_fn({type(root).__name__}, mesh) on rank {rank}",
+        problem=f"{problem}; split here so far: {', '.join(on_mesh) or 'nothing'}",
+        expected="the same layers, split in the same way and order on all ranks",
+        suggestion="no branch on the rank in parallelize_fn",
+    )
 
 
 def _check_same_placements(root: nn.Module, placements_by_rank: list[dict[str, str]]) -> None:

@@ -14,16 +14,17 @@ for one whole region is needed at a time, and the time of one step.
 
 Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
 under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
-user, or an object among its arguments cannot be copied.
+user, an object among its arguments cannot be copied, or it raises on all ranks in evaluation mode.
+An error on some of the ranks reaches the user. See ``[Note: Agreeing collectives]``.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ from fabric.communicators import Communicator
 from fabric.diagnostics.training_checks import fingerprint
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
+from fabric.store import JobStore
+from fabric.strategies.agreement import AgreeingCollectives
 from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots
 from fabric.strategies.tp_plan import (
     ancestors,
@@ -50,6 +53,8 @@ from fabric.strategies.tp_plan import (
 from fabric.tree import flatten, unflatten
 
 __all__ = ["SplitComparison", "copy_without_values"]
+
+R = TypeVar("R")
 
 # The largest difference, as a part of the largest value. Another model differs by about 1.
 _TOLERANCE = 1e-3
@@ -197,13 +202,29 @@ class _Computation:
         return quantities
 
 
+class _Computations(NamedTuple):
+    """The two computations of a region.
+
+    Attributes:
+        split: as the region is split.
+        whole: as it was before the split.
+        is_random: whether one of them draws random numbers.
+    """
+
+    split: _Computation
+    whole: _Computation
+    is_random: bool
+
+
 class SplitComparison:
     """Compares a split model with the whole one. See ``[Note: Split comparison]``.
 
     Args:
+        name: identifies the comparison among those of the job.
         root: the model, whose layers are split.
         whole: the result of :func:`copy_without_values` from before the split.
         communicator: the ranks that hold the parts of a layer.
+        store: the store of the job.
         lines: the line of the plan for each split layer. Layers that ``parallelize_fn`` splits have
             none.
         whole_outputs: the layers that are split by columns and whose output is whole.
@@ -211,9 +232,11 @@ class SplitComparison:
 
     def __init__(
         self,
+        name: str,
         root: nn.Module,
         whole: nn.Module,
         communicator: Communicator,
+        store: JobStore,
         *,
         lines: Mapping[nn.Module, str],
         whole_outputs: set[nn.Module],
@@ -221,6 +244,11 @@ class SplitComparison:
         """Find the regions. The comparison starts in :meth:`add_to`."""
         self._root = root
         self._communicator = communicator
+        self._store = store
+        # The ranks that hold the parts of a layer are consecutive.
+        self._name = f"{name} from rank {store.rank - communicator.rank}"
+        # The number of blocks that ran on all ranks of a layer.
+        self._blocks = 0
         self._generators = generators_of(communicator.device.type)
         self._regions = _find_regions(root, whole, lines, whole_outputs)
         self._passes = 0
@@ -306,17 +334,17 @@ class SplitComparison:
         if self._is_comparing:
             return
         self._is_comparing = True
+        has_raised = False
         try:
             inputs, _ = flatten((args, kwargs))
             with without_dispatch_modes():
                 if self._has_same_inputs(inputs):
                     with self._restored_state(region):
-                        difference = self._find_difference(region, args, kwargs)
-                    self._raise_if_any(difference)
+                        has_raised = not self._compare_computations(region, args, kwargs)
         finally:
             self._is_comparing = False
         self._has_compared = True
-        region.is_compared = torch.is_grad_enabled()
+        region.is_compared = torch.is_grad_enabled() and not has_raised
 
     def _raise_if_any(self, difference: "_Difference | None") -> None:
         """Raise on all ranks of a layer if one of them has found a difference. Collective."""
@@ -358,26 +386,66 @@ class SplitComparison:
                 module.training = False
             yield
 
-    def _find_difference(self, region: _Region, args: Any, kwargs: Any) -> "_Difference | None":
-        """Return the first difference between the split and the whole region.
+    def _compare_computations(self, region: _Region, args: Any, kwargs: Any) -> bool:
+        """Raise on all ranks of a layer if the split and the whole region differ.
 
         Collective among the ranks of a layer, which gather the full parameters.
 
         Returns:
-            An output that differs, or else a gradient. None if nothing differs, or if there was
-            nothing to compare.
+            Whether the region could be computed. False if it raised on all ranks.
+
+        Raises:
+            UsageError: an output differs, or else a gradient.
         """
-        states = [generator.get_state() for generator in self._generators]
-        try:
-            split = _compute_split(region, args, kwargs)
-            whole = _compute_whole(region, args, kwargs)
-            new_states = [generator.get_state() for generator in self._generators]
-            is_random = not all(map(torch.equal, states, new_states))
-            if is_random or len(split.outputs) != len(whole.outputs):
+        computations = self._run_on_all_ranks(
+            region, _compute_both, region, self._generators, args, kwargs
+        )
+        if computations is None:
+            return False
+        split, whole, is_random = computations
+        is_comparable = not is_random and len(split.outputs) == len(whole.outputs)
+        if not all(self._communicator.gather_objects(is_comparable)):
+            return True
+        self._raise_if_any(self._compare_outputs(split, whole))
+        gradients = self._run_on_all_ranks(region, _compute_gradients, split, whole)
+        if gradients is None:
+            return False
+        self._raise_if_any(_compare_gradients(gradients, _tolerance(split)))
+        return True
+
+    def _run_on_all_ranks(
+        self, region: _Region, function: Callable[..., R], *args: Any
+    ) -> R | None:
+        """Return the result of a function that runs the user's code and communicates. Collective.
+
+        Returns:
+            The result. None if the function has raised on all ranks of a layer.
+
+        Raises:
+            Exception: the error of the function, if not all ranks of the layer raise.
+            UsageError: another rank has raised.
+        """
+        self._blocks += 1
+        name = f"{self._name}/{self._blocks}"
+        build_error = partial(self._build_error, region)
+        with AgreeingCollectives(name, self._store, build_error) as agreement:
+            try:
+                result = function(*args)
+            except Exception as error:  # noqa: BLE001 - the user's code raises any error
+                agreement.fail(error)
                 return None
-            return self._compare_outputs(split, whole) or _compare_gradients(split, whole)
-        except Exception:  # noqa: BLE001 - the user's code, whose errors the forward pass raises
-            return None
+            agreement.finish()
+        return result
+
+    def _build_error(self, region: _Region, problem: str) -> UsageError:
+        """Return the error for ranks that do different things while a region is computed."""
+        return UsageError(
+            f"{region.path or 'the model'} on rank {self._store.rank}, which the first forward "
+            "pass computes in evaluation mode, split and whole",
+            problem=problem,
+            expected="the same computation on all ranks of a split layer",
+            suggestion=f"no branch on the rank in the forward pass; {_TURN_OFF}",
+        )
 
     def _compare_outputs(self, split: _Computation, whole: _Computation) -> "_Difference | None":
         """Return the first output that differs."""
@@ -491,6 +559,38 @@ def _depth(path: str) -> int:
 
 
 # -- computations -------------------------------------------------------------------------------
+
+
+def _compute_both(
+    region: _Region, generators: Sequence[torch.Generator], args: Any, kwargs: Any
+) -> _Computations:
+    """Compute a region as it is split, and as it was before the split.
+
+    Collective among the ranks of a layer.
+    """
+    states = [generator.get_state() for generator in generators]
+    split = _compute_split(region, args, kwargs)
+    whole = _compute_whole(region, args, kwargs)
+    new_states = [generator.get_state() for generator in generators]
+    is_random = not all(map(torch.equal, states, new_states))
+    return _Computations(split, whole, is_random)
+
+
+def _compute_gradients(
+    split: _Computation, whole: _Computation
+) -> list[tuple[_Quantity, _Quantity]]:
+    """Return pairs of a gradient of the split region and the same of the whole one.
+
+    Collective among the ranks of a layer.
+
+    Returns:
+        The pairs. None of them if the output is not whole.
+    """
+    shapes = [tensor.shape for tensor in whole.result]
+    has_whole_result = [tensor.shape for tensor in split.result] == shapes
+    if not has_whole_result or any(map(_is_special, split.result)):
+        return []
+    return list(zip(split.gradients(), whole.gradients(), strict=True))
 
 
 def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
@@ -621,21 +721,22 @@ def _tolerance(computation: _Computation) -> float:
     return _TOLERANCE
 
 
-def _compare_gradients(split: _Computation, whole: _Computation) -> _Difference | None:
+def _compare_gradients(
+    pairs: list[tuple[_Quantity, _Quantity]], tolerance: float
+) -> _Difference | None:
     """Return the first gradient that differs.
 
     The largest of all gradients is the scale of the differences, since a gradient that should be
     zero, such as that of a bias of keys, is rounding alone.
+
+    Args:
+        pairs: the result of :func:`_compute_gradients`.
+        tolerance: how much gradients may differ, as a part of the scale.
     """
-    shapes = [tensor.shape for tensor in whole.result]
-    has_whole_result = [tensor.shape for tensor in split.result] == shapes
-    if not has_whole_result or any(map(_is_special, split.result)):
-        return None
-    pairs = list(zip(split.gradients(), whole.gradients(), strict=True))
     scale = max((_largest(gradient.tensor) for _, gradient in pairs), default=0.0)
     for split_gradient, whole_gradient in pairs:
         difference = _largest_difference(split_gradient.tensor, whole_gradient.tensor)
-        if difference > _tolerance(split) * scale:
+        if difference > tolerance * scale:
             text = (
                 f"{split_gradient.name} differs by {difference:.2g} from that of the model before "
                 f"the split, whose largest value is {_largest(whole_gradient.tensor):.2g}: it is "
