@@ -549,6 +549,27 @@ def fsdp_parameter_records(module: torch.nn.Module) -> list[Any]:
     return records
 
 
+def is_parameter_of_record(parameter: Any, record: Any) -> bool:
+    """Return whether a registered parameter is the shard of a record, or gathered from it.
+
+    Before the first forward pass, also return true for a parameter that FSDP2 will adopt as the
+    shard, as after ``load_state_dict(..., assign=True)``.
+
+    Args:
+        parameter: what a module holds in place of the record's parameter.
+        record: an entry of :func:`fsdp_parameter_records`.
+    """
+    if parameter is record.sharded_param:
+        return True
+    unsharded = getattr(record, "_unsharded_param", None)
+    if unsharded is None:
+        is_sharded = local_tensor(parameter) is not parameter
+        return is_sharded and isinstance(parameter, torch.nn.Parameter)
+    # With ``reshard_after_forward=n``, shards of n ranks replace a parameter between the passes.
+    resharded = getattr(record, "_sharded_post_forward_param", None)
+    return parameter is unsharded or parameter is resharded
+
+
 def has_unreduced_gradient(record: Any) -> bool:
     """Return whether a parameter has a full gradient that has not been reduced into its shard.
 

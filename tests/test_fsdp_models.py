@@ -1,13 +1,15 @@
 """Models of every shape under FSDP train as in one process, or as under DDP."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
@@ -620,3 +622,98 @@ def test_complex_and_real_parameters_in_one_fsdp_module_are_refused_by_name() ->
             assert "torch.complex64: ['1.phase']" in text
             assert "FSDPStrategy(auto_wrap_policy={...})" in text
     assert min(in_ranks(train_complex_parameters, auto_wrap_policy={Complex})) > 0
+
+
+def make_perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def squared_output(module: nn.Module, parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+    return functional_call(module, parameters, (sample,)).square().sum()
+
+
+gradients_of_samples = vmap(grad(squared_output, argnums=1), in_dims=(None, None, 0))
+SAMPLES = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+
+
+class FunctionalCalls(NamedTuple):
+    """The outcomes of calls of a sharded model with other parameters.
+
+    Attributes:
+        refused: the outcomes of calls with other tensors, before and after a first pass.
+        with_shards: the outcome of a call with the sharded parameters.
+        first_loss: the loss of a pass after the refused calls.
+        gradients: the gradients of each sample, after following the remedy of the error.
+    """
+
+    refused: list[str]
+    with_shards: str
+    first_loss: float
+    gradients: dict[str, Tensor]
+
+
+def call_with_other_parameters(fabric: Fabric) -> FunctionalCalls:
+    module = make_perceptron()
+    unsharded = deepcopy(module)
+    model, _ = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def call(parameters: dict[str, Tensor]) -> str:
+        return outcome(lambda: functional_call(module, parameters, (SAMPLES,)))
+
+    def refused_calls() -> list[str]:
+        shards = dict(module.named_parameters())
+        doubled: dict[str, Tensor] = {}
+        for name, shard in shards.items():
+            doubled[name] = 2 * shard.detach()
+        return [
+            outcome(lambda: gradients_of_samples(module, shards, SAMPLES)),
+            call(doubled),
+            call(dict(unsharded.named_parameters())),
+            call({"2.bias": torch.zeros(1)}),
+        ]
+
+    refused = refused_calls()
+    loss = model(SAMPLES).square().mean()
+    fabric.backward(loss)
+    refused += refused_calls()
+    with_shards = call(dict(module.named_parameters()))
+    weights = fabric.broadcast(fabric.get_state_dict(model))
+    gradients = gradients_of_samples(unsharded, weights, SAMPLES)
+    return FunctionalCalls(refused, with_shards, loss.item(), gradients)
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}])
+def test_a_functional_call_with_other_parameters_is_refused(options: dict[str, Any]) -> None:
+    plain = make_perceptron()
+    expected = gradients_of_samples(plain, dict(plain.named_parameters()), SAMPLES)
+    for calls in in_ranks(call_with_other_parameters, **options):
+        for text in calls.refused:
+            assert "UsageError" in text
+            assert "2.bias" in text
+            assert "fabric.broadcast(fabric.get_state_dict(model))" in text
+        assert calls.with_shards == "fine"
+        assert calls.first_loss == pytest.approx(plain(SAMPLES).square().mean().item())
+        torch.testing.assert_close(calls.gradients, expected)
+
+
+def load_by_assignment(fabric: Fabric) -> list[Tensor]:
+    """Return the outputs of two passes of a model whose parameters a state dict has replaced."""
+    model = fabric.setup(make_perceptron())
+    weights = make_perceptron().state_dict()
+    for weight in weights.values():
+        weight.mul_(2)
+    model.load_state_dict(weights, assign=True)
+    with torch.no_grad():
+        return [model(SAMPLES), model(SAMPLES)]
+
+
+def test_a_state_dict_that_replaces_the_parameters_is_used() -> None:
+    plain = make_perceptron()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+        expected = plain(SAMPLES)
+    for outputs in in_ranks(load_by_assignment):
+        for output in outputs:
+            torch.testing.assert_close(output, expected)

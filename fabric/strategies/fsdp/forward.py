@@ -9,7 +9,7 @@ gradients. So a call of a submodule raises an error at once, with or without gra
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch import nn
 
 from fabric._torch import (
     HookEntry,
+    fsdp_parameter_records,
     hook_entry,
     in_place_version,
     is_in_backward,
+    is_parameter_of_record,
     unfinished_backward_check,
 )
 from fabric.diagnostics.bypass import call_of_method, callable_submodules
@@ -65,6 +67,11 @@ class ShardedForward:
         # Listed now, since a forward pass may leave gathered parameters in place of the shards.
         self._slots = list(parameter_slots(root))
         self._shards = [slot.parameter for slot in self._slots]
+        self._records = {
+            id(record.sharded_param): record for record in fsdp_parameter_records(root)
+        }
+        self._owners = [slot.owner_parameters for slot in self._slots]
+        self._names = [slot.name for slot in self._slots]
         # The sum of the in-place versions of the shards before the last forward pass.
         self._sum_of_versions = 0
         self._register_state_dict_hooks()
@@ -170,6 +177,10 @@ class ShardedForward:
             if sum_of_versions != self._sum_of_versions:
                 self._sum_of_versions = sum_of_versions
                 self._free_outdated_parameters()
+            # Without a Python function, since every forward pass compares all parameters.
+            registered = map(dict.get, self._owners, self._names)
+            if not all(map(is_, registered, self._shards)):
+                self._refuse_substitutes()
         self._depth += 1
         self._has_succeeded = False
         if is_outermost and not self.unsharded.is_empty:
@@ -212,6 +223,31 @@ class ShardedForward:
             # No backward pass will free the gathered parameters of the root. A change of them would
             # be lost, since the shards would not change.
             self.reshard()
+
+    def _refuse_substitutes(self) -> None:
+        """Raise a UsageError if modules hold other tensors than the sharded parameters.
+
+        FSDP2 would compute with the sharded parameters, or would take the tensors for shards.
+        """
+        paths = {module: path for path, module in self.root.named_modules()}
+        names: list[str] = []
+        for slot in self._slots:
+            registered = slot.owner_parameters.get(slot.name)
+            record = self._records.get(id(slot.parameter))
+            # Parameters without a record are replicated, and may be replaced.
+            if record is not None and not is_parameter_of_record(registered, record):
+                path = paths.get(slot.module, "")
+                names.append(f"{path}.{slot.name}".removeprefix("."))
+        if names:
+            raise UsageError(
+                f"model(...) on rank {self._rank}",
+                problem="other tensors stand in for sharded parameters, as in "
+                f"torch.func.functional_call, and FSDP would not use them: {', '.join(names)}",
+                expected="the parameters that setup() has sharded",
+                suggestion='strategy="ddp"; or functional_call(copy, '
+                "fabric.broadcast(fabric.get_state_dict(model)), ...), where copy is a "
+                "copy.deepcopy of the module from before setup",
+            )
 
     def _free_outdated_parameters(self) -> None:
         """Free gathered parameters, since the shards have changed after the gathering.
