@@ -181,9 +181,8 @@ def test_in_memory_a_second_job_takes_over_and_saves_of_the_first_one_fail() -> 
         assert state == {"step": 4}
         files = fsspec.filesystem("memory")
         files.pipe_file("/rotation/a/.lock", b"process 7 elsewhere")
-        assert "another job has begun to save into the folder" in outcome(
-            lambda: checkpoints.save(7, {"step": 7}, async_=False)
-        )
+        text = outcome(lambda: checkpoints.save(7, {"step": 7}, async_=False))
+        assert "another job has begun to save into the folder: process 7 elsewhere" in text
         checkpoints = second_fabric.checkpoints("memory://rotation/a", keep=1)
         checkpoints.save(8, state)
         assert checkpoints.restore({"step": 0}) == 8
@@ -381,6 +380,86 @@ def test_a_job_that_ended_leaves_its_folder_to_the_next_job(tmp_path: Path) -> N
         fabric.checkpoints(tmp_path)
     run_in_ranks(save_once, tmp_path)
     assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+def test_of_two_objects_for_one_folder_the_later_one_saves(scheme: str, tmp_path: Path) -> None:
+    folder = f"{scheme}{tmp_path}/run"
+    with single() as fabric:
+        first = fabric.checkpoints(folder)
+        first.save(1, {"step": 1}, async_=False)
+        second = fabric.checkpoints(folder)
+        second.save(2, {"step": 2}, async_=False)
+
+        text = outcome(lambda: first.save(3, {"step": 3}, async_=False))
+        assert "a later call of fabric.checkpoints in this process saves into the folder" in text
+        assert "{'first': first, 'second': second}" in text
+
+        # The remedy of the error.
+        second.save(4, {"first": 1, "second": 2}, async_=False)
+        state = {"first": 0, "second": 0}
+        assert second.restore(state) == 4
+        assert state == {"first": 1, "second": 2}
+
+
+TAKE_OVER = """
+import sys
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=1)
+fabric.checkpoints(sys.argv[1]).save(9, {"step": 9}, async_=False)
+"""
+
+
+def test_a_job_that_reads_its_own_folder_notices_another_job(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with single() as fabric:
+        checkpoints = fabric.checkpoints(folder)
+        checkpoints.save(1, {"step": 1}, async_=False)
+        # POSIX drops the lock when the copy of the lock file is closed.
+        shutil.copytree(folder, tmp_path / "copy")
+        checkpoints.save(2, {"step": 2}, async_=False)
+        subprocess.run([sys.executable, "-c", TAKE_OVER, folder], check=True, timeout=60)
+        text = outcome(lambda: checkpoints.save(3, {"step": 3}, async_=False))
+    assert "another job has begun to save into the folder: process" in text
+    assert steps(folder) == [1, 2, 9]
+
+
+def test_metrics_without_a_value_are_a_warning_and_null(tmp_path: Path) -> None:
+    with single() as fabric:
+        checkpoints = fabric.checkpoints(tmp_path, best=("accuracy", "max"))
+        for step, accuracy in enumerate([0.5, math.nan, math.inf]):
+            metrics = {"accuracy": accuracy, "loss": 1.0}
+            if math.isfinite(accuracy):
+                checkpoints.save(step, {"step": step}, metrics)
+                continue
+            with pytest.warns(UserWarning, match=f"accuracy is {accuracy}, so .* never the best"):
+                checkpoints.save(step, {"step": step}, metrics)
+        assert step_of(checkpoints.best) == 0
+    [nan_file] = tmp_path.glob("*-step-1.json")
+    assert json.loads(nan_file.read_text()) == {"accuracy": None, "loss": 1.0}
+    assert "NaN" not in nan_file.read_text()
+
+    with single() as fabric:
+        checkpoints = fabric.checkpoints(tmp_path, best=("accuracy", "max"))
+        assert step_of(checkpoints.best) == 0
+        assert step_of(checkpoints.latest) == 2
+
+
+@pytest.mark.parametrize("content", [b'{"val_', b"\xff", b"[1]", b'{"val_loss": "low"}'])
+def test_damaged_metrics_cost_the_metrics_alone(content: bytes, tmp_path: Path) -> None:
+    with single() as fabric:
+        checkpoints = fabric.checkpoints(tmp_path, best=BEST)
+        for step in (1, 2):
+            checkpoints.save(step, {"step": step}, {"val_loss": step})
+    [metrics_file] = tmp_path.glob("*-step-1.json")
+    metrics_file.write_bytes(content)
+
+    with single() as fabric:
+        with pytest.warns(UserWarning, match="step-1.json' are damaged, so .* is kept without"):
+            checkpoints = fabric.checkpoints(tmp_path, best=BEST)
+        assert step_of(checkpoints.best) == 2
+        assert steps(tmp_path) == [1, 2]
+        assert checkpoints.restore({"step": 0}) == 2
 
 
 def save_with_mistakes(fabric: Fabric, folder: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ import math
 import operator
 import os
 import re
+import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -225,7 +226,8 @@ class Checkpoints:
                 such as its loaders. Random states and the loss scale are added.
             metrics: names, and numbers or tensors of one element. The values of rank 0 are kept.
                 The metric that ``best`` names is required, and must be the same on every process.
-                None for a save without metrics, which is never the best one.
+                If it is NaN or infinite, the save is never the best one, and rank 0 warns. None for
+                a save without metrics, which is never the best one.
             async_: return as soon as everything has been copied in memory.
 
         Raises:
@@ -240,6 +242,7 @@ class Checkpoints:
             )
             # Rank 0 decides on the name and the metrics.
             step_on_first: _Step = self._communicator.broadcast_object(step_here, 0)
+            self._warn_if_never_best(request, step_on_first.metrics)
             self._number += 1
             name = f"{self._number:08}-step-{step_on_first.number}"
 
@@ -273,7 +276,7 @@ class Checkpoints:
         lacks_best_metric = (
             metrics is not None
             and self._best_metric is not None
-            and self._best_value(values) is None
+            and self._best_metric not in values
         )
         if number < 0 or lacks_best_metric:
             problem = f"the step is {step}, the metrics are {values}"
@@ -283,18 +286,34 @@ class Checkpoints:
             raise ConfigurationError(request, problem, expected)
         return _Step(number, values)
 
+    def _warn_if_never_best(self, request: str, metrics: _Metrics) -> None:
+        """Warn on rank 0 if the metric of the best checkpoint is NaN or infinite.
+
+        ``request`` is the user's call, for the warning.
+        """
+        if self._communicator.rank != 0 or self._best_metric is None:
+            return
+        value = metrics.get(self._best_metric)
+        if value is None or math.isfinite(value):
+            return
+        # The place of the warning is the call of save(), two levels above this method.
+        warnings.warn(
+            f"{request}: {self._best_metric} is {value}, so this checkpoint is never the best one",
+            stacklevel=3,
+        )
+
     def _check_same(self, request: str, step_here: _Step, step_on_first: _Step) -> None:
         """Raise a ConfigurationError if this rank saves another step or best metric than rank 0.
 
         Otherwise ranks would disagree on which checkpoints to keep. Other metrics may differ.
         """
-        values_here = (step_here.number, self._best_value(step_here.metrics))
-        values_on_first = (step_on_first.number, self._best_value(step_on_first.metrics))
-        if values_here == values_on_first:
+        best_here = self._best_value(step_here.metrics)
+        best_on_first = self._best_value(step_on_first.metrics)
+        if (step_here.number, best_here) == (step_on_first.number, best_on_first):
             return
         problem = (
-            f"the step and {self._best_metric!r} are {values_here} here, and {values_on_first} on "
-            "rank 0"
+            f"the step and the metrics are {step_here.number}, {step_here.metrics} here, and "
+            f"{step_on_first.number}, {step_on_first.metrics} on rank 0"
         )
         suggestion = "metrics=fabric.all_reduce(metrics)"
         raise ConfigurationError(
@@ -315,7 +334,7 @@ class Checkpoints:
         """
         metrics_files: dict[str, str] = {}
         if metrics:
-            metrics_files[f"{name}.json"] = json.dumps(metrics)
+            metrics_files[f"{name}.json"] = _metrics_as_json(metrics)
         # Writes the metrics. It also removes older checkpoints, as the call after the save does,
         # since a killed job may have left one checkpoint too many.
         self._rotate(communicator, metrics_files)
@@ -407,12 +426,12 @@ class Checkpoints:
     def _best_value(self, metrics: _Metrics) -> float | None:
         """Return the metric that decides which checkpoint is the best one.
 
-        None if no best checkpoint is kept, or the metric is missing or NaN.
+        None if no best checkpoint is kept, or the metric is missing, NaN or infinite.
         """
         if self._best_metric is None:
             return None
         value = metrics.get(self._best_metric, math.nan)
-        if math.isnan(value):
+        if not math.isfinite(value):
             return None
         return value
 
@@ -504,6 +523,31 @@ def _check_arguments(request: str, keep: int, best: _Best) -> None:
         raise ConfigurationError(request, problem, expected)
 
 
+def _metrics_as_json(metrics: _Metrics) -> str:
+    """Return the text of a metrics file. JSON has null in place of NaN and infinities."""
+    values: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        values[name] = value if math.isfinite(value) else None
+    return json.dumps(values)
+
+
+def _metrics_of_json(content: bytes) -> _Metrics:
+    """Return the metrics of a metrics file, with NaN in place of null.
+
+    Raises:
+        ValueError: the content is not what :func:`_metrics_as_json` returns.
+    """
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError(f"{values!r} has no names")
+    metrics: _Metrics = {}
+    for name, value in values.items():
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r}")
+        metrics[name] = math.nan if value is None else float(value)
+    return metrics
+
+
 def _step_number(name: str) -> int:
     """Return the step of a checkpoint, which is the last component of its name."""
     return int(name.rpartition("-")[2])
@@ -533,9 +577,8 @@ class _RunFolder:
         # Whether the format is one of the user. Otherwise, a checkpoint may be a file or a folder,
         # since a run may go on with another strategy.
         self._has_custom_io = not isinstance(io, FullCheckpoint | ShardedCheckpoint)
-        # What the lock file contains while this job owns the folder. Raises if another job has
-        # locked the folder.
-        self._owner = _lock_folder(request, path, job_files)
+        # Raises if another job has locked the folder.
+        self._lock = _FolderLock(request, path, job_files)
         # The content of each text file that this object has written, by name.
         self._written: dict[str, str] = {}
 
@@ -579,12 +622,24 @@ class _RunFolder:
         return (path / INDEX).is_file()
 
     def _read_metrics(self, name: str) -> _Metrics:
-        """Return the saved metrics of a checkpoint. Empty if it was saved without metrics."""
+        """Return the saved metrics of a checkpoint. Empty if it was saved without metrics.
+
+        Metrics that are damaged are a warning: the checkpoint is intact, and never the best one.
+        """
         path = self._path / f"{name}.json"
         if not path.exists():
             return {}
         with read_errors(f"read {str(path)!r}"):
-            return json.loads(path.read_bytes())
+            content = path.read_bytes()
+        try:
+            return _metrics_of_json(content)
+        except ValueError as error:
+            warnings.warn(
+                f"{self._request}: the metrics {str(path)!r} are damaged, so {name} is kept "
+                f"without metrics: {error}",
+                stacklevel=2,
+            )
+            return {}
 
     def publish(self, texts: Mapping[str, str], stale_names: Iterable[str]) -> None:
         """Write text files, and then remove stale checkpoints.
@@ -595,15 +650,9 @@ class _RunFolder:
             stale_names: the names of the checkpoints to remove.
 
         Raises:
-            CheckpointError: another job has taken the folder.
+            CheckpointError: another owner has taken the folder.
         """
-        # An object store cannot lock a file. So the lock file in it only names the job that owns
-        # the folder, and another job may have replaced the lock file.
-        if isinstance(self._path, RemotePath):
-            owner = (self._path / _LOCK).read_bytes()
-            if owner != self._owner:
-                problem = "another job has begun to save into the folder"
-                raise CheckpointError(self._request, problem, expected="a folder for each job")
+        self._lock.check()
         # The texts come first: a checkpoint is removed only when no text names it.
         for name, text in texts.items():
             if text == self._written.get(name):
@@ -635,47 +684,82 @@ class _RunFolder:
             (self._path / f"{name}.json").unlink()
 
 
-def _lock_folder(request: str, folder: Location, job_files: ExitStack) -> bytes:
-    """Create a folder, and lock it for this process until the end of the job.
+class _FolderLock:
+    """The lock file of a folder, which names the one :class:`Checkpoints` object that saves there.
+
+    A lock of the operating system keeps other jobs out where the file system has locks. The job may
+    lose it without notice: POSIX drops it as soon as the process closes any descriptor of the file,
+    as a copy of the folder does. It does not keep out a second object of the same process, either.
+    So the owner also looks for its name in the file before it writes into the folder.
 
     Args:
         request: what the user asked for, for errors.
-        folder: the folder.
+        folder: the folder. It is created.
         job_files: closed at the end of the job. It gets the lock file.
 
-    Returns:
-        The new content of the lock file, which names this process.
-
     Raises:
-        CheckpointError: another process has locked the folder. An object store has no locks: the
-            caller has to compare the content of the lock file later.
+        CheckpointError: another process has locked the folder.
     """
-    owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
-    if isinstance(folder, RemotePath):
-        # The last job owns the folder. Earlier jobs notice that the content has changed.
-        with atomic_write(folder / _LOCK) as file:
-            file.write(owner)
-        return owner
-    folder.mkdir(parents=True, exist_ok=True)
-    # The file stays open, and so locked, until the job ends. The mode "a" keeps the content, which
-    # names the present owner. The file is not buffered: other processes see a new owner at once.
-    lock = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
-    job_files.enter_context(lock)
-    try:
-        # lockf() and not flock(): forked processes, such as the workers of a loader, would keep a
-        # lock of flock().
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        lock.seek(0)
-        problem = f"{lock.read().decode()} saves into it"
-        raise CheckpointError(request, problem, expected="a folder for each job") from error
-    except OSError as error:
-        # The file system has no locks. The job goes on without one.
-        text = f"{request}: no lock tells whether another job saves into it: {error}"
-        warnings.warn(text, stacklevel=2)
-    lock.truncate(0)
-    lock.write(owner)
-    return owner
+
+    def __init__(self, request: str, folder: Location, job_files: ExitStack) -> None:
+        """Create and lock ``folder``. Errors name ``request``; ``job_files`` keeps the lock."""
+        self._request = request
+        self._folder = folder
+        self._process = f"process {os.getpid()} on {os.uname().nodename}"
+        # The number tells apart the objects of one process. It stands on a line of its own.
+        self._owner = f"{self._process}\n{secrets.token_hex(6)}".encode()
+        if isinstance(folder, RemotePath):
+            # An object store has no locks. The last object owns the folder, and earlier ones notice
+            # that the content has changed.
+            with atomic_write(folder / _LOCK) as file:
+                file.write(self._owner)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        # The file stays open, and so locked, until the job ends. The mode "a" keeps the content,
+        # which names the present owner. The file is not buffered: others see a new owner at once.
+        self._file = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
+        job_files.enter_context(self._file)
+        try:
+            # lockf() and not flock(): forked processes, such as the workers of a loader, would keep
+            # a lock of flock().
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            process, _, _ = self._read_owner().decode().partition("\n")
+            problem = f"{process} saves into it"
+            raise CheckpointError(request, problem, expected="a folder for each job") from error
+        except OSError as error:
+            # The file system has no locks. The job goes on without one.
+            text = f"{request}: no lock tells whether another job saves into it: {error}"
+            warnings.warn(text, stacklevel=2)
+        self._file.truncate(0)
+        self._file.write(self._owner)
+
+    def check(self) -> None:
+        """Raise a CheckpointError if another object or job has taken the folder."""
+        owner = self._read_owner()
+        if owner == self._owner:
+            return
+        process, _, _ = owner.decode(errors="replace").partition("\n")
+        if process == self._process:
+            raise CheckpointError(
+                self._request,
+                problem="a later call of fabric.checkpoints in this process saves into the folder",
+                expected="one such object for a folder",
+                suggestion="checkpoints.save(step, {'first': first, 'second': second}) of one "
+                "object, or a folder for each",
+            )
+        raise CheckpointError(
+            self._request,
+            problem=f"another job has begun to save into the folder: {process}",
+            expected="a folder for each job",
+        )
+
+    def _read_owner(self) -> bytes:
+        """Return the content of the lock file."""
+        if isinstance(self._folder, RemotePath):
+            return (self._folder / _LOCK).read_bytes()
+        # Not read_bytes(): to close a second descriptor of the file would drop the lock.
+        return os.pread(self._file.fileno(), 1024, 0)
 
 
 def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) -> None:
