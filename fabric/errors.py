@@ -13,6 +13,7 @@ The tree::
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── DamagedCheckpointError           the checkpoint cannot be read as it was written
+        ├── UnreadableCheckpointError        the system fails to read an intact checkpoint
         └── UnsafeCheckpointError            loading the checkpoint would run code
 
 Where a failure would be silent, remote or late, the message has four parts: the request, the
@@ -38,6 +39,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteGradientError",
     "RankFailedError",
+    "UnreadableCheckpointError",
     "UnsafeCheckpointError",
     "UsageError",
 ]
@@ -212,6 +214,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint that cannot be read as it was written. An older one may be undamaged."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """The system has failed to read a checkpoint, several times. The checkpoint may be intact."""
 
 
 class UnsafeCheckpointError(CheckpointError):

@@ -1,5 +1,6 @@
 """The newest checkpoints of a run and the best one are kept, and one that loads is always there."""
 
+import errno
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 import pytest
@@ -19,7 +21,8 @@ from torch import nn
 
 from fabric import Fabric
 from fabric._torch import local_tensor
-from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint, file, save_load
+from fabric.checkpoint.sharded_reader import ShardedReader
 from fabric.errors import UsageError
 from fabric.strategies import SingleDeviceStrategy
 from tests.ranks import outcome, run_in_ranks
@@ -313,15 +316,15 @@ def pass_over_damaged(fabric: Fabric, folder: Path) -> list[str]:
     assert_misfit_changes_nothing(fabric, checkpoints)
     checkpoints.save(5, state, async_=False)
     fabric.barrier()
-    # The best checkpoint, the one that was restored, and the new one.
-    assert steps(folder) == [2, 3, 5]
+    # The best checkpoint, the one that was restored, the one that was passed over, and the new one.
+    assert steps(folder) == [2, 3, 4, 5]
     fabric.barrier()
     if fabric.is_global_zero:
         for step in (2, 3, 5):
             damage(next(folder.glob(f"*-step-{step}")))
     fabric.barrier()
     text = outcome(lambda: checkpoints.restore(state))
-    assert text.count("is passed over") == 3
+    assert text.count("is passed over") == 4
     return messages
 
 
@@ -332,6 +335,69 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(strategy: str, tmp_pat
     assert "00000004-step-4 is passed over" in first[0]
     assert "checksum" in first[0]
     assert second == []
+
+
+def restore_while_reads_fail(
+    fabric: Fabric, folder: Path, failures: int, error: Exception
+) -> dict[str, Any]:
+    """Restore while some reads of rank 1 fail. Return what was restored, or the error."""
+    checkpoints = fabric.checkpoints(folder)
+    model = filled(fabric, 3)
+    for step in (1, 2):
+        checkpoints.save(step, {"model": model}, async_=False)
+    real_read = (
+        ShardedReader._map_file if fabric.strategy.name == "fsdp" else file._verify_checksums
+    )
+    remaining = failures if fabric.global_rank == 1 else 0
+
+    def read(*args: Any) -> Any:
+        nonlocal remaining
+        if remaining > 0:
+            remaining -= 1
+            raise error
+        return real_read(*args)
+
+    restored_model = filled(fabric, 0)
+    with (
+        patch.object(ShardedReader, "_map_file", read),
+        patch.object(file, "_verify_checksums", read),
+        patch.object(save_load, "_PAUSES", (0.0, 0.0)),
+    ):
+        text = outcome(lambda: checkpoints.restore({"model": restored_model}))
+    values = [local_tensor(parameter) for parameter in restored_model.parameters()]
+    has_values = all(bool((value == 3).all()) for value in values)
+    return {"text": text, "has values": has_values, "steps": steps(folder)}
+
+
+READ_ERRORS = [
+    OSError(errno.EIO, "Input/output error"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    OSError(errno.EMFILE, "Too many open files"),
+    TimeoutError("the store does not answer"),
+    RuntimeError("unable to mmap 4096 bytes from file: Cannot allocate memory (12)"),
+]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("error", READ_ERRORS, ids=["disk", "rights", "files", "store", "memory"])
+def test_a_read_that_the_system_fails_is_tried_again_on_all_ranks(
+    strategy: str, error: Exception, tmp_path: Path
+) -> None:
+    arguments = (restore_while_reads_fail, tmp_path, 2, error)
+    for report in run_in_ranks(*arguments, strategy=strategy):
+        assert report == {"text": "fine", "has values": True, "steps": [1, 2]}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_reads_that_fail_three_times_raise_on_all_ranks_and_cost_nothing(
+    strategy: str, tmp_path: Path
+) -> None:
+    arguments = (restore_while_reads_fail, tmp_path, 3, READ_ERRORS[0])
+    for report in run_in_ranks(*arguments, strategy=strategy):
+        assert report["text"].startswith("UnreadableCheckpointError: ")
+        assert "the system has failed to read it: OSError: [Errno 5]" in report["text"]
+        assert not report["has values"]
+        assert report["steps"] == [1, 2]
 
 
 def open_with_mistakes(fabric: Fabric, folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from fabric.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    UnreadableCheckpointError,
     UnsafeCheckpointError,
 )
 
@@ -28,7 +29,12 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 # The classes of errors that keep their class on the ranks that did not fail.
-_ERROR_CLASSES = (CheckpointNotFoundError, DamagedCheckpointError, UnsafeCheckpointError)
+_ERROR_CLASSES = (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    UnreadableCheckpointError,
+    UnsafeCheckpointError,
+)
 
 
 def run_on_all_ranks(

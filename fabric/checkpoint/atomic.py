@@ -9,6 +9,7 @@ next save to the same target removes the file. Process IDs could not replace the
 reused, and mean nothing in another container.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -19,9 +20,32 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fabric.checkpoint.storage import Location, RemotePath
-from fabric.errors import CheckpointError, DamagedCheckpointError, FabricError
+from fabric.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FabricError,
+    UnreadableCheckpointError,
+)
 
 __all__ = ["atomic_write", "clear_temporaries", "read_errors", "sync_folder", "write_errors"]
+
+# Failures of a disk, a file server or the system's resources. Other errors, such as an offset that
+# is not valid, may come from a damaged checkpoint.
+_SYSTEM_ERRORS = frozenset(
+    {
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ESTALE,
+        errno.ENOMEM,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EBUSY,
+        errno.EAGAIN,
+        errno.ENODEV,
+        errno.ENXIO,
+    }
+)
 
 
 @contextmanager
@@ -168,17 +192,19 @@ def write_errors(request: str) -> AbstractContextManager[None]:
     )
 
 
-def read_errors(request: str) -> AbstractContextManager[None]:
-    """Return a context that converts errors of torch and the file system in a load.
+@contextmanager
+def read_errors(request: str) -> Iterator[None]:
+    """Convert errors of torch and the file system in a load.
 
     The block must not run code of the user: an error of that code would be taken for damage.
     ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
     converted.
 
     Raises:
+        UnreadableCheckpointError: the system has failed to read. The checkpoint may be intact.
         DamagedCheckpointError: the block has raised any other error.
     """
-    return _convert_errors(
+    with _convert_errors(
         DamagedCheckpointError,
         request,
         problem="the checkpoint is damaged, or was replaced while it was read",
@@ -186,7 +212,34 @@ def read_errors(request: str) -> AbstractContextManager[None]:
         "writing checksums",
         suggestion="the same call again, if a save may have been running; or an older checkpoint, "
         "or a fresh copy of this one",
-    )
+    ):
+        try:
+            yield
+        except Exception as error:
+            if not _is_of_system(error):
+                raise
+            raise UnreadableCheckpointError(
+                request,
+                problem=f"the system has failed to read it: {_first_line(error)}",
+                expected="a disk or store that can be read; the checkpoint itself may be intact",
+                suggestion="the same call again, once the line above no longer holds",
+            ) from error
+
+
+def _is_of_system(error: Exception) -> bool:
+    """Return whether an error of a load is one of the system, and not one of the checkpoint."""
+    if isinstance(error, OSError):
+        # The classes are those that libraries for object stores raise without a number.
+        is_connection = isinstance(error, PermissionError | ConnectionError | TimeoutError)
+        return is_connection or error.errno in _SYSTEM_ERRORS
+    # torch raises a plain RuntimeError if the system refuses to map a file into memory.
+    return isinstance(error, RuntimeError) and "unable to mmap" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its text. torch may append a stack."""
+    first_line, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first_line}"
 
 
 @contextmanager
@@ -203,9 +256,7 @@ def _convert_errors(
     except (FabricError, MemoryError):  # lack of memory is not a fault of the checkpoint
         raise
     except Exception as error:
-        # torch may append a C++ stack to the first line.
-        first_line, _, _ = str(error).strip().partition("\n")
-        full_problem = f"{problem}: {type(error).__name__}: {first_line}"
+        full_problem = f"{problem}: {_first_line(error)}"
         raise error_class(
             request, full_problem, expected=expected, suggestion=suggestion
         ) from error

@@ -88,10 +88,10 @@ class Checkpoints:
     collective: every process must call them.
 
     A checkpoint is removed only after a newer one has been committed. A job that is killed at any
-    moment leaves at least one checkpoint that loads, if there was one, and at most ``keep + 2``;
-    the next job removes everything else that it leaves. Other files in the folder are not touched.
-    Of several checkpoints of the same step the newest is kept. *Newest* means saved last, even if a
-    run has gone back to an earlier step.
+    moment leaves at least one checkpoint that loads, if there was one, and at most ``keep + 2``
+    besides those that :meth:`restore` has skipped. The next job removes everything else that it
+    leaves. Other files in the folder are not touched. Of several checkpoints of the same step the
+    newest is kept. *Newest* means saved last, even if a run has gone back to an earlier step.
 
     The folder has two text files for shell scripts, ``latest`` and ``best``, with the names of
     these checkpoints.
@@ -128,6 +128,9 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         # Names of checkpoints that the next _publish() removes.
         self._stale_names: list[str] = []
+        # Names of checkpoints that restore() has taken for damaged. They stay for this run: what
+        # looks like damage may be a fault of this machine.
+        self._passed_over: set[str] = set()
         with running_session("checkpoints").checkpoints(phase="setup") as coordinator:
             # A pending save may write to this folder.
             coordinator.join_pending()
@@ -364,7 +367,8 @@ class Checkpoints:
         # the newest one stays in this dict.
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
-        retained: set[str | None] = set(newest[-self._keep :])
+        sound = [name for name in newest if name not in self._passed_over]
+        retained: set[str | None] = {*sound[-self._keep :], *self._passed_over}
         # Adds None if there is no best checkpoint, which does no harm: no checkpoint is named None.
         retained.add(self._best_checkpoint())
         for name in list(self._metrics):
@@ -441,12 +445,15 @@ class Checkpoints:
         """Restore ``state`` from the newest intact checkpoint, as ``Fabric.load`` does.
 
         Collective; all processes restore the same checkpoint. Damaged checkpoints are skipped, with
-        a warning on rank 0. The restored one counts as the newest from then on.
+        a warning on rank 0, and stay in the folder until the job ends. The restored one counts as
+        the newest from then on.
 
         Returns:
             The step of the checkpoint. None if there is no checkpoint.
 
         Raises:
+            UnreadableCheckpointError: the system has failed to read a checkpoint, each of three
+                times. The checkpoint may be intact, so it is not skipped. Nothing has been changed.
             CheckpointError: no checkpoint is intact, or the newest intact one does not fit
                 ``state``. Nothing has been changed.
         """
@@ -491,9 +498,11 @@ class Checkpoints:
                 coordinator.load(self._path / name, state)
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 problems.append(f"{self._path / name} is passed over: {error.problem}")
+                self._passed_over.add(name)
                 # A checkpoint without metrics is never the best one.
                 self._metrics[name] = {}
             else:
+                self._passed_over.discard(name)
                 return name
         if problems:
             request = f"restore from {str(self._path)!r}"
