@@ -331,7 +331,7 @@ def errors_of_copies(fabric: Fabric) -> list[str]:
             make_copy()
         # Fabric explains an error that leaves the loop.
         error = raised.value
-        fabric.strategy._explain(error)
+        fabric.strategy._explain_error(error)
         notes = getattr(error, "__notes__", [])
         text = "\n".join([str(error), *notes])
         errors.append(text)
