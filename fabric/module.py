@@ -176,8 +176,11 @@ class FabricModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the user's module, also between a forward and a backward pass.
 
-        A forward pass may have put gathered parameters in place of the shards. So the gradients of
-        the shards are cleared, too.
+        Under FSDP, a forward pass puts gathered parameters in place of some shards until the
+        backward pass. Between the two, only this method and ``optimizer.zero_grad()`` clear the
+        gradients of all shards. ``zero_grad()`` of a submodule, or of a module that contains this
+        one, and ``parameter.grad = None`` change only the gathered parameters there, and the
+        gradients of the step before stay. Call these before the forward pass.
 
         Args:
             set_to_none: set the gradients to None. Otherwise they are set to zero.

@@ -156,29 +156,54 @@ def test_gradients_that_are_dropped_within_a_window_reach_no_step(run: str) -> N
 
 def train_in_low_precision(fabric: Fabric) -> list[list[Tensor]]:
     dropped = train(fabric, clear_by_optimizer, has_weight=False, is_within=True)
-    plain = train_one_micro_batch(fabric, between_passes=False)
+    plain = train_one_micro_batch(fabric, clear_by_model, between_passes=False)
     return [dropped, plain]
 
 
-def train_one_micro_batch(fabric: Fabric, between_passes: bool = True) -> list[Tensor]:
+def train_one_micro_batch(fabric: Fabric, clear: Clear, between_passes: bool) -> list[Tensor]:
     """Return the parameters after steps with the last micro-batch of each window alone.
 
     Args:
         fabric: the job.
-        between_passes: clear the gradients of the step before between a forward and a backward
-            pass, and otherwise before both.
+        clear: clears the gradients of the step before.
+        between_passes: clear between a forward and a backward pass, and otherwise before both.
     """
     model, optimizer = fabric.setup(*make_model())
     for window in range(WINDOWS):
         rank_samples = micro_batch(window, LAST)[fabric.global_rank :: fabric.world_size]
         if not between_passes:
-            model.zero_grad()
+            clear(model, optimizer)
         loss = model(rank_samples).square().mean()
         if between_passes:
-            model.zero_grad()
+            clear(model, optimizer)
         fabric.backward(loss)
         optimizer.step()
     return [full_tensor(parameter.detach()) for parameter in model.parameters()]
+
+
+def clear_by_outer_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.ModuleList([model]).zero_grad()
+
+
+def clear_by_parts(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.first.zero_grad()
+    model.last.zero_grad()
+    model.scale.grad = None
+
+
+def clear_between_passes(fabric: Fabric) -> list[list[Tensor]]:
+    clearings = [
+        clear_by_optimizer,
+        set_to_zero_by_optimizer,
+        clear_by_model,
+        set_to_zero_by_model,
+    ]
+    return [train_one_micro_batch(fabric, clear, between_passes=True) for clear in clearings]
+
+
+def clear_before_passes(fabric: Fabric) -> list[list[Tensor]]:
+    clearings = [*CLEARINGS, clear_by_outer_module, clear_by_parts]
+    return [train_one_micro_batch(fabric, clear, between_passes=False) for clear in clearings]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
@@ -190,10 +215,14 @@ def test_gradients_that_fsdp_keeps_in_another_dtype_are_dropped(precision: Any) 
 
 
 @pytest.mark.parametrize("run", ["ddp", "fsdp"])
-def test_a_model_clears_its_gradients_between_a_forward_and_a_backward_pass(run: str) -> None:
+@pytest.mark.parametrize("function", [clear_between_passes, clear_before_passes])
+def test_gradients_of_the_step_before_are_cleared(
+    run: str, function: Callable[[Fabric], list[list[Tensor]]]
+) -> None:
     expected = train_plainly()
-    for actual in RUNS[run](train_one_micro_batch):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for parameters_by_way in RUNS[run](function):
+        for actual in parameters_by_way:
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def keep_gradients(fabric: Fabric) -> list[Tensor]:
