@@ -10,15 +10,19 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    GemmaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    Phi3Config,
+    Qwen3Config,
 )
 
 from fabric import Fabric
 from fabric.errors import CheckpointError
 from fabric.strategies import ModelParallelStrategy
-from tests.ranks import run_in_ranks
+from tests.ranks import outcome, run_in_ranks
 
 pytestmark = [
     # PEFT reads it of every model of transformers.
@@ -190,3 +194,94 @@ def test_the_recipe_with_the_state_dict_saves_the_adapter(tmp_path: Path) -> Non
     run_in_ranks(follow_recipe, folder, strategy="fsdp")
     loaded = PeftModel.from_pretrained(build_base(), folder)
     assert_equal_states(loaded.state_dict(), build_adapted(seed=1).state_dict())
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    # Phi 3 has no such tokens in this vocabulary by default.
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen": Qwen3Config(**SIZES, head_dim=8),
+    # Its embedding and its head share their weight.
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "phi": Phi3Config(**SIZES),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+}
+
+
+def build_causal(name: str) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    module = AutoModelForCausalLM.from_config(CONFIGS[name])
+    return module, torch.optim.SGD(module.parameters(), lr=0.5)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, backward: Any) -> list[float]:
+    losses: list[float] = []
+    for _ in range(3):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        optimizer.zero_grad()
+        backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in_parts(fabric: Fabric, names: list[str]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in names:
+        model, optimizer = fabric.setup(*build_causal(name))
+        losses = train(model, optimizer, fabric.backward)
+        results[name] = (losses, fabric.get_state_dict(model))
+    return results
+
+
+def train_in_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    module, optimizer = build_causal(name)
+    losses = train(module, optimizer, torch.Tensor.backward)
+    return losses, dict(module.state_dict())
+
+
+def test_the_plans_of_transformers_train_as_the_plain_loop() -> None:
+    names = ["llama", "qwen", "gemma", "phi"]
+    mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan="auto")
+    first, _ = run_in_ranks(train_in_parts, names, strategy=mesh)
+    for name in names:
+        losses, state = train_in_one_process(name)
+        losses_in_parts, state_in_parts = first[name]
+        torch.testing.assert_close(losses_in_parts, losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state_in_parts, state, rtol=1e-5, atol=1e-6)
+
+
+def refuse_experts(fabric: Fabric) -> str:
+    return outcome(lambda: train_in_parts(fabric, ["mixtral"]))
+
+
+def test_a_style_of_experts_is_an_error_that_names_the_layer() -> None:
+    mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan="auto")
+    for text in run_in_ranks(refuse_experts, strategy=mesh):
+        assert "'packed_colwise'" in text
+        assert "'model.layers.*.mlp.experts.gate_up_proj'" in text
+        assert "Write: tp_plan= without" in text
+    # The remedy of the error.
+    module, _ = build_causal("mixtral")
+    plan: dict[str, str] = {}
+    for pattern, style in module.tp_plan.items():
+        if "experts" not in pattern:
+            plan[pattern] = style
+    mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan=plan)
+    first, _ = run_in_ranks(train_in_parts, ["mixtral"], strategy=mesh)
+    losses, state = train_in_one_process("mixtral")
+    losses_in_parts, state_in_parts = first["mixtral"]
+    torch.testing.assert_close(losses_in_parts, losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state_in_parts, state, rtol=1e-5, atol=1e-6)

@@ -45,6 +45,8 @@ __all__ = [
 # Newer model libraries use the second name of each of these styles.
 _WHOLE_OUTPUT_STYLES = ("colwise_rep", "colwise_gather_output")
 _WHOLE_INPUT_STYLES = ("rowwise_rep", "rowwise_split_input")
+# The name that transformers gives to "rowwise" for an Embedding.
+_EMBEDDING_STYLE = "embedding_rowwise"
 # The style of layers that compute with this rank's heads. transformers uses this name, too.
 _PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
 _STYLES = (
@@ -52,6 +54,7 @@ _STYLES = (
     "rowwise",
     *_WHOLE_OUTPUT_STYLES,
     *_WHOLE_INPUT_STYLES,
+    _EMBEDDING_STYLE,
     "sequence_parallel",
     _PARTIAL_GRADIENT_STYLE,
 )
@@ -118,7 +121,7 @@ def check_styles(plan: Any) -> None:
             expected='a style for each pattern of layers, or "auto" for the plan of the model',
             suggestion='tp_plan={"*.up": "colwise", "*.down": "rowwise"}',
         )
-    for style in plan.values():
+    for pattern, style in plan.items():
         if style in _STYLES:
             continue
         # ParallelStyle takes a second to import. All its subclasses have this method.
@@ -126,8 +129,9 @@ def check_styles(plan: Any) -> None:
         if not is_torch_style:
             raise ConfigurationError(
                 f"tp_plan={dict(plan)}",
-                problem=f"torch has no style {style!r}",
+                problem=f"torch has no style {style!r}, which is for {pattern!r}",
                 expected=f"{', '.join(_STYLES)}, or a ParallelStyle of torch",
+                suggestion=f"tp_plan= without {pattern!r}, which is then not split",
             )
 
 
@@ -167,6 +171,8 @@ def find_layers(
                 problem=f"no layer is called {pattern!r}",
                 expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
+        if style == _EMBEDDING_STYLE:
+            style = "rowwise"
         # If a layer fits several patterns, the last one decides.
         layers.update(dict.fromkeys(matching_modules, style))
     if not layers:
