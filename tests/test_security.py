@@ -130,11 +130,11 @@ def test_trust_has_no_meaning_for_a_folder(fabric, folder):
 # The slow launchers connect their ranks by the same code.
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("fabric run", "spawn", "fork", "forkserver")
+    for name in ("fabric run", "popen", "spawn", "forkserver")
 ]
 
 
-@pytest.mark.parametrize("launcher", ["popen", *SLOW])
+@pytest.mark.parametrize("launcher", ["fork", *SLOW])
 def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(launcher):
     if launcher == "fabric run":
         command = ["-m", "fabric", "run", "--devices", "2", "--accelerator", "cpu", str(SCRIPT)]
