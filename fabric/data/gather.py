@@ -98,7 +98,6 @@ def gather_batch(
     _check_order(loop.spec)
     loop.is_gathered = True
     layout = _layout(loop)
-    size = layout.size
     leaves, structure = flatten(results)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         _check_leaf(path, leaf, layout)
@@ -107,9 +106,7 @@ def gather_batch(
 
     # all_gather compares the keys of a collection between ranks. The title is such a key, so that
     # results of different iterations raise an error and are not combined.
-    title = "of a fixed order"
-    if loop.spec.order_streams:
-        title = f"of iteration {loop.position.epoch}"
+    title = _title_of_order(loop)
     collection = {title: leaves}
     if layout.is_uneven or layout.unit == "batches":
         # Ranks may have different numbers of rows.
@@ -124,8 +121,16 @@ def gather_batch(
         join_ranks = _drop_repetitions
     for index, rank_values in enumerate(gathered):
         if isinstance(leaves[index], Tensor):
-            leaves[index] = join_ranks(rank_values, size.entries)
+            leaves[index] = join_ranks(rank_values, layout.size.entries)
     return unflatten(structure, leaves)
+
+
+def _title_of_order(loop: ActiveLoop) -> str:
+    """Return a text that is equal for loops whose batches are in the same order."""
+    if loop.spec.order_streams:
+        # The order is drawn anew in each iteration.
+        return f"of iteration {loop.position.epoch}"
+    return "of a fixed order"
 
 
 def _latest_loop(active_loops: Sequence[ActiveLoop], loader: FabricDataLoader | None) -> ActiveLoop:
