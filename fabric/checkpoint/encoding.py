@@ -270,9 +270,21 @@ def from_json(
         return _READERS[tag](content)
     if tag in ("$tuple", "$set"):
         return _COLLECTIONS[tag](from_json(content, read_tensor))
-    # A dict, an OrderedDict or a Counter.
+    return _dict_from_json(value, tag, read_tensor, existing)
+
+
+def _dict_from_json(
+    value: dict[str, Json],
+    tag: str,
+    read_tensor: Callable[[str, Any], Tensor] | None,
+    existing: PlainValue,
+) -> PlainValue:
+    """Return the dict, OrderedDict or Counter that :func:`_dict_to_json` wrote under ``tag``.
+
+    See :func:`from_json` for the other arguments.
+    """
     mapping: Any = _COLLECTIONS[tag]()
-    for json_key, item in content:
+    for json_key, item in value[tag]:
         key = from_json(json_key)
         is_stored_tensor = isinstance(item, dict) and "$tensor" in item
         if not isinstance(existing, Mapping):
