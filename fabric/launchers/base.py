@@ -183,6 +183,23 @@ def start_interpreter(
     is_unbuffered = getattr(sys.__stdout__, "write_through", False)
     if is_unbuffered:
         options.append("-u")
+    # -P: files in the current folder must not shadow modules of fabric or of the standard library.
+    command = [
+        sys.executable,
+        *options,
+        "-P",
+        "-c",
+        _code_to_call(fn),
+        str(inherited_fd),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        command, pass_fds=[inherited_fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
+    )
+
+
+def _code_to_call(fn: Callable[[], None]) -> str:
+    """Return the code with which a new interpreter imports and calls a function of fabric."""
     # The folder of fabric is searched last, and only for these imports: the script must not find
     # the other packages of the folder by accident.
     statements = [
@@ -197,19 +214,7 @@ def start_interpreter(
         statements.append(f"import {preload}")
     statements.append("sys.path.pop()")
     statements.append(f"{fn.__name__}()")
-    # -P: files in the current folder must not shadow modules of fabric or of the standard library.
-    command = [
-        sys.executable,
-        *options,
-        "-P",
-        "-c",
-        "; ".join(statements),
-        str(inherited_fd),
-        *arguments,
-    ]
-    return subprocess.Popen(
-        command, pass_fds=[inherited_fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
-    )
+    return "; ".join(statements)
 
 
 def is_interactive() -> bool:
