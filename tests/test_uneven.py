@@ -489,6 +489,18 @@ def test_a_loop_with_different_or_unknown_numbers_calls_the_detector_in_each_ste
             assert rank.checks.on_step is not None
 
 
+def test_a_rank_that_steps_before_its_first_iteration_is_not_blamed() -> None:
+    iterating, stepping = make_ranks(2)
+    iterating.begin(1)
+    for rank in (iterating, stepping):
+        rank.take_step()
+    stepping.begin(None)
+    for rank in (iterating, stepping):
+        rank.take_step()
+    assert outcome(stepping.end) == "fine"
+    assert outcome(iterating.end) == "fine"
+
+
 # What a rank does next: begin an iteration, take a step in it or outside, end it, or a collective.
 Action = Literal["begin", "step", "end", "collective"]
 WAITING = ("step", "collective")  # the actions for which ranks wait for each other
@@ -518,10 +530,7 @@ class RandomRank(NamedTuple):
 
 
 def split_into_iterations(draw: Any, waiting: list[Action]) -> list[tuple[Action, int | None]]:
-    """Let iterations begin and end, or be broken off, anywhere between what all ranks do.
-
-    The first one begins before the first step: earlier steps do not count.
-    """
+    """Let iterations begin and end, or be broken off, anywhere between what all ranks do."""
     actions: list[tuple[Action, int | None]] = []
     begin: int | None = None  # the index of the action that began the iteration
     taken = 0
@@ -535,8 +544,7 @@ def split_into_iterations(draw: Any, waiting: list[Action]) -> list[tuple[Action
             number = draw(st.sampled_from([taken, None]))
             actions[begin] = ("begin", number)
             begin = None
-        is_first = not actions
-        if begin is None and (is_first or draw(st.booleans())):
+        if begin is None and draw(st.booleans()):
             begin = len(actions)
             taken = 0
             actions.append(("begin", 9))

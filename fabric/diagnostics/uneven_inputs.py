@@ -21,6 +21,11 @@ known and equal lengths, only the first steps of an iteration call the detector:
 loops, and those before the neighbors have published their lengths. Other steps are only counted,
 so that later numbers are comparable. ``HYBRID_SHARD`` is the exception: the kind of each step has
 to be counted.
+
+Steps before a rank's first iteration are not counted: one rank may call its model alone there, such
+as for a summary. But a rank may also take a step with the others before it begins its first
+iteration, and they within theirs. Ranks with different numbers of these *early steps* are not
+compared, since the numbers of their later steps do not tell which steps are the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -121,11 +126,13 @@ class _Step(NamedTuple):
         steps: the number of the step, from 1, or ``_NOT_TAKEN`` for neighbors that do not take it.
         collectives: the number of collectives over all ranks so far.
         loop: the loop in which the rank takes the step.
+        early_steps: the number of steps before the first iteration of the rank.
     """
 
     steps: _PerNeighbor
     collectives: int
     loop: _Loop
+    early_steps: int
 
 
 class _End(NamedTuple):
@@ -135,11 +142,13 @@ class _End(NamedTuple):
         steps: the number of steps that the rank has taken.
         collectives: the number of collectives over all ranks so far, with this one.
         batches: the number of batches in the iteration.
+        early_steps: the number of steps before the first iteration of the rank.
     """
 
     steps: _PerNeighbor
     collectives: int
     batches: int
+    early_steps: int
 
 
 class UnevenInputDetector:
@@ -167,6 +176,8 @@ class UnevenInputDetector:
         self._is_paused = False
         # The number of steps before the first iteration, and while the detector was paused.
         self._uncounted_steps = 0
+        # The number of steps before the first iteration alone.
+        self._early_steps = 0
         # The number of steps that only the peers take.
         self._steps_of_peers_alone = 0
         # Whether a neighbor has, or may have, another number of batches in any iteration so far.
@@ -205,6 +216,7 @@ class UnevenInputDetector:
         )
         if not self._is_watching:
             self._is_watching = True
+            self._early_steps = self._bypass.step_count - self._uncounted_steps
             self._uncounted_steps = self._bypass.step_count
             # This check is the first: where ranks have run out of batches, its error says so.
             self._recorder.checks = (self.check, *self._recorder.checks)
@@ -256,6 +268,7 @@ class UnevenInputDetector:
                 steps=steps,
                 collectives=self._recorder.counts[JOB],
                 loop=self._loop(contract, iteration),
+                early_steps=self._early_steps,
             )
             self._check_step(step, must_be_same_iteration)
         if self._can_rest(contract):
@@ -410,7 +423,10 @@ class UnevenInputDetector:
         for neighbor, neighbor_step in self._read_steps(neighbors).items():
             is_peer = self._is_peer(neighbor)
             number = step.steps.number_for(is_peer)
-            is_same_step = neighbor_step.steps.number_for(is_peer) == number
+            is_same_step = (
+                neighbor_step.steps.number_for(is_peer) == number
+                and neighbor_step.early_steps == step.early_steps
+            )
             neighbor_loop = neighbor_step.loop
             is_same_loop = (
                 neighbor_loop.loader == loop.loader and neighbor_loop.iteration == loop.iteration
@@ -488,6 +504,7 @@ class UnevenInputDetector:
             steps=self._step_numbers(),
             collectives=self._recorder.counts[JOB] + later_collectives,
             batches=latest_iteration.position.received_batches,
+            early_steps=self._early_steps,
         )
         # Published before the neighbors are read. In the other order, each of two ranks could miss
         # the other one.
@@ -541,17 +558,19 @@ class UnevenInputDetector:
     def _read_steps(self, ranks: Sequence[int]) -> dict[int, _Step]:
         """Return the steps that some ranks have published last. Ranks without one are left out."""
         steps: dict[int, _Step] = {}
-        for rank, (numbers, collectives, loop) in self._store.read("step", ranks).items():
+        for rank, published in self._store.read("step", ranks).items():
             # JSON made lists of the named tuples.
-            steps[rank] = _Step(_PerNeighbor(*numbers), collectives, _Loop(*loop))
+            numbers, collectives, loop, early_steps = published
+            steps[rank] = _Step(_PerNeighbor(*numbers), collectives, _Loop(*loop), early_steps)
         return steps
 
     def _read_ends(self, ranks: Sequence[int]) -> dict[int, _End]:
         """Return the ends that some ranks have published last. Ranks without one are left out."""
         ends: dict[int, _End] = {}
-        for rank, (steps, collectives, batches) in self._store.read("end", ranks).items():
+        for rank, published in self._store.read("end", ranks).items():
             # JSON made lists of the named tuples.
-            ends[rank] = _End(_PerNeighbor(*steps), collectives, batches)
+            steps, collectives, batches, early_steps = published
+            ends[rank] = _End(_PerNeighbor(*steps), collectives, batches, early_steps)
         return ends
 
     def _raise_uneven_inputs(
@@ -591,6 +610,8 @@ def _would_wait(step: _Step, end: _End, is_peer: bool) -> bool:
         end: the end of an iteration on its neighbor.
         is_peer: whether these two ranks gather together.
     """
+    if step.early_steps != end.early_steps:
+        return False
     is_next_step = step.steps.number_for(is_peer) == end.steps.number_for(is_peer) + 1
     # Otherwise, the first rank has made the collective of the other one before its step.
     return is_next_step and step.collectives < end.collectives
