@@ -653,6 +653,22 @@ def test_a_stream_resumes_after_any_batch(
     assert before + after == uninterrupted
 
 
+@pytest.mark.parametrize("stream_class", [NoisyStream, StreamWithEnd])
+def test_a_position_of_an_older_version_does_not_say_whether_the_dataset_has_ended(
+    stream_class: type[ResumableStream],
+) -> None:
+    def make() -> FabricDataLoader:
+        return prepare(DataLoader(stream_class(10), 4))
+
+    seed(1)
+    uninterrupted, _ = train(make(), 3)
+    seed(1)
+    before, saved = train(make(), 3, stop=2)
+    del saved["loader"]["dataset_has_ended"]
+    after = resume(make(), saved, 3)
+    assert before + after == uninterrupted
+
+
 class LoaderWithState(DataLoader[Any]):
     """A loader with a state of its own, which it does not use."""
 
