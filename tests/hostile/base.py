@@ -36,24 +36,29 @@ class Case(NamedTuple):
         function: takes the fabric and the rank.
         ranks: the number of processes.
         refused: whether a rank has to raise an error of fabric.
+        says: a text that the error of some rank has to contain. Empty for any error.
         options: the options of Fabric.
     """
 
     function: Callable[[Fabric, int], object]
     ranks: int
     refused: bool
+    says: str
     options: dict[str, Any]
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(*, ranks: int = 2, refused: bool = False, **options: Any) -> Callable[[Any], Any]:
+def case(
+    *, ranks: int = 2, refused: bool = False, says: str = "", **options: Any
+) -> Callable[[Any], Any]:
     """Register a case, under the name of its function. See ``Case`` for the arguments."""
 
     def register(function: Any) -> Any:
         assert function.__name__ not in CASES
-        CASES[function.__name__] = Case(function, ranks, refused, {"strategy": "ddp", **options})
+        options_of_fabric = {"strategy": "ddp", **options}
+        CASES[function.__name__] = Case(function, ranks, refused, says, options_of_fabric)
         return function
 
     return register
@@ -182,6 +187,8 @@ def _problems_of_endings(case: Case, endings: list[str]) -> list[str]:
     has_ended = len(endings) == case.ranks
     if not is_refused and (case.refused or not has_ended):
         problems.append("no rank has refused it")
+    if not any(case.says in text for text in endings):
+        problems.append(f"no rank says {case.says!r}")
     return problems
 
 

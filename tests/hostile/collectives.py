@@ -397,7 +397,7 @@ def a_broadcast_beside_a_gather(fabric: Fabric, rank: int) -> None:
         fabric.gather([1, 2])
 
 
-@case(refused=True, watchdog=2.0)
+@case(refused=True, says="ranks 0, 1 wait for each other, in different calls", watchdog=2.0)
 def a_reduction_beside_a_step_of_training(fabric: Fabric, rank: int) -> None:
     module = net()
     model, optimizer = fabric.setup(module, sgd(module))
