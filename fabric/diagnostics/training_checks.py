@@ -187,14 +187,25 @@ class TrainingChecks:
             self._record_gradients(optimizer)
             self._has_new_gradient = has_gradients(optimizer)
             self._check_replicas()
-            # synchronizes() is false inside of no_backward_sync.
-            if any(contract.synchronizes() for contract in self._contracts):
+            if self._is_synchronized(optimizer):
                 self._synchronized_backwards += 1
             # This comes after the change of the count, which the check compares with the count of
             # another rank.
             self._check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
+
+    def _is_synchronized(self, optimizer: Optimizer) -> bool:
+        """Return whether a module of the optimizer is outside of ``no_backward_sync``.
+
+        Other modules do not count: an old model may be garbage that only some ranks have collected.
+        """
+        trained_ids = _ids(parameters_of(optimizer))
+        for contract in self._contracts:
+            is_trained = not trained_ids.isdisjoint(_ids(contract.parameters().values()))
+            if is_trained and contract.synchronizes():
+                return True
+        return False
 
     def _check_no_rank_is_ahead(self) -> None:
         """Raise if a rank made its next step before the backward pass that this rank has finished.
