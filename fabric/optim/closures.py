@@ -2,12 +2,14 @@
 
 [Note: Closures] ``step(closure)`` calls a function that computes the loss and its gradients.
 ``LBFGS`` decides by this loss how far it steps, and whether it calls the closure again. The
-gradients are averaged over the ranks. The loss of each rank is that of its own batch. With such
-losses ranks would call the closure a different number of times, and hang. So the closure of
-``LBFGS`` returns the mean of the losses over the ranks, which is the loss of the gradients.
+gradients are averaged over the ranks, or summed up by ``backward(loss, reduce="sum")``. The loss of
+each rank is that of its own batch. With such losses ranks would call the closure a different number
+of times, and hang. So the closure of ``LBFGS`` returns the mean or the sum of the losses over the
+ranks, which is the loss of the gradients.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,47 +19,88 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
+from fabric.errors import UsageError
+from fabric.hooks import Hooks
 from fabric.optim.loss_scaler import has_closure
 
-__all__ = ["average_closure_losses"]
+__all__ = ["ClosureLosses"]
 
 _Closure = Callable[[], Any]
 
 
-def average_closure_losses(
-    optimizer: Optimizer, communicator: Communicator
-) -> RemovableHandle | None:
-    """Average the losses of an optimizer's closures over the ranks. See ``[Note: Closures]``.
+@dataclass
+class ClosureLosses:
+    """Averages or sums of the losses of closures over the ranks. See ``[Note: Closures]``.
 
     Args:
-        optimizer: the optimizer.
-        communicator: the ranks that read different batches.
-
-    Returns:
-        The handle that removes the hook before steps. None if no step depends on the losses.
+        communicator: the ranks over which gradients are averaged.
+        backward: the hooks around backward passes.
+        num_summed_losses: the number of ranks whose losses are summed up by ``reduce="sum"``.
+        passes: the number of backward passes in closures so far.
+        summed_passes: the number of all backward passes with ``reduce="sum"`` so far. The session
+            counts them.
     """
-    if communicator.size == 1 or not isinstance(optimizer, LBFGS):
-        return None
 
-    def before_step(
-        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    communicator: Communicator
+    backward: Hooks
+    num_summed_losses: int
+    passes: int = 0
+    summed_passes: int = 0
+
+    def reduce(self, optimizer: Optimizer) -> RemovableHandle | None:
+        """Reduce the losses of an optimizer's closures over the ranks from now on.
+
+        Returns:
+            The handle that removes the hook before steps. None if no step depends on the losses.
+        """
+        if self.communicator.size == 1 or not isinstance(optimizer, LBFGS):
+            return None
+        return optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Replace the closure of a step. torch takes the arguments that the hook returns."""
         if not has_closure(args, kwargs):
             return None
         if "closure" in kwargs:
-            closure = partial(_mean_loss, kwargs["closure"], communicator)
+            closure = partial(self._reduced_loss, kwargs["closure"])
             return args, {**kwargs, "closure": closure}
         optimizer_argument, closure, *more = args
-        averaged_closure = partial(_mean_loss, closure, communicator)
-        return (optimizer_argument, averaged_closure, *more), kwargs
+        reducing_closure = partial(self._reduced_loss, closure)
+        return (optimizer_argument, reducing_closure, *more), kwargs
 
-    return optimizer.register_step_pre_hook(before_step)
+    def _reduced_loss(self, closure: _Closure) -> Any:
+        """Call a closure, and return the loss of its gradients. Collective.
 
+        Raises:
+            UsageError: some backward passes of the closure have averaged gradients, and some have
+                summed them up.
+        """
+        passes_before = self.passes
+        summed_passes_before = self.summed_passes
+        self.backward.after.append(self._count_pass)
+        try:
+            loss = closure()
+        finally:
+            self.backward.after.remove(self._count_pass)
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+        mean_loss = all_reduce(self.communicator, loss, Reduce.MEAN)
+        passes = self.passes - passes_before
+        summed_passes = self.summed_passes - summed_passes_before
+        if summed_passes == 0:
+            return mean_loss
+        if summed_passes < passes:
+            raise UsageError(
+                f"a closure of LBFGS on rank {self.communicator.rank}",
+                problem='some of its backward passes have reduce="sum" and some have not, so that '
+                "its loss is neither the mean nor the sum of the losses of all ranks",
+                expected="one kind of reduction in a closure",
+                suggestion='fabric.backward(loss, reduce="sum") for every loss of the closure',
+            )
+        return mean_loss * self.num_summed_losses
 
-def _mean_loss(closure: _Closure, communicator: Communicator) -> Any:
-    """Call a closure, and return the mean of its losses over the ranks. Collective."""
-    loss = closure()
-    if isinstance(loss, Tensor):
-        loss = loss.detach()
-    return all_reduce(communicator, loss, Reduce.MEAN)
+    def _count_pass(self, loss: Tensor, error: BaseException | None) -> None:
+        """Count a backward pass in a closure. A function of ``Hooks.after``."""
+        self.passes += 1
