@@ -590,6 +590,37 @@ def train_with_an_overflow(fabric: Fabric, bad_rank: int = 0) -> list[StepState]
     return states
 
 
+def skipped_steps_of_a_sum(fabric: Fabric) -> list[bool]:
+    """Return which steps overflow. The loss is the sum over two samples, the first of them large."""
+    torch.manual_seed(0)
+    model, optimizer = set_up_with_sgd(fabric, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    samples = torch.tensor([[4.0], [0.01]]).expand(2, 4)
+    inputs = samples[fabric.global_rank :: fabric.world_size]
+    skipped: list[bool] = []
+    for _ in range(12):
+        outputs = model(inputs)
+        loss = outputs.float().square().sum() * 1e-3
+        fabric.backward(loss, reduce="sum")
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(fabric.step_was_skipped(optimizer))
+    return skipped
+
+
+def test_a_sum_over_ranks_overflows_at_the_scale_of_one_process_over_the_number_of_ranks() -> None:
+    large = replace(SMALL, loss_scale=LossScale(init_scale=2.0**29, growth_interval=3))
+    half_as_large = replace(SMALL, loss_scale=LossScale(init_scale=2.0**28, growth_interval=3))
+    [expected] = run_in_ranks(
+        skipped_steps_of_a_sum, ranks=1, strategy="single_device", precision=large
+    )
+    assert expected[0]
+    assert not all(expected)
+    for skipped in run_in_ranks(skipped_steps_of_a_sum, precision=half_as_large):
+        assert skipped == expected
+    [first_skipped, *_] = run_in_ranks(skipped_steps_of_a_sum, precision=large)
+    assert sum(first_skipped) > sum(expected)
+
+
 # The scale changes at the start of the next backward pass.
 EXPECTED_STATES = [
     StepState(False, 0.1, 16.0),
