@@ -838,7 +838,9 @@ class Fabric:
             optimizer: the set-up optimizer whose gradients are clipped. None, the default, clips
                 the gradients of all parameters of the modules, for loops without an optimizer.
             clip_val: the largest absolute value of a gradient, positive.
-            max_norm: the largest total norm, positive.
+            max_norm: the largest total norm, positive. ``math.inf`` changes no gradient, and
+                completes the gradients for a loop that changes parameters without ``step``: they
+                are then averaged over the processes, divided by the loss weights and unscaled.
             norm_type: the p of the p-norm, or ``"inf"``.
             error_if_nonfinite: whether to raise if the norm is not finite. The check waits for the
                 device.
@@ -848,7 +850,8 @@ class Fabric:
 
         Raises:
             NonFiniteGradientError: the norm is not finite. No gradient was changed.
-            ConfigurationError: both limits were passed, or none, or one that is not positive.
+            ConfigurationError: both limits were passed, or none, or one that is not positive, or
+                an infinite ``clip_val``.
             UsageError: the optimizer is not set up, or updates no parameter of the module; or there
                 is no optimizer, and gradients have a loss scale or loss weights.
             ArgumentTypeError: ``optimizer`` is not an optimizer.

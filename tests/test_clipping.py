@@ -142,7 +142,7 @@ def test_parameters_may_come_from_a_generator():
         {"clip_val": -1.0},
         {"max_norm": 0.0},
         {"max_norm": math.nan},
-        {"max_norm": math.inf},
+        {"clip_val": math.inf},
         {"max_norm": 1.0, "norm_type": 0},
         {"max_norm": 1.0, "norm_type": -math.inf},
         {"max_norm": 1.0, "norm_type": math.nan},

@@ -58,7 +58,7 @@ ORDER = {
     "diagnostics": (
         "call_site stacks recorder checker rank_state deadlocks hang_report published_states "
         "rank_observer hang_reporter bypass batch_counts uneven_inputs "
-        "clipping_check training_checks equal_draws loss_reduction loss_checks"
+        "clipping_check training_checks equal_draws loss_reduction loss_checks hand_steps"
     ),
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",

@@ -16,8 +16,7 @@ and otherwise a warning at the last of these steps. Parameters outside of set-up
 replicas, since the user may synchronize them: they must not differ.
 
 One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer
-that steps with scaled gradients or with parameters that a model no longer has, or a module or
-loader that is separate on each rank.
+of parameters that a model no longer has, or a module or loader that is separate on each rank.
 """
 
 import hashlib
@@ -36,11 +35,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._torch import (
     datasets_iterated_in_full,
-    leaves_of_graph,
     local_tensor,
     real_tensors,
 )
@@ -543,7 +540,6 @@ class SetupChecks:
         optimizers: the set-up optimizers. Later ones are seen, too.
         loaders: the set-up loaders. Later ones are seen, too.
         check_setup: raises for optimizers that cannot be set up.
-        scales_loss: whether ``fabric.backward`` scales the loss, and with it the gradients.
         open_micro_batch: returns the current micro-batch inside a window of ``fabric.accumulate``:
             its number, and the length of the window. None after the last one, or without a window.
         pending_change: see :class:`ClippingCheck`.
@@ -558,7 +554,6 @@ class SetupChecks:
         optimizers: Collection[Optimizer],
         loaders: Collection[object],
         check_setup: Callable[[Sequence[Optimizer]], object],
-        scales_loss: bool,
         open_micro_batch: Callable[[], tuple[int, int] | None],
         pending_change: Callable[[Optimizer], str | None],
     ) -> None:
@@ -569,15 +564,10 @@ class SetupChecks:
         self._optimizers = optimizers
         self._loaders = loaders
         self._check_setup = check_setup
-        self._scales_loss = scales_loss
-        # The parameters of which fabric.backward() has computed scaled gradients.
-        # All values are None.
-        self._scaled_parameters = WeakTensorKeyDictionary()
         self._open_micro_batch = open_micro_batch
         self._clipping_check = ClippingCheck(pending_change)
         # The set-up optimizers that have stepped inside a window.
         self._stepped_within_window: WeakSet[Optimizer] = WeakSet()
-        self._backwards = 0
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
         # Names of the set-up optimizers. They are set up in the same order on all ranks.
@@ -648,14 +638,10 @@ class SetupChecks:
         self._all_hooks.callback(checks.close)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Count a backward pass. A function of ``Hooks.after``.
+        """Record the gradients. A function of ``Hooks.after``.
 
         The hooks are removed here, since they cannot be removed in a hook of an optimizer.
         """
-        self._backwards += 1
-        if self._scales_loss and self._backwards <= _CHECKED_STEPS_OF_ALL:
-            for leaf in leaves_of_graph(loss):
-                self._scaled_parameters[leaf] = None
         self._clipping_check.record(self._optimizers)
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:
             self._hooks.close()
@@ -673,7 +659,6 @@ class SetupChecks:
         was_set_up = optimizer in self._optimizers
         if not was_set_up:
             self._check_setup([optimizer])  # raises if it could not be set up
-            self._check_not_scaled(optimizer, trained)
         else:
             self._clipping_check.check(optimizer, self._request(optimizer))
         # A closure computes the gradients within the step, so they cannot be looked at here.
@@ -684,31 +669,6 @@ class SetupChecks:
                 self._check_replicas_without_setup(optimizer, trained)
             else:
                 self._check_loaders(trained)
-
-    def _check_not_scaled(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Raise if an optimizer that was not set up would step with scaled gradients.
-
-        Only set-up optimizers unscale the gradients that ``fabric.backward`` has computed.
-
-        Args:
-            optimizer: an optimizer that was not set up.
-            trained: the parameters that it trains on this rank.
-        """
-        if not self._scales_loss or self._backwards == 0:
-            return
-        # Other gradients come from a plain loss.backward(), which scales nothing. The graph of a
-        # loss has the parameters of all modules but those of a sharded one.
-        scaled_ids = _ids(self._scaled_parameters) | _ids_of_modules(self._contracts)
-        if scaled_ids.isdisjoint(_ids_with_gradient(trained)):
-            return
-        raise UsageError(
-            self._request(optimizer),
-            problem="it has not been set up, and steps with the gradients of the loss times its "
-            "scale",
-            expected="every optimizer of gradients that fabric.backward() computes is set up",
-            suggestion="model, optimizer = fabric.setup(model, optimizer), or "
-            "fabric.setup_optimizers(optimizer)",
-        )
 
     def _check_window(self, optimizer: Optimizer) -> None:
         """Raise if all set-up optimizers step before the end of a window of micro-batches.

@@ -28,7 +28,8 @@ def clip_gradients(
     Args:
         parameters: the parameters whose gradients are clipped.
         clip_val: the limit of the absolute value of each element. None if ``max_norm`` is given.
-        max_norm: the limit of the norm of all gradients. None if ``clip_val`` is given.
+        max_norm: the limit of the norm of all gradients. Infinity changes no gradient. None if
+            ``clip_val`` is given.
         norm_type: the norm, such as 2.0 or ``inf``.
         error_if_nonfinite: whether to raise if the norm is infinite or not a number.
 
@@ -36,21 +37,21 @@ def clip_gradients(
         The norm before clipping, a plain tensor of shape ``()`` on the gradients' device.
 
     Raises:
-        ConfigurationError: there are no limits or two, a number is not positive, or the limit is
+        ConfigurationError: there are no limits or two, a number is not positive, or ``clip_val`` is
             infinite.
         NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite`` is
             true. The gradients have not changed.
     """
     limits = [limit for limit in (clip_val, max_norm) if limit is not None]
     # NaN is refused, too, since comparisons with NaN are false.
-    has_valid_limit = len(limits) == 1 and 0 < limits[0] < math.inf
+    has_valid_limit = len(limits) == 1 and limits[0] > 0 and clip_val != math.inf
     has_valid_norm = norm_type > 0
     if not has_valid_limit or not has_valid_norm:
         raise ConfigurationError(
             f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, "
             f"norm_type={norm_type!r})",
-            expected="clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with "
-            "norm_type > 0 or inf",
+            expected="a finite clip_val > 0 (each value into [-clip_val, clip_val]), or "
+            "max_norm > 0, with norm_type > 0 or inf",
             suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
         )
     grads: list[Tensor] = []
@@ -72,6 +73,9 @@ def clip_gradients(
             "would spoil all of them",
             suggestion="error_if_nonfinite=False to clip all the same",
         )
+    if max_norm == math.inf:
+        # An infinite norm would make the factor of the gradients NaN.
+        return norm
     for parameters_on_mesh in parameters_by_mesh.values():
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters_on_mesh, max_norm, norm)

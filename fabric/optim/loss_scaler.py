@@ -79,8 +79,8 @@ class LossScaler:
         """Start with the initial scale. :meth:`register` adds optimizers."""
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        # 1 if any step since the last update of the scale overflowed, else 0. None if there was no
-        # step.
+        # 1 if any gradients overflowed since the last update of the scale, else 0. None if no
+        # gradients were unscaled.
         self._pending_found_inf: Tensor | None = None
         self._growth_interval = settings.growth_interval
         self._max_over_ranks = max_over_ranks
@@ -111,7 +111,7 @@ class LossScaler:
         A float16 loss is returned as float32, so that it does not overflow. This method is
         collective if parameters are sharded: ranks then update the scale for overflows of any rank.
         """
-        pending = self._pending_found_inf  # None if there was no step
+        pending = self._pending_found_inf  # None if no gradients were unscaled
         # The scale must not change while gradients are scaled by it.
         if pending is not None and not self._any_holds_scaled_gradients():
             self._update_scale(pending)
@@ -150,7 +150,8 @@ class LossScaler:
         """Unscale an optimizer's gradients in place, once per step.
 
         Called before each step, and before gradients are clipped. Further calls change nothing.
-        Collective if ranks hold different gradients.
+        The overflow counts for the next scale, also if no step follows: a loop that changes
+        parameters by hand has no other. Collective if ranks hold different gradients.
 
         Returns:
             Whether any gradient is infinite or NaN. The next step will then be skipped.
@@ -177,6 +178,11 @@ class LossScaler:
             found_inf = self._max_over_ranks(found_inf)
         state.found_inf = found_inf
         state.is_scaled = False
+        pending = self._pending_found_inf
+        if pending is None:
+            self._pending_found_inf = found_inf
+        else:
+            self._pending_found_inf = torch.maximum(pending, found_inf)
         return bool(found_inf)
 
     def _unscale_and_find_inf(self, grads_by_kind: Sequence[list[Tensor]]) -> Tensor:
@@ -214,8 +220,8 @@ class LossScaler:
     def state_dict(self) -> dict[str, float | int | None]:
         """Return the state from which :meth:`load_state_dict` resumes exactly.
 
-        Reading it waits for the device. ``"pending"`` is 1 if a step since the last update of the
-        scale overflowed, 0 if none did, and None if there was no step.
+        Reading it waits for the device. ``"pending"`` is 1 if gradients overflowed since the last
+        update of the scale, 0 if none did, and None if none were unscaled.
         """
         pending = self._pending_found_inf
         return {
@@ -261,11 +267,6 @@ class LossScaler:
             )
         state = self._states[optimizer]
         state.was_skipped = self.unscale(optimizer)
-        pending = self._pending_found_inf
-        if pending is None:
-            self._pending_found_inf = state.found_inf
-        else:
-            self._pending_found_inf = torch.maximum(pending, state.found_inf)
         if state.was_skipped:
             state.removed_gradients = _remove_gradients(optimizer)
 

@@ -1,0 +1,369 @@
+"""A check of loops that change parameters by hand, without the step of an optimizer.
+
+[Note: Steps by hand] After ``fabric.backward`` gradients may still be multiplied by the loss scale,
+not be divided by the loss weights, or not be averaged over the ranks. The step of an optimizer and
+``fabric.clip_gradients`` complete them. A loop such as ``p -= lr * p.grad`` calls neither, and no
+hook sees it. So the check keeps a sample of the elements of each parameter after a backward pass,
+and compares it before the next one. Samples of parameters with which an optimizer steps are
+dropped.
+
+A parameter that was changed by hand is an error in two cases. The first case: its gradient was not
+complete, and the change went against the gradient. A snapshot that is loaded after a bad loss, or a
+limit for weights, changes parameters in other directions. The second case: the parameter must be
+equal on all ranks, and differs. The ranks compare their samples through the store and never by a
+collective. A rank with other values than the first rank writes them under the key "other", which
+the first rank reads before its next backward pass.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fabric._torch import in_place_version, leaves_of_graph, local_tensor
+from fabric.contract import GradientContract
+from fabric.diagnostics.loss_checks import LossCheck
+from fabric.diagnostics.training_checks import fingerprint
+from fabric.errors import UsageError
+from fabric.hooks import Hooks
+from fabric.optim.loss_scaler import has_closure
+from fabric.store import JobStore
+from fabric.tree import parameters_of
+
+__all__ = ["HandStepCheck"]
+
+# More than one backward pass for each step, since a step may accumulate several losses.
+_CHECKED_LOSSES = 12
+# A loop that has not stepped by then may never step.
+_MAX_LOSSES = 200
+# The number of elements of each parameter that are compared.
+_SAMPLE_ELEMENTS = 1000
+# A change by a multiple of the gradient has a cosine of -1. A step of Adam has about -0.8.
+_MAX_COSINE = -0.5
+_MAX_NAMES_CHARACTERS = 400
+_TURN_OFF = "Fabric(check_training=False) if this is meant"
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some elements of a parameter and of its gradient after a backward pass.
+
+    Attributes:
+        values: elements of the parameter.
+        gradient: the elements of the gradient at the same positions.
+        has_weight: whether the loss had a weight.
+    """
+
+    values: Tensor
+    gradient: Tensor
+    has_weight: bool
+
+
+class HandStepCheck:
+    """The check of a job's first backward passes. See ``[Note: Steps by hand]``.
+
+    Args:
+        contracts: the contracts of the set-up modules. Later ones are seen, too.
+        optimizers: the set-up optimizers. Later ones are seen, too.
+        store: the store in which ranks compare parameters.
+        backward: the hooks around backward passes.
+        checks: the functions that ``Fabric.backward`` calls for each loss. This object adds
+            :meth:`check`.
+        pending_change: returns what gradients still are before the step of a set-up optimizer, such
+            as "not divided by the loss weights yet". None if they are complete. Takes None in place
+            of the optimizer for gradients of parameters that no set-up optimizer has.
+    """
+
+    def __init__(
+        self,
+        contracts: Collection[GradientContract],
+        optimizers: Collection[Optimizer],
+        store: JobStore,
+        backward: Hooks,
+        checks: list[LossCheck],
+        pending_change: Callable[[Optimizer | None], str | None],
+    ) -> None:
+        """Add the check, and the hooks around backward passes and before steps."""
+        self._contracts = contracts
+        self._optimizers = optimizers
+        self._store = store
+        self._checks = checks
+        self._pending_change = pending_change
+        self._num_losses = 0
+        # Whether an optimizer has stepped, or a parameter was changed by hand.
+        self._has_stepped = False
+        # Whether the latest loss had a weight.
+        self._has_weight = False
+        # The leaves of the graph of the running backward pass. All values are None.
+        self._leaves = WeakTensorKeyDictionary()
+        # By id, the version of the gradient of each parameter before the running backward pass.
+        self._versions: dict[int, object] = {}
+        # A _Sample for each parameter that no optimizer has stepped with since its gradient came.
+        self._samples = WeakTensorKeyDictionary()
+        # The ids of parameters of optimizers whose steps have closures. A closure makes backward
+        # passes between changes that the optimizer makes itself.
+        self._ids_of_closures: set[int] = set()
+        # The key of the parameters that this rank has compared last, and their names.
+        self._compared_key = ""
+        self._compared_names: list[str] = []
+        self._hooks = ExitStack()
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        backward.after.append(self._after_backward)
+        self._hooks.callback(backward.after.remove, self._after_backward)
+        checks.append(self.check)
+
+    def close(self) -> None:
+        """Remove the hooks, and drop the samples."""
+        self._hooks.close()
+        self._samples.clear()
+        self._leaves.clear()
+
+    def check(self, loss: Tensor, weight: Any, reduce: str) -> None:
+        """Check the changes since the backward pass before. Called before each backward pass.
+
+        Args:
+            loss: the loss.
+            weight: the weight of the loss. None if there is none.
+            reduce: how the gradients of the ranks are reduced. Not used.
+
+        Raises:
+            UsageError: parameters were changed by gradients that are not those of the loss, or are
+                different on the ranks.
+        """
+        self._num_losses += 1
+        self._check_compared()
+        changed = self._changed_parameters()
+        if changed:
+            self._has_stepped = True
+            self._check_complete(changed)
+            self._check_equal(changed)
+        if self._is_finished():
+            self._checks.remove(self.check)
+            self.close()
+            return
+        self._has_weight = weight is not None
+        self._leaves.clear()
+        # FSDP puts other tensors, which it gathers, in the place of the parameters.
+        is_sharded = any(contract.is_sharded for contract in self._contracts)
+        if not is_sharded:
+            for leaf in leaves_of_graph(loss):
+                self._leaves[leaf] = None
+        self._versions = {id(tensor): _gradient_version(tensor) for tensor in self._tensors()}
+
+    def _is_finished(self) -> bool:
+        """Return whether the first steps, or enough losses, were checked."""
+        if self._has_stepped and self._num_losses > _CHECKED_LOSSES:
+            return True
+        return self._num_losses > _MAX_LOSSES
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the parameters of the set-up modules, and the leaves of the loss."""
+        tensors = WeakTensorKeyDictionary(self._leaves)
+        for contract in self._contracts:
+            for parameter in contract.parameters().values():
+                tensors[parameter] = None
+        return list(tensors)
+
+    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        """Take samples of the parameters that got a gradient. A function of ``Hooks.after``."""
+        may_be_incomplete = self._has_weight or self._pending_change(None) is not None
+        if error is not None or not (may_be_incomplete or self._store.size > 1):
+            return
+        for tensor in self._tensors():
+            version = _gradient_version(tensor)
+            has_new_gradient = version != self._versions.get(id(tensor))
+            is_of_closure = id(tensor) in self._ids_of_closures
+            if version is None or not has_new_gradient or is_of_closure:
+                continue
+            if _has_elements(tensor):
+                assert tensor.grad is not None
+                self._samples[tensor] = _Sample(
+                    values=_sampled(tensor),
+                    gradient=_sampled(tensor.grad),
+                    has_weight=self._has_weight,
+                )
+        self._leaves.clear()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Drop the samples of parameters with which an optimizer steps. A step pre-hook.
+
+        Raises:
+            UsageError: the optimizer was not set up, and its gradients are not complete.
+        """
+        self._has_stepped = True
+        if has_closure(args, kwargs):
+            self._ids_of_closures.update(map(id, parameters_of(optimizer)))
+        for parameter in parameters_of(optimizer):
+            sample = self._samples.pop(parameter, None)
+            if sample is None or optimizer in self._optimizers:
+                continue
+            change = self._pending_change_of(parameter, sample)
+            if change is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() on rank {self._store.rank}",
+                    problem=f"it has not been set up, and steps with gradients that are {change}",
+                    expected="every optimizer of gradients that fabric.backward() computes is set "
+                    "up",
+                    suggestion="model, optimizer = fabric.setup(model, optimizer), or "
+                    "fabric.setup_optimizers(optimizer)",
+                )
+
+    def _pending_change_of(self, parameter: Tensor, sample: _Sample) -> str | None:
+        """Return what the gradient of a parameter still is. None if the gradient is complete."""
+        for optimizer in self._optimizers:
+            if any(parameter is tensor for tensor in parameters_of(optimizer)):
+                return self._pending_change(optimizer)
+        if sample.has_weight:
+            return "not divided by the loss weights yet"
+        return self._pending_change(None)
+
+    def _changed_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that were changed since their sample was taken, by name."""
+        names: dict[int, str] = {}
+        for contract in self._contracts:
+            for name, parameter in contract.parameters().items():
+                names[id(parameter)] = f"{name} of {contract.title}"
+        changed: dict[str, Tensor] = {}
+        for parameter, sample in self._samples.items():
+            values = _sampled(parameter)
+            is_unchanged = torch.allclose(values, sample.values, rtol=0, atol=0, equal_nan=True)
+            if not is_unchanged:
+                name = names.get(id(parameter), "a parameter that no set-up module has")
+                changed[name] = parameter
+        return changed
+
+    def _check_complete(self, changed: Mapping[str, Tensor]) -> None:
+        """Raise if parameters were changed against gradients that are not complete.
+
+        Args:
+            changed: the parameters that were changed by hand, by name.
+        """
+        names: list[str] = []
+        cosines: list[float] = []
+        pending_changes: set[str] = set()
+        for name, parameter in changed.items():
+            sample = self._samples[parameter]
+            pending_change = self._pending_change_of(parameter, sample)
+            if pending_change is not None:
+                names.append(name)
+                cosines.append(_cosine_of_change(parameter, sample))
+                pending_changes.add(pending_change)
+        if not names or sum(cosines) / len(names) > _MAX_COSINE:
+            return
+        self._raise_usage_error(
+            names,
+            problem=f"by gradients that are {' and '.join(sorted(pending_changes))}",
+            expected="the step of a set-up optimizer, or a change by completed gradients",
+            suggestion="norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf) before "
+            "the change, with a set-up optimizer of these parameters. parameter.grad then holds "
+            f"the gradients of the loss, and an infinite norm is an overflow; {_TURN_OFF}",
+        )
+
+    def _check_equal(self, changed: Mapping[str, Tensor]) -> None:
+        """Raise if parameters that must be equal on all ranks were changed differently.
+
+        Args:
+            changed: the parameters that were changed by hand, by name.
+        """
+        replicated: set[int] = set()
+        for contract in self._contracts:
+            replicated.update(map(id, contract.replicated().values()))
+        names = [name for name, parameter in changed.items() if id(parameter) in replicated]
+        if not names or self._store.size == 1:
+            return
+        # Only ranks that hold the same replicas, and have changed the same parameters after as many
+        # backward passes, are compared.
+        scope = "".join(contract.scope for contract in self._contracts)
+        checksum = crc32(" ".join(names).encode())
+        self._compared_key = f"changes by hand{scope}/{self._num_losses}/{checksum}"
+        self._compared_names = names
+        numbers = fingerprint([_sampled(changed[name]) for name in names])
+        content = json.dumps([self._store.rank, numbers]).encode()
+        first = self._store.set_if_absent(f"{self._compared_key}/first", content)
+        first_rank, first_numbers = json.loads(first)
+        if first_numbers != numbers:
+            # Written before this rank raises, so that the first rank raises, too.
+            self._store.set(f"{self._compared_key}/other", content)
+            self._raise_different(first_rank)
+
+    def _check_compared(self) -> None:
+        """Raise if another rank has found that its parameters differ from those of this rank."""
+        if not self._compared_key:
+            return
+        content = self._store.get_nowait(f"{self._compared_key}/other")
+        if content is not None:
+            other_rank, _ = json.loads(content)
+            self._raise_different(other_rank)
+
+    def _raise_different(self, other_rank: int) -> NoReturn:
+        """Raise a UsageError for parameters that differ between this rank and another one."""
+        lower_rank, higher_rank = sorted((self._store.rank, other_rank))
+        self._raise_usage_error(
+            self._compared_names,
+            problem=f"and differ between ranks {lower_rank} and {higher_rank}",
+            expected="the same changes on all ranks, by gradients that are averaged over them",
+            suggestion="fabric.clip_gradients(model, max_norm=math.inf) before the change, which "
+            "averages the gradients of nn.ParameterList and nn.ParameterDict; for other modules, "
+            f"changes after a backward pass outside of no_backward_sync; {_TURN_OFF}",
+        )
+
+    def _raise_usage_error(
+        self, names: Sequence[str], *, problem: str, expected: str, suggestion: str
+    ) -> NoReturn:
+        """Raise a UsageError about parameters that were changed by hand."""
+        listed_names = shorten(", ".join(names), _MAX_NAMES_CHARACTERS, placeholder=" ...")
+        raise UsageError(
+            f"fabric.backward(loss) on rank {self._store.rank}",
+            problem="since the backward pass before, these were changed without the step of an "
+            f"optimizer, {problem}: {listed_names}",
+            expected=expected,
+            suggestion=suggestion,
+        )
+
+
+def _gradient_version(tensor: Tensor) -> object:
+    """Return a value that changes when the gradient of a tensor changes. None without one."""
+    # A tensor that is no leaf has no gradient, and torch warns where it is read.
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is None:
+        return None
+    return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements on this rank, and a dense gradient."""
+    assert tensor.grad is not None
+    return local_tensor(tensor).numel() > 0 and tensor.grad.layout is torch.strided
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """Return a copy of some elements of this rank's part of a tensor."""
+    elements = local_tensor(tensor).detach().reshape(-1)
+    if elements.is_complex():
+        elements = torch.view_as_real(elements).reshape(-1)
+    stride = max(1, elements.numel() // _SAMPLE_ELEMENTS)
+    return elements[::stride].clone()
+
+
+def _cosine_of_change(parameter: Tensor, sample: _Sample) -> float:
+    """Return the cosine of the angle between the change of a parameter and its gradient.
+
+    A change to numbers that are not finite counts as a step against the gradient: scaled gradients
+    may overflow.
+    """
+    change = _sampled(parameter).double() - sample.values.double()
+    if not change.isfinite().all():
+        return -1.0
+    gradient = sample.gradient.to(change.device).double()
+    return torch.cosine_similarity(change, gradient, dim=0).nan_to_num().item()
