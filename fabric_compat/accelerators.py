@@ -2,10 +2,12 @@
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 
-from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from fabric import accelerators
+from fabric.accelerators import Accelerator
 from fabric_compat.missing import missing
 
 num_cuda_devices = torch.cuda.device_count
@@ -13,6 +15,90 @@ is_cuda_available = torch.cuda.is_available
 
 
 __getattr__ = partial(missing, __name__)
+
+
+class _LightningAccelerator(Accelerator):
+    """The methods of an accelerator that Lightning calls on the class."""
+
+    @classmethod
+    def is_available(cls) -> bool:  # type: ignore[override]
+        return cls().device_count() > 0
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        return len(cls().parse_devices("auto")) if cls.is_available() else 0
+
+    @classmethod
+    def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
+        """Return the devices of the ranks, given by number or by index."""
+        if isinstance(devices, int | str):
+            return list(cls().parse_devices(devices))
+        return [torch.device(cls.name, index) for index in devices]
+
+    @classmethod
+    def setup_device(cls, device: torch.device) -> None:
+        """Make a device the current device of this process.
+
+        Raises:
+            ValueError: The device is of another kind of hardware.
+        """
+        if device.type != cls.name:
+            raise ValueError(f"setup_device({device!r}): expected a device of type {cls.name!r}")
+        cls().activate(device)
+
+    def teardown(self) -> None:
+        self.release()
+
+
+# Fabric's classes are final for users. The classes below add no state and change no decision, and
+# their class methods can be called like the methods of fabric.
+class CPUAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
+    _LightningAccelerator,
+    accelerators.CPUAccelerator,  # pyright: ignore[reportGeneralTypeIssues]
+):
+    """The CPU."""
+
+
+class CUDAAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
+    _LightningAccelerator,
+    accelerators.CUDAAccelerator,  # pyright: ignore[reportGeneralTypeIssues]
+):
+    """The GPUs of NVIDIA and AMD."""
+
+
+class MPSAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
+    _LightningAccelerator,
+    accelerators.MPSAccelerator,  # pyright: ignore[reportGeneralTypeIssues]
+):
+    """The GPU of a Mac."""
+
+
+class _Registry(dict[str, dict[str, Any]]):
+    """The accelerators by name."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]["accelerator"]()
+
+    def available_accelerators(self) -> set[str]:
+        return set(self)
+
+
+ACCELERATOR_REGISTRY = _Registry(
+    {
+        "cpu": {"accelerator": CPUAccelerator},
+        "cuda": {"accelerator": CUDAAccelerator},
+        "mps": {"accelerator": MPSAccelerator},
+    }
+)
+
+
+def with_lightning_methods(accelerator: Accelerator) -> Accelerator:
+    """Return an accelerator of the same hardware that has Lightning's methods."""
+    if isinstance(accelerator, _LightningAccelerator):
+        return accelerator
+    return ACCELERATOR_REGISTRY.get(accelerator.name, accelerator)
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from fabric._fabric import Fabric as _Fabric
 from fabric._fabric import _single_or_tuple, _without_schedulers
 from fabric._plan import _parse_accelerator
 from fabric._torch import compile_as, uncompiled
+from fabric.accelerators import Accelerator
 from fabric.data.sharding import ShardedSampler
 from fabric.errors import ConfigurationError
 from fabric.strategies import SingleDeviceStrategy, Strategy
@@ -23,6 +25,7 @@ from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
 from fabric_compat import strategies
+from fabric_compat.accelerators import with_lightning_methods
 from fabric_compat.loggers import Loggers
 from fabric_compat.plugins import (
     AsEnvironment,
@@ -80,6 +83,8 @@ class Fabric(_Fabric):
         self._launched = False
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
+        self._plan = replace(self._plan, precision=self._precision)
+        self.strategy.precision = self._precision
 
     @property
     def _loggers(self) -> Loggers:
@@ -90,6 +95,11 @@ class Fabric(_Fabric):
         """Set the loggers, given as a list of loggers or as an object of fabric."""
         user_loggers = getattr(loggers, "user_loggers", loggers)
         vars(self)["_loggers"] = Loggers(as_list(user_loggers))
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The accelerator, with Lightning's methods."""
+        return with_lightning_methods(super().accelerator)
 
     @property
     def device(self) -> torch.device:

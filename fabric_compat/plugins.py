@@ -87,9 +87,13 @@ class Precision(FabricPrecision):
         return self.param_dtype or torch.float32
 
     def convert_input(self, data: Any) -> Any:
+        if self.name == "32-true":
+            return data
         return _convert_fp_tensor(data, self.input_dtype)
 
     def convert_output(self, data: Any) -> Any:
+        if self.name == "32-true":
+            return data
         return _convert_fp_tensor(data, torch.get_default_dtype())
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -121,18 +125,40 @@ class Precision(FabricPrecision):
 class MixedPrecision(Precision):
     """``"16-mixed"`` or ``"bf16-mixed"``.
 
-    ``device`` has no effect. The loss scale has the settings of ``scaler``.
+    The loss scale has the settings of ``scaler``. Fabric changes its own scale, and leaves the
+    scale of this object as it is.
+
+    Raises:
+        ValueError: The precision is not one of the two, or ``"bf16-mixed"`` has a scaler.
     """
 
     def __init__(
         self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
     ) -> None:
         super().__init__(precision)
-        if scaler is not None and self.loss_scale is not None:
+        if self.compute_dtype is None:
+            raise ValueError(f"{precision=!r}: MixedPrecision is '16-mixed' or 'bf16-mixed'")
+        if scaler is not None and self.loss_scale is None:
+            raise ValueError(f"{scaler=!r}: {self.name!r} needs no scaler")
+        vars(self).update(device=device, _scaler=scaler)
+        if scaler is not None:
             scale = LossScale(
                 init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval()
             )
             vars(self).update(loss_scale=scale)
+
+    @property
+    def scaler(self) -> Any:
+        """The object with the settings of the loss scale, or None if there is no loss scale."""
+        scaler = vars(self)["_scaler"]
+        if scaler is None and self.loss_scale is not None:
+            scaler = torch.amp.GradScaler(
+                vars(self)["device"],
+                init_scale=self.loss_scale.init_scale,
+                growth_interval=self.loss_scale.growth_interval,
+            )
+            vars(self).update(_scaler=scaler)
+        return scaler
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -163,7 +189,7 @@ def precision_object(value: Any) -> "Precision":
     if precision.name == "64-true":
         return DoublePrecision()
     if precision.compute_dtype:
-        return MixedPrecision(precision)
+        return MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu")
     if precision.param_dtype:
         return HalfPrecision(precision)
     return Precision(precision)

@@ -11,10 +11,15 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fabric.accelerators import CPUAccelerator
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.world import World
 from fabric_compat import Fabric, is_wrapped
+from fabric_compat.accelerators import (
+    ACCELERATOR_REGISTRY,
+    CPUAccelerator,
+    CUDAAccelerator,
+    MPSAccelerator,
+)
 from fabric_compat.fabric import _note
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
 from fabric_compat.plugins import (
@@ -113,7 +118,6 @@ def test_a_collective_may_be_the_first_call_of_a_script(
     [
         ("64-true", torch.float64),
         ("bf16-true", torch.bfloat16),
-        (32, torch.float32),
         ("bf16-mixed", torch.bfloat16),
         ("16-mixed", torch.float16),
     ],
@@ -139,10 +143,45 @@ def test_outputs_are_float32_and_inputs_are_cast(
         # FSDP gathers weights in the dtype of the computation, and keeps those of the root.
         if strategy == "auto":
             assert model.dtype == dtype_of_weights
-        if inside is not torch.float32:
-            note = f"get floating inputs as {inside}, and return torch.float32"
-            assert note in capsys.readouterr().err
+        note = f"get floating inputs as {inside}, and return torch.float32"
+        assert note in capsys.readouterr().err
         assert torch.get_default_dtype() == torch.float32
+
+
+def test_32_bit_precision_leaves_inputs_and_outputs_as_they_are() -> None:
+    with single(precision=32) as fabric:
+        model = fabric.setup(nn.Identity())
+        assert model(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-mixed"])
+def test_the_precision_of_the_strategy_has_the_methods_of_lightning(name: str) -> None:
+    with single(precision=name) as fabric:
+        assert fabric.strategy.precision.precision == name
+        fabric.launch()
+        assert fabric.strategy.precision.precision == name
+
+
+@pytest.mark.parametrize("kind", [CPUAccelerator, CUDAAccelerator, MPSAccelerator])
+def test_the_methods_of_an_accelerator_are_called_on_its_class(kind: Any) -> None:
+    is_available = kind.is_available()
+    assert is_available == (kind.auto_device_count() > 0)
+    indices: Any = [0, 1]
+    if kind is CPUAccelerator:
+        indices = 2
+    devices = kind.get_parallel_devices(indices)
+    assert [device.type for device in devices] == [kind.name] * 2
+    with pytest.raises(ValueError, match="expected a device of type"):
+        kind().setup_device(torch.device("meta"))
+    assert ACCELERATOR_REGISTRY.get(kind.name).name == kind.name
+
+
+def test_the_accelerator_of_fabric_is_of_the_class_that_scripts_import() -> None:
+    with single() as fabric:
+        assert isinstance(fabric.accelerator, CPUAccelerator)
+        fabric.accelerator.setup_device(fabric.device)
+    with Fabric(accelerator=CPUAccelerator(), devices=1) as fabric:
+        assert fabric.world_size == 1
 
 
 MIXED = MixedPrecision("bf16-mixed", "cpu")
@@ -282,7 +321,17 @@ def world_size(fabric: Fabric) -> int:
 
 
 def test_a_scaler_says_where_the_scale_begins() -> None:
-    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    assert precision.scaler is scaler
+    assert MixedPrecision("bf16-mixed", "cpu").scaler is None
+    default = MixedPrecision("16-mixed", "cpu")
+    assert default.loss_scale is not None
+    assert default.scaler.get_scale() == default.loss_scale.init_scale
+    with pytest.raises(ValueError, match="needs no scaler"):
+        MixedPrecision("bf16-mixed", "cpu", scaler)
+    with pytest.raises(ValueError, match="MixedPrecision is '16-mixed' or 'bf16-mixed'"):
+        MixedPrecision("32-true", "cpu")
     assert precision.loss_scale is not None
     assert precision.loss_scale.init_scale == 2.0**10
 
