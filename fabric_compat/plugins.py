@@ -14,16 +14,25 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.elastic.utils.distributed import get_free_port as find_free_network_port
 from torch.optim import Optimizer
 
-# Imported under another name, because lightning.fabric.plugins.environments is this file.
-from fabric import environments as fabric_environments
 from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as FabricPrecision
 from fabric.tree import map_tensors
-from fabric.world import World, read_integer_variable, read_variable
+from fabric.world import World, read_variable
+from fabric_compat.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    _is_slurm_interactive_mode,
+    find_free_network_port,
+    rank_of_process,
+)
 from fabric_compat.missing import missing
 
 CollectibleGroup = dist.ProcessGroup
@@ -212,66 +221,13 @@ def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-class ClusterEnvironment:
-    """The rank of this process in its job, as fabric detects it.
-
-    Subclasses of the user may define their own ranks.
-    """
-
-    _environments: ClassVar[Any] = None  # environments of fabric; None stands for all
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-    @classmethod
-    def detect(cls) -> bool:
-        return fabric_environments.detect(os.environ, cls._environments) is not None
-
-    @property
-    def _world(self) -> World:
-        detected = fabric_environments.detect(os.environ, self._environments)
-        return World() if detected is None else detected[1]
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return self.detect()
-
-    @property
-    def main_address(self) -> str:
-        return self._world.address or "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return self._world.port or find_free_network_port()
-
-    def world_size(self) -> int:
-        return self._world.world_size
-
-    def global_rank(self) -> int:
-        return self._world.rank
-
-    def local_rank(self) -> int:
-        return self._world.local_rank
-
-    def node_rank(self) -> int:
-        return self._world.node_rank
-
-    def _do_nothing(self, *args: Any) -> None:
-        """Do nothing. Subclasses may override the methods below."""
-
-    set_world_size = _do_nothing
-    set_global_rank = _do_nothing
-    validate_settings = _do_nothing
-    teardown = _do_nothing
-
-
 def set_default_rank() -> None:
     """Set the rank that ``rank_zero_only`` reads to the rank in the environment, unless it is set.
 
     Lightning sets the rank when it is imported. Fabric sets it when the process joins a job, which
     a single process need not do.
     """
-    vars(rank_zero_only).setdefault("rank", ClusterEnvironment().global_rank())
+    vars(rank_zero_only).setdefault("rank", rank_of_process() or 0)
 
 
 class AsEnvironment:
@@ -302,52 +258,6 @@ class AsEnvironment:
             address=cluster.main_address,
             port=cluster.main_port,
         )
-
-
-class LightningEnvironment(ClusterEnvironment):
-    """Any launcher that fabric detects, or no launcher."""
-
-
-class TorchElasticEnvironment(ClusterEnvironment):
-    """torchrun, and launchers that set the same variables, such as Kubeflow."""
-
-    _environments = (fabric_environments.TorchrunEnvironment(),)
-
-
-KubeflowEnvironment = TorchElasticEnvironment
-
-
-class SLURMEnvironment(ClusterEnvironment):
-    """SLURM. ``auto_requeue`` and ``requeue_signal`` have no effect without Lightning's Trainer."""
-
-    _environments = (fabric_environments.SlurmEnvironment(),)
-
-    @staticmethod
-    def job_id() -> int | None:
-        return read_integer_variable(os.environ, "SLURM_JOB_ID")
-
-    @staticmethod
-    def job_name() -> str | None:
-        return os.environ.get("SLURM_JOB_NAME")
-
-
-def _is_slurm_interactive_mode() -> bool:
-    return SLURMEnvironment.job_name() in ("bash", "interactive")
-
-
-class MPIEnvironment(ClusterEnvironment):
-    """Open MPI, MPICH, and launchers that set the same variables, such as LSF's ``jsrun``.
-
-    mpi4py is not needed.
-    """
-
-    _environments = (
-        fabric_environments.OpenMPIEnvironment(),
-        fabric_environments.MPICHEnvironment(),
-    )
-
-
-LSFEnvironment = MPIEnvironment
 
 
 class CheckpointIO(ABC):

@@ -30,7 +30,8 @@ from fabric import tree
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.launchers.base import is_interactive
 from fabric.strategies.init_module import SkipRandomInit
-from fabric.world import World, available_cores
+from fabric.world import available_cores
+from fabric_compat.environments import rank_of_process
 from fabric_compat.missing import missing
 from fabric_compat.plugins import (
     ClusterEnvironment,
@@ -245,7 +246,7 @@ _get_default_process_group_backend_for_device = dist.get_default_backend_for_dev
 
 
 def _get_rank() -> int | None:
-    return getattr(World.from_env(os.environ), "rank", None)
+    return rank_of_process()
 
 
 def name_of_reduction(reduce_op: Any) -> Any:

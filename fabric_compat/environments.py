@@ -1,0 +1,312 @@
+"""Environments that read the rank of a process from the variables that Lightning reads."""
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch.distributed.elastic.utils.distributed import get_free_port as find_free_network_port
+
+from fabric import environments
+from fabric.world import read_integer_variable, read_variable
+
+
+def rank_of_process() -> int | None:
+    """Return the rank that launchers have set, or None if no launcher started this process."""
+    # SLURM sets its variable also where another launcher starts the processes.
+    return read_integer_variable(
+        os.environ, "RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"
+    )
+
+
+class ClusterEnvironment(ABC):
+    """The base class of users' environments, which define where a process is in its job."""
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Return whether the launcher of this environment started the process."""
+        return False
+
+    @property
+    @abstractmethod
+    def creates_processes_externally(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def main_address(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def main_port(self) -> int: ...
+
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @abstractmethod
+    def global_rank(self) -> int: ...
+
+    @abstractmethod
+    def local_rank(self) -> int: ...
+
+    @abstractmethod
+    def node_rank(self) -> int: ...
+
+    def _do_nothing(self, *args: Any) -> None:
+        """Do nothing. Subclasses may override the methods below."""
+
+    set_world_size = _do_nothing
+    set_global_rank = _do_nothing
+    validate_settings = _do_nothing
+    teardown = _do_nothing
+
+
+class LightningEnvironment(ClusterEnvironment):
+    """No launcher, or processes that the user started with ``LOCAL_RANK`` and ``NODE_RANK``."""
+
+    _world_size = 1
+    _global_rank = 0
+    _free_port: int | None = None
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return "LOCAL_RANK" in os.environ
+
+    @classmethod
+    def detect(cls) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        port = read_integer_variable(os.environ, "MASTER_PORT") or self._free_port
+        if port is None:
+            port = find_free_network_port()
+            self._free_port = port
+        return port
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        self._world_size = size
+
+    def global_rank(self) -> int:
+        return self._global_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        self._global_rank = rank
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    def node_rank(self) -> int:
+        return read_integer_variable(os.environ, "NODE_RANK", "GROUP_RANK") or 0
+
+
+class _VariableEnvironment(ClusterEnvironment):
+    """The base class of environments whose launcher sets a variable for each number.
+
+    Raises:
+        KeyError: The launcher has not set a variable.
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    _world_size_name: ClassVar[str]
+    _rank_name: ClassVar[str]
+    _local_rank_name: ClassVar[str]
+    _node_rank_name: ClassVar[str]
+
+    @property
+    def main_address(self) -> str:
+        return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["MASTER_PORT"])
+
+    def world_size(self) -> int:
+        return int(os.environ[self._world_size_name])
+
+    def global_rank(self) -> int:
+        return int(os.environ[self._rank_name])
+
+    def local_rank(self) -> int:
+        return int(os.environ[self._local_rank_name])
+
+    def node_rank(self) -> int:
+        return int(os.environ[self._node_rank_name])
+
+
+class TorchElasticEnvironment(_VariableEnvironment):
+    """torchrun, ``fabric run`` and launchers that set the same variables."""
+
+    _world_size_name = "WORLD_SIZE"
+    _rank_name = "RANK"
+    _local_rank_name = "LOCAL_RANK"
+
+    @classmethod
+    def detect(cls) -> bool:
+        # fabric's own launchers set the second variable.
+        return read_variable(os.environ, "TORCHELASTIC_RUN_ID", "FABRIC_STORE") is not None
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", 12910))
+
+    def node_rank(self) -> int:
+        return int(os.environ.get("GROUP_RANK", 0))
+
+
+class KubeflowEnvironment(_VariableEnvironment):
+    """Kubeflow's PyTorchJob, with one process in each pod. It is not detected."""
+
+    _world_size_name = "WORLD_SIZE"
+    _rank_name = "RANK"
+    _node_rank_name = "RANK"
+
+    def local_rank(self) -> int:
+        return 0
+
+
+class SLURMEnvironment(_VariableEnvironment):
+    """SLURM. ``auto_requeue`` and ``requeue_signal`` have no effect without Lightning's Trainer."""
+
+    _world_size_name = "SLURM_NTASKS"
+    _rank_name = "SLURM_PROCID"
+    _local_rank_name = "SLURM_LOCALID"
+    _node_rank_name = "SLURM_NODEID"
+
+    def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
+        self.auto_requeue = auto_requeue
+        self.requeue_signal = requeue_signal
+
+    @classmethod
+    def detect(cls) -> bool:
+        return "SLURM_NTASKS" in os.environ and not _is_slurm_interactive_mode()
+
+    @property
+    def main_address(self) -> str:
+        address = os.environ.get("MASTER_ADDR")
+        if address is None:
+            address = self.resolve_root_node_address(os.environ.get("SLURM_NODELIST", "127.0.0.1"))
+        return address
+
+    @property
+    def main_port(self) -> int:
+        port = read_integer_variable(os.environ, "MASTER_PORT")
+        if port is not None:
+            return port
+        job_id = os.environ.get("SLURM_JOB_ID")
+        if job_id is None:
+            return 12910
+        # All processes of a job derive the same port.
+        return 15000 + int(job_id[-4:])
+
+    @staticmethod
+    def resolve_root_node_address(nodes: str) -> str:
+        """Return the first host of a list of nodes, such as ``host5`` of ``host[5-9],login``."""
+        first_host = environments.SlurmEnvironment()._read_first_host({"SLURM_NODELIST": nodes})
+        return first_host or nodes
+
+    @staticmethod
+    def job_id() -> int | None:
+        return read_integer_variable(os.environ, "SLURM_JOB_ID")
+
+    @staticmethod
+    def job_name() -> str | None:
+        return os.environ.get("SLURM_JOB_NAME")
+
+
+def _is_slurm_interactive_mode() -> bool:
+    return SLURMEnvironment.job_name() in ("bash", "interactive")
+
+
+class LSFEnvironment(_VariableEnvironment):
+    """LSF, whose ``jsrun`` starts the processes on the hosts in a file."""
+
+    _world_size_name = "JSM_NAMESPACE_SIZE"
+    _rank_name = "JSM_NAMESPACE_RANK"
+    _local_rank_name = "JSM_NAMESPACE_LOCAL_RANK"
+
+    @classmethod
+    def detect(cls) -> bool:
+        names = {"LSB_JOBID", "LSB_DJOB_RANKFILE", cls._local_rank_name, cls._world_size_name}
+        return names <= os.environ.keys()
+
+    @staticmethod
+    def _hosts() -> list[str]:
+        """Return the hosts in order, each once."""
+        lines = Path(os.environ["LSB_DJOB_RANKFILE"]).read_text().split()
+        # The first line is the host that submits the job.
+        return list(dict.fromkeys(lines[1:]))
+
+    @property
+    def main_address(self) -> str:
+        return self._hosts()[0]
+
+    @property
+    def main_port(self) -> int:
+        port = read_integer_variable(os.environ, "MASTER_PORT")
+        if port is not None:
+            return port
+        # All processes of a job derive the same port.
+        return 10000 + int(os.environ["LSB_JOBID"]) % 1000
+
+    def node_rank(self) -> int:
+        return self._hosts().index(socket.gethostname())
+
+
+class MPIEnvironment(ClusterEnvironment):
+    """Open MPI, MPICH and Intel MPI, as fabric detects them. mpi4py is not needed.
+
+    Raises:
+        ConfigurationError: Several nodes have no ``MASTER_ADDR``.
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    _environments = (environments.OpenMPIEnvironment(), environments.MPICHEnvironment())
+
+    @classmethod
+    def detect(cls) -> bool:
+        return environments.detect(os.environ, cls._environments) is not None
+
+    @property
+    def _world(self) -> Any:
+        detected = environments.detect(os.environ, self._environments)
+        if detected is None:
+            raise KeyError("OMPI_COMM_WORLD_RANK")
+        return detected[1]
+
+    @property
+    def main_address(self) -> str:
+        return self._world.address
+
+    @property
+    def main_port(self) -> int:
+        return self._world.port
+
+    def world_size(self) -> int:
+        return self._world.world_size
+
+    def global_rank(self) -> int:
+        return self._world.rank
+
+    def local_rank(self) -> int:
+        return self._world.local_rank
+
+    def node_rank(self) -> int:
+        return self._world.node_rank

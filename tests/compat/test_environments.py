@@ -1,0 +1,125 @@
+"""Environments answer with the numbers that the variables of their launcher say."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from fabric_compat.plugins import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    set_default_rank,
+)
+
+MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "5"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "1"}
+SLURM = {
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "alpha[4-6],beta",
+    "SLURM_JOB_ID": "1230077",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+LSF = {
+    "LSB_JOBID": "1234",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+}
+# The environment, its variables, its address and its port.
+CASES: dict[str, tuple[Any, dict[str, str], str, int]] = {
+    "torchrun": (TorchElasticEnvironment, {**TORCHRUN, **MASTER}, "host", 5),
+    "torchrun without a master": (TorchElasticEnvironment, TORCHRUN, "127.0.0.1", 12910),
+    "slurm": (SLURMEnvironment, SLURM, "alpha4", 15077),
+    "slurm with a master": (SLURMEnvironment, {**SLURM, **MASTER}, "host", 5),
+    "mpi": (MPIEnvironment, {**MPI, **MASTER}, "host", 5),
+    "lsf": (LSFEnvironment, LSF, "first", 10234),
+}
+
+
+@pytest.fixture(autouse=True)
+def hosts(tmp_path: Path, monkeypatch: Any) -> None:
+    name = socket.gethostname()
+    path = tmp_path / "hosts"
+    path.write_text(f"submit\nfirst\nfirst\n{name}\n{name}\n")
+    monkeypatch.setenv("LSB_DJOB_RANKFILE", str(path))
+
+
+def set_variables(monkeypatch: Any, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_launcher_says_where_the_process_is(case: str, monkeypatch: Any) -> None:
+    environment_class, variables, address, port = CASES[case]
+    set_variables(monkeypatch, variables)
+    environment = environment_class()
+    assert environment.creates_processes_externally
+    assert environment.world_size() == 4
+    assert environment.global_rank() == 3
+    assert environment.local_rank() == 1
+    assert environment.node_rank() == 1
+    assert environment.main_address == address
+    assert environment.main_port == port
+
+
+def test_a_pod_of_kubeflow_is_a_node_of_one_process(monkeypatch: Any) -> None:
+    set_variables(monkeypatch, {"RANK": "3", "WORLD_SIZE": "4", **MASTER})
+    environment = KubeflowEnvironment()
+    assert environment.world_size() == 4
+    assert environment.global_rank() == 3
+    assert environment.node_rank() == 3
+    assert environment.local_rank() == 0
+    assert environment.main_port == 5
+
+
+def test_processes_that_the_user_starts_have_a_local_rank(monkeypatch: Any) -> None:
+    environment = LightningEnvironment()
+    assert not environment.creates_processes_externally
+    assert environment.main_port == environment.main_port
+    set_variables(monkeypatch, {"LOCAL_RANK": "1", "NODE_RANK": "2", **MASTER})
+    assert environment.creates_processes_externally
+    assert environment.local_rank() == 1
+    assert environment.node_rank() == 2
+    environment.set_world_size(6)
+    environment.set_global_rank(5)
+    assert environment.world_size() == 6
+    assert environment.global_rank() == 5
+    assert environment.main_address == "host"
+
+
+@pytest.mark.parametrize("kind", [TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment])
+def test_a_rank_that_no_variable_says_is_an_error(kind: Any) -> None:
+    environment = kind()
+    assert not environment.detect()
+    for method in (environment.world_size, environment.global_rank, environment.local_rank):
+        with pytest.raises(KeyError):
+            method()
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "3", "SLURM_PROCID": "1"}, {"SLURM_PROCID": "3"}, LSF]
+)
+def test_functions_for_rank_zero_know_the_rank_of_every_launcher(
+    variables: dict[str, str], monkeypatch: Any
+) -> None:
+    set_variables(monkeypatch, variables)
+    # The first line makes the monkeypatch remove the rank after the test.
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    monkeypatch.delattr(rank_zero_only, "rank")
+    set_default_rank()
+    assert rank_zero_only.rank == 3
