@@ -26,7 +26,12 @@ from fabric._torch import (
 )
 from fabric.diagnostics.bypass import call_of_method, callable_submodules
 from fabric.errors import UsageError
-from fabric.strategies.fsdp.state import UnshardedState, parameter_slots, take_shards
+from fabric.strategies.fsdp.state import (
+    ParameterSlot,
+    UnshardedState,
+    parameter_slots,
+    take_shards,
+)
 from fabric.strategies.fsdp.unreduced import UnreducedGradients
 
 __all__ = ["ShardedForward"]
@@ -229,16 +234,22 @@ class ShardedForward:
 
         FSDP2 would compute with the sharded parameters, or would take the tensors for shards.
         """
-        paths = {module: path for path, module in self.root.named_modules()}
-        names: list[str] = []
+        replaced: list[ParameterSlot] = []
         for slot in self._slots:
             registered = slot.owner_parameters.get(slot.name)
+            if registered is slot.parameter:
+                continue
             record = self._records.get(id(slot.parameter))
             # Parameters without a record are replicated, and may be replaced.
             if record is not None and not is_parameter_of_record(registered, record):
+                replaced.append(slot)
+        if replaced:
+            # Only for the error, since gathered parameters get here in correct loops, too.
+            paths = {module: path for path, module in self.root.named_modules()}
+            names: list[str] = []
+            for slot in replaced:
                 path = paths.get(slot.module, "")
                 names.append(f"{path}.{slot.name}".removeprefix("."))
-        if names:
             raise UsageError(
                 f"model(...) on rank {self._rank}",
                 problem="other tensors stand in for sharded parameters, as in "
