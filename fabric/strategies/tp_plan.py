@@ -625,18 +625,16 @@ def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
 
 
 class _SavedStates(NamedTuple):
-    """The states of the generators at three moments of the start of a split computation.
+    """The states of the generators at two moments of the start of a split computation.
 
     Each list has the state of each generator, in the order of the generators.
 
     Attributes:
         before_seed: before the common seed was drawn.
-        after_seed: after the common seed was drawn.
         start_of_part: after the generators were seeded for this rank's part.
     """
 
     before_seed: list[torch.Tensor]
-    after_seed: list[torch.Tensor]
     start_of_part: list[torch.Tensor]
 
 
@@ -657,6 +655,11 @@ def _has_dropout(module: nn.Module) -> bool:
         if is_probability and isinstance(value, float) and value > 0:
             return True
     return False
+
+
+def _draw_seed() -> int:
+    """Draw a seed from the stream that all ranks share."""
+    return int(torch.randint(1 << 62, ()))
 
 
 class PartRandomStreams:
@@ -718,56 +721,55 @@ class PartRandomStreams:
         Several colwise layers may precede a rowwise layer. The first of them starts the
         computation. Without training, models use no random numbers.
         """
+        is_in_part = self._saved is not None
+        if is_in_part or not layer.training:
+            return
         # The output of a layer such as "colwise_rep" is whole, so no part begins after this layer.
         is_plain = local_tensor(output) is output
         is_part = is_plain and output.shape[-1] < layer.out_features
-        is_in_part = self._saved is not None
-        if is_part and layer.training and not is_in_part and self._needs_streams():
+        if not is_part:
+            return
+        if not torch.compiler.is_dynamo_compiling():
+            self._seed()
+        elif self._draws:
+            # In a graph of torch.compile, the streams change only if the model has dropout, or if
+            # an earlier pass was seen to draw numbers.
             self._seed_outside_of_graphs()
-
-    def _needs_streams(self) -> bool:
-        """Return whether a part may draw random numbers.
-
-        In a graph of ``torch.compile``, the streams change only if the model has dropout, or if an
-        earlier pass was seen to draw numbers.
-        """
-        return self._draws or not torch.compiler.is_dynamo_compiling()
 
     def _seed(self) -> None:
         """Seed the generators for this rank's part."""
         # In a dry run, new tensors are fake. The seed and the states must have real values.
         with real_tensors():
             before_seed = self._generator_states()
-            # The ranks have the same stream here, and so they draw the same seed.
-            seed = int(torch.randint(1 << 62, ()))
-            after_seed = self._generator_states()
+            seed = _draw_seed()
             for generator in self._generators:
                 generator.manual_seed(seed + self._part)
-            self._saved = _SavedStates(
-                before_seed=before_seed,
-                after_seed=after_seed,
-                start_of_part=self._generator_states(),
-            )
+            self._saved = _SavedStates(before_seed, start_of_part=self._generator_states())
 
     def _end_part(self, *_: object) -> None:
         """Restore the streams that all ranks share. A forward pre-hook of rowwise layers.
 
         Does nothing outside of a split computation.
         """
-        if self._saved is not None:
+        if self._saved is None:
+            return
+        if torch.compiler.is_dynamo_compiling():
             self._restore_outside_of_graphs()
+        else:
+            self._restore()
 
     def _restore(self) -> None:
         """Restore the streams that all ranks share, at the end of a part."""
         assert self._saved is not None
         with real_tensors():
-            # If the part has drawn no random numbers, the draw of the common seed is undone, too.
-            # The model then has the same random numbers as in a single process.
             is_unused = all(map(torch.equal, self._saved.start_of_part, self._generator_states()))
-            self._draws = self._draws or not is_unused
-            states = self._saved.before_seed if is_unused else self._saved.after_seed
-            for generator, state in zip(self._generators, states, strict=True):
+            for generator, state in zip(self._generators, self._saved.before_seed, strict=True):
                 generator.set_state(state)
+            # If the part has drawn no random numbers, the draw of the common seed stays undone. The
+            # model then has the same random numbers as in a single process.
+            if not is_unused:
+                self._draws = True
+                _draw_seed()
         self._saved = None
 
     def _end_forward(self, root: nn.Module, args: Any, output: Any) -> None:
