@@ -12,6 +12,7 @@ The tree::
     ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one is missing
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── MissingEntryError (KeyError)     the checkpoint has no entry of a name
         ├── DamagedCheckpointError           the checkpoint cannot be read as it was written
         ├── UnreadableCheckpointError        the system fails to read an intact checkpoint
         └── UnsafeCheckpointError            loading the checkpoint would run code
@@ -37,6 +38,7 @@ __all__ = [
     "DamagedCheckpointError",
     "FabricError",
     "MissingDependencyError",
+    "MissingEntryError",
     "NonFiniteGradientError",
     "RankFailedError",
     "UnreadableCheckpointError",
@@ -210,6 +212,10 @@ class CheckpointError(FabricError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path that was given."""
+
+
+class MissingEntryError(CheckpointError, KeyError):
+    """A checkpoint without an entry that the state to load into has."""
 
 
 class DamagedCheckpointError(CheckpointError):

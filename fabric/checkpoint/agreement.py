@@ -19,6 +19,7 @@ from fabric.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    MissingEntryError,
     UnreadableCheckpointError,
     UnsafeCheckpointError,
 )
@@ -32,6 +33,7 @@ Ts = TypeVarTuple("Ts")
 _ERROR_CLASSES = (
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    MissingEntryError,
     UnreadableCheckpointError,
     UnsafeCheckpointError,
 )

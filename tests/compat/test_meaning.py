@@ -270,6 +270,13 @@ def test_a_format_and_an_environment_of_the_users_are_plugins(
         single(plugins=object())
 
 
+def test_an_entry_that_the_file_lacks_is_a_key_error(tmp_path: Path) -> None:
+    with single() as fabric:
+        fabric.save(tmp_path / "state", {"step": 3})
+        with pytest.raises(KeyError, match="the file has no 'epoch'; its entries are 'step'"):
+            fabric.load(tmp_path / "state", {"epoch": 0})
+
+
 class Cluster(LightningEnvironment):
     def __init__(self, has_started: bool) -> None:
         self.has_started = has_started
