@@ -19,7 +19,7 @@ import torch
 from fabric import strategies
 from fabric.accelerators import ACCELERATORS, Accelerator
 from fabric.diagnostics.hang_reporter import DEFAULT_WATCHDOG
-from fabric.environments import Environment, detect
+from fabric.environments import Environment, detect, refuse_to_train_alone
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.base import is_interactive, notebook_start_method
@@ -623,13 +623,15 @@ def _find_existing_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob
 
     Raises:
         ArgumentTypeError: ``environment`` is not one of these values.
-        ConfigurationError: the given launcher did not start this process.
+        ConfigurationError: the given launcher did not start this process; or no launcher did, and
+            the job has several machines.
     """
     if environment == "none":
         return None
     if environment is None:
         environment_and_world = detect(env)
         if environment_and_world is None:
+            refuse_to_train_alone(env)
             return None
         return _ExistingJob(*environment_and_world)
     # The name or the class of an environment is a likely mistake.

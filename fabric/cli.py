@@ -23,10 +23,14 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from fabric import __version__
+from fabric.environments import find_machines
 from fabric.errors import ConfigurationError, FabricError
 from fabric.world import World
 
 __all__ = ["main"]
+
+# The port of machine 0 where the ranks of several machines connect.
+_MAIN_PORT = 29500
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,13 +110,13 @@ def _add_run(commands: Any) -> None:
         "--num-nodes",
         metavar="N",
         type=_at_least(1),
-        help="number of machines; this command has to run on each of them",
+        help="number of machines; this command has to run on each of them. The options about "
+        "machines default to PET_NNODES, ... of Kubeflow, or SKYPILOT_NUM_NODES, ...",
     )
     parser.add_argument(
         "--node-rank",
         metavar="R",
         type=_at_least(0),
-        default=0,
         help="number of this machine, from 0 (default: 0)",
     )
     parser.add_argument(
@@ -122,8 +126,7 @@ def _add_run(commands: Any) -> None:
         "--main-port",
         metavar="P",
         type=_at_least(1),
-        default=29500,
-        help="a free port of machine 0 (default: 29500)",
+        help=f"a free port of machine 0 (default: {_MAIN_PORT})",
     )
     parser.add_argument("--strategy", metavar="S", help="ddp, fsdp, ... or auto")
     parser.add_argument("--precision", metavar="P", help="32-true, bf16-mixed, ...")
@@ -402,6 +405,7 @@ def _run(options: argparse.Namespace) -> int:
     """Run ``fabric run``, and return the exit code of the script's last attempt."""
     # Each of these calls raises a ConfigurationError if an option cannot work.
     _check_script(options)
+    _read_machines(options)
     _check_nodes(options)
     _prepare_log_dir(options)
     worlds = _resolve_worlds(options)
@@ -509,6 +513,36 @@ def _check_script(options: argparse.Namespace) -> None:
             f"{script_or_module!r} in {directory!r} is neither a file nor a folder with a "
             "__main__.py; write -m before the name of a module"
         )
+
+
+def _read_machines(options: argparse.Namespace) -> None:
+    """Fill in options about machines that were not given.
+
+    A platform that starts one command on each machine describes the machines in variables. The
+    remaining options get their defaults.
+    """
+    machines = find_machines(os.environ)
+    if machines is not None and options.num_nodes != 1:
+        if machines.num_nodes is None and options.num_nodes is None:
+            options.parser.error(
+                f"{machines.variables} in the environment: the number of machines may change, "
+                "which only torchrun supports; or --num-nodes N"
+            )
+        defaults = {
+            "num_nodes": machines.num_nodes,
+            "node_rank": machines.node_rank,
+            "main_address": machines.main_address,
+            "main_port": machines.main_port,
+        }
+        if machines.num_processes is not None:
+            defaults["devices"] = str(machines.num_processes)
+        for name, default in defaults.items():
+            if getattr(options, name) is None:
+                setattr(options, name, default)
+    if options.node_rank is None:
+        options.node_rank = 0
+    if options.main_port is None:
+        options.main_port = _MAIN_PORT
 
 
 def _check_nodes(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ variables.
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol, final
+from typing import NamedTuple, NoReturn, Protocol, final
 
 from fabric.errors import ConfigurationError
 from fabric.world import World, read_integer_variable, read_variable
@@ -15,11 +15,14 @@ from fabric.world import World, read_integer_variable, read_variable
 __all__ = [
     "Environment",
     "MPICHEnvironment",
+    "Machines",
     "OpenMPIEnvironment",
     "RayEnvironment",
     "SlurmEnvironment",
     "TorchrunEnvironment",
     "detect",
+    "find_machines",
+    "refuse_to_train_alone",
 ]
 
 
@@ -71,6 +74,90 @@ def detect(
         if world is not None:
             return environment, world
     return None
+
+
+class Machines(NamedTuple):
+    """The machines of a job, on each of which a platform has started one command.
+
+    The command is to start the processes of its machine, as ``fabric run`` does.
+
+    Attributes:
+        variables: the variables that say so, for errors.
+        num_nodes: how many machines there are. None if their number may change during the job.
+        node_rank: the number of this machine.
+        main_address: the host name of machine 0. None if it is not known.
+        main_port: a free port of machine 0. None if it is not known.
+        num_processes: how many processes to start on a machine. None if it is not known.
+    """
+
+    variables: str
+    num_nodes: int | None
+    node_rank: int
+    main_address: str | None = None
+    main_port: int | None = None
+    num_processes: int | None = None
+
+
+def find_machines(env: Mapping[str, str]) -> Machines | None:
+    """Return the machines that the variables of a platform describe. None if there is one at most.
+
+    Known are the variables of Kubeflow Trainer, which are the defaults of torchrun's options, and
+    those of SkyPilot.
+
+    Args:
+        env: an environment mapping, such as ``os.environ``.
+
+    Raises:
+        ConfigurationError: a variable is not a number.
+    """
+    nodes_text = read_variable(env, "PET_NNODES")
+    if nodes_text is not None:
+        variables = f"PET_NNODES={nodes_text}"
+        node_rank = read_integer_variable(env, "PET_NODE_RANK") or 0
+        # torchrun also takes a least and a largest number of machines.
+        _, colon, largest_text = nodes_text.partition(":")
+        if colon:
+            return None if largest_text == "1" else Machines(variables, None, node_rank)
+        num_nodes = read_integer_variable(env, "PET_NNODES")
+        address = read_variable(env, "PET_MASTER_ADDR")
+        port = read_integer_variable(env, "PET_MASTER_PORT")
+        # The number of processes may also be "auto", "cpu" or "gpu".
+        processes_text = read_variable(env, "PET_NPROC_PER_NODE") or ""
+        num_processes = int(processes_text) if processes_text.isdecimal() else None
+        machines = Machines(variables, num_nodes, node_rank, address, port, num_processes)
+        return None if num_nodes == 1 else machines
+    num_nodes = read_integer_variable(env, "SKYPILOT_NUM_NODES")
+    if num_nodes is None or num_nodes == 1:
+        return None
+    node_rank = read_integer_variable(env, "SKYPILOT_NODE_RANK") or 0
+    # One address a line, in the order of the machines.
+    addresses = (read_variable(env, "SKYPILOT_NODE_IPS") or "").split()
+    main_address = addresses[0] if addresses else None
+    return Machines(f"SKYPILOT_NUM_NODES={num_nodes}", num_nodes, node_rank, main_address)
+
+
+def refuse_to_train_alone(env: Mapping[str, str]) -> None:
+    """Raise if a platform has promised other machines, and no launcher started this process.
+
+    Args:
+        env: an environment mapping, such as ``os.environ``.
+
+    Raises:
+        ConfigurationError: the job has several machines, each of which would train alone.
+    """
+    machines = find_machines(env)
+    if machines is None:
+        return
+    # torchrun reads the variables of Kubeflow, and can change the number of machines.
+    command = "torchrun" if machines.num_nodes is None else "fabric run"
+    raise ConfigurationError(
+        f"{machines.variables} in the environment",
+        problem="the job has several machines, and no launcher has started this process: every "
+        "machine would train alone",
+        expected="a launcher on each machine, which reads these variables",
+        suggestion=f"{command} train.py in place of python train.py. Or "
+        'Fabric(environment="none") to train on this machine alone',
+    )
 
 
 # SLURM reserves the step ids from here to 2**32 for steps that srun did not start: the batch

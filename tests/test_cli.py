@@ -287,7 +287,8 @@ def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number, 
 
 
 @pytest.mark.slow
-def test_two_machines_make_one_job(tmp_path, environment):
+@pytest.mark.parametrize("describes", ["options", "Kubeflow"])
+def test_two_machines_make_one_job(tmp_path, environment, describes):
     # Two commands on this machine pose as two machines. The port is free now, and another process
     # would have to be quick to take it.
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -303,25 +304,27 @@ def test_two_machines_make_one_job(tmp_path, environment):
         """,
         begin=JOIN,
     )
-    options = (
-        "--num-nodes",
-        "2",
-        "--main-address",
-        "127.0.0.1",
-        "--main-port",
-        str(port),
-        "--accelerator",
-        "cpu",
-    )
+    options = ["--accelerator", "cpu", "--main-port", str(port)]
+    if describes == "options":
+        options += ["--num-nodes", "2", "--main-address", "127.0.0.1"]
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     if sys.platform == "darwin":
         environment["GLOO_SOCKET_IFNAME"] = "lo0"
     machines = []
     for node in range(2):
+        options_of_node = []
+        if describes == "options":
+            options_of_node = ["--node-rank", str(node)]
+        variables = dict(environment)
+        if describes == "Kubeflow":
+            variables["PET_NNODES"] = "2"
+            variables["PET_NODE_RANK"] = str(node)
+            variables["PET_MASTER_ADDR"] = "127.0.0.1"
+            variables["PET_NPROC_PER_NODE"] = "1"
         machine = subprocess.Popen(
-            command(*options, "--node-rank", str(node), name),
+            command(*options, *options_of_node, name),
             cwd=tmp_path,
-            env=environment,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -331,6 +334,13 @@ def test_two_machines_make_one_job(tmp_path, environment):
         output, errors = machine.communicate(timeout=DEADLINE)
         assert machine.returncode == 0, errors
         assert output == f"False 2 {node} 2\n"
+
+
+def test_a_changing_number_of_machines_is_left_to_torchrun(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    assert main(["run", script(tmp_path, "")]) == 2
+    assert "which only torchrun supports" in capsys.readouterr().err
 
 
 REFUSED = {

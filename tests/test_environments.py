@@ -14,6 +14,7 @@ from fabric.environments import (
     SlurmEnvironment,
     TorchrunEnvironment,
     detect,
+    find_machines,
 )
 from fabric.errors import ConfigurationError, MissingDependencyError
 from fabric.world import World
@@ -624,3 +625,73 @@ def test_a_worker_of_ray_without_ray_says_what_to_install(
         checkpoints = fabric.checkpoints(tmp_path)
         with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[ray\]"'):
             checkpoints.save(1, {}, async_=False)
+
+
+# -- platforms that start a command on each machine ----------------------------------------------
+
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
+}
+
+
+def test_the_machines_of_a_platform_are_read() -> None:
+    machines = find_machines(KUBEFLOW)
+    assert machines == ("PET_NNODES=2", 2, 1, "job-node-0-0.job", 29400, 4)
+    machines = find_machines(SKYPILOT)
+    assert machines == ("SKYPILOT_NUM_NODES=2", 2, 1, "10.0.0.1", None, None)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
+        {"PET_NNODES": "1:1"},
+        {"SKYPILOT_NUM_NODES": "1"},
+        {"PET_NNODES": " "},
+    ],
+)
+def test_one_machine_needs_no_launcher(
+    variables: Variables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert Fabric(accelerator="cpu", devices=1).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "command"),
+    [
+        (KUBEFLOW, "fabric run train.py"),
+        (SKYPILOT, "fabric run train.py"),
+        ({"PET_NNODES": "1:4"}, "torchrun train.py"),
+    ],
+)
+def test_a_machine_of_several_does_not_train_alone(
+    variables: Variables, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigurationError, match="every machine would train alone") as raised:
+        Fabric(accelerator="cpu", devices=2)
+    assert f"{command} in place of python train.py" in str(raised.value)
+
+    # The remedies of the error: a launcher sets torchrun's variables, or one machine is meant.
+    for name, text in torchrun(rank=2, nodes=2).items():
+        monkeypatch.setenv(name, text)
+    assert Fabric(accelerator="cpu").world_size == 4
+    assert Fabric(accelerator="cpu", devices=1, environment="none").world_size == 1
+
+
+def test_a_number_of_machines_that_is_no_number_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="PET_NNODES='two'"):
+        find_machines({"PET_NNODES": "two"})
