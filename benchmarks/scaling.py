@@ -264,11 +264,14 @@ def set_up_raw(
         mesh = dist.init_device_mesh(
             "cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
         )
+        # Each access makes a new object, whose size grows with the job.
+        parts = mesh["tensor_parallel"]
+        shards = mesh["data_parallel"]
         for block in model.blocks:
             plan: Any = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
-            parallelize_module(block, mesh["tensor_parallel"], plan)
-            fully_shard(block, mesh=mesh["data_parallel"])
-        fully_shard(model, mesh=mesh["data_parallel"])
+            parallelize_module(block, parts, plan)
+            fully_shard(block, mesh=shards)
+        fully_shard(model, mesh=shards)
     else:
         from torch.distributed.fsdp import fully_shard  # takes a second to import
 

@@ -32,23 +32,26 @@ def split_layers(model: Any, mesh: Any) -> Any:
         parallelize_module,
     )
 
+    # Each access makes a new object, and torch compares the objects in each step.
+    parts = mesh["tensor_parallel"]
     columns = ("attention.query", "attention.key", "attention.value", "up")
     plan: Any = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("attention.out", "down")}
     for block in model.blocks:
         block.attention.num_heads //= PARTS
-        parallelize_module(block, mesh["tensor_parallel"], plan)
+        parallelize_module(block, parts, plan)
     head: Any = {"head": ColwiseParallel(output_layouts=Replicate())}
-    return parallelize_module(model, mesh["tensor_parallel"], head)
+    return parallelize_module(model, parts, head)
 
 
 def split(model: Any, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     split_layers(model, mesh)
+    shards = mesh["data_parallel"]
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+        fully_shard(block, mesh=shards)
+    return fully_shard(model, mesh=shards)
 
 
 def raw(model: nn.Module) -> Prepared:
