@@ -159,8 +159,9 @@ class ShardedSampler:
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over this rank's entries, or over batches of them.
 
-        torch's iterator calls it once at the start of an epoch. The order is drawn, and drawn
-        states are recorded in the position, once the first item is asked for.
+        torch's iterator calls it once at the start of an epoch. The order is drawn once the first
+        item is asked for, and the random states before the draw are recorded in the position. What
+        the sampler draws in ``__iter__`` itself is drawn, and recorded, at once.
         """
         # The position is read now: before the first item is asked for, another iteration may begin
         # and replace the attribute.
@@ -172,6 +173,7 @@ class ShardedSampler:
             position = EpochPosition(position.epoch)
         if self._batch_sampler is not None:
             return iter(self._batches(position))
+        # A copy with this position, so that later changes of this object do not touch the iterator.
         shard = self.without_batches(position)
         # Some samplers draw their random numbers in __iter__. If __iter__ is a generator function,
         # it runs no code before the first item, so that there is nothing to record yet.
@@ -184,7 +186,8 @@ class ShardedSampler:
             shard._draw_and_record, _DRAW, partial(shard._entries_of_rank, order)
         )
         # This iterator calls draw_entries() when the first item is asked for, and yields its
-        # entries. A chain, since a generator function of ours would be resumed for every item.
+        # entries. It is a chain and not a generator function, since Python would resume the latter
+        # for every item.
         return chain.from_iterable(draw() for draw in [draw_entries])
 
     def __getattr__(self, name: str) -> Any:

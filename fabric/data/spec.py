@@ -179,15 +179,16 @@ class LoaderSpec:
     def summary(self) -> State:
         """Return the properties that are compared when a saved position is loaded.
 
-        They are part of each saved position, under these keys. Two of them may differ:
-        ``num_replicas``, and ``batch_size`` unless the entries of the order are batches.
+        They are part of each saved position, under these keys. A load accepts another
+        ``num_replicas``. It accepts another ``batch_size``, too, if the entries of the order are
+        samples and not batches.
         """
         batch_size = self.batch_size
         if self.unit == "batches":
             batch_size = getattr(self.order_source, "batch_size", None)
         dataset_length = None
         if self.sharded_sampler is not None and not self.is_sharded_by_user:
-            # None as well if the dataset has no length, which its sampler may not need.
+            # A dataset without a length gives None, too: its sampler may not need the length.
             dataset_length = length_of(self.dataset)
         return {
             "unit": self.unit,

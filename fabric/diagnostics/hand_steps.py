@@ -220,10 +220,14 @@ class HandStepCheck:
                 )
 
     def _pending_change_of(self, parameter: Tensor, sample: _Sample) -> str | None:
-        """Return what the gradient of a parameter still is. None if the gradient is complete."""
+        """Return what is still to be done to the gradient of a parameter, in words.
+
+        An example is "not divided by the loss weights yet". None if the gradient is complete.
+        """
         for optimizer in self._optimizers:
             if any(parameter is tensor for tensor in parameters_of(optimizer)):
                 return self._pending_change(optimizer)
+        # No set-up optimizer has the parameter, so none will divide its gradient by the weights.
         if sample.has_weight:
             return "not divided by the loss weights yet"
         return self._pending_change(None)

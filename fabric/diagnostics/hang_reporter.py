@@ -375,14 +375,16 @@ class HangReporter:
         self._latest_number += 1
         state = self._observer.state()
         self.store.publish(f"state/{self._latest_number}", state)
-        # If this rank waits, too, the report is also about the wait of this rank, which then
-        # requests no other report. Half of the threshold is enough here: the ranks of one hang do
-        # not begin to wait at the same time.
-        is_waiting = state.seconds_waited > self._threshold / 2 or self._needs_report.is_set()
-        if is_waiting:
+        # If this rank waits, too, the report is also about its own wait. Then this rank requests no
+        # report of its own. Half of the threshold is enough here: the ranks of one hang do not
+        # begin to wait at the same time.
+        has_waited = state.seconds_waited > self._threshold / 2
+        is_covered = has_waited or self._needs_report.is_set()
+        if is_covered:
             self._report_number = self._latest_number
+            # Not written yet.
             self._report = None
-        _, user_request = json.loads(request)
+        _requesting_rank, user_request = json.loads(request)
         self._answered_requests.add(user_request)
 
     def _compose_and_print(self, request: bytes) -> None:

@@ -682,6 +682,7 @@ class SetupChecks:
         has_gradient = bool(_ids_with_gradient(_trainable_parameters(optimizer)))
         if micro_batch is None or not has_gradient or optimizer not in self._optimizers:
             return
+        # Never cleared: it does not matter in which windows the optimizers have stepped too early.
         self._stepped_within_window.add(optimizer)
         if len(self._stepped_within_window) < len(self._optimizers):
             return

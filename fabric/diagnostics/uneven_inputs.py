@@ -204,8 +204,8 @@ class UnevenInputDetector:
             shuffles: whether the ranks share an order that is drawn anew in each iteration.
 
         Raises:
-            UsageError: a neighbor shuffles the loader and this rank does not, or the other way
-                round.
+            UsageError: a neighbor, which is the rank before or after this one, shuffles the loader
+                and this rank does not, or the other way round.
         """
         count = self._counts.publish(loader, batches, shuffles)
         self._previous_batches = 0
@@ -218,8 +218,10 @@ class UnevenInputDetector:
             self._is_watching = True
             self._early_steps = self._bypass.step_count - self._uncounted_steps
             self._uncounted_steps = self._bypass.step_count
-            # This check is the first: where ranks have run out of batches, its error says so.
+            # Placed before the other checks: if ranks have run out of batches, its error names that
+            # cause, and the errors of other checks would name a consequence.
             self._recorder.checks = (self.check, *self._recorder.checks)
+        # Again in each iteration, since on_step() ends its own calls.
         self._bypass.report_steps(self.on_step)
 
     def on_step(self, contract: GradientContract) -> None:

@@ -245,23 +245,25 @@ class LossWeights:
             UsageError: the loss has reached parameters of an optimizer that it is not for, and that
                 has a window of its own.
         """
-        finished = self._running_pass
+        finished_pass = self._running_pass
         self._running_pass = _BackwardPass()
-        reached_ids = set(map(id, self._reached))
+        ids_of_reached_parameters = set(map(id, self._reached))
         self._reached.clear()
+        # After an error, too: the pass may have accumulated gradients before it.
         for contract in self._contracts:
             self._unreduced_passes[contract] = contract.unreduced_passes()
         if error is not None:
             return
         # The optimizers that the loss is not for. If their gradients have changed, the loss has
         # reached their parameters all the same.
-        for optimizer, fingerprint_before in finished.fingerprints.items():
+        for optimizer, fingerprint_before in finished_pass.fingerprints.items():
             fingerprint = _gradient_fingerprint(optimizer)
-            has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
+            ids_of_optimizer = map(id, parameters_of(optimizer))
+            has_reached = not ids_of_reached_parameters.isdisjoint(ids_of_optimizer)
             if has_reached or fingerprint != fingerprint_before:
-                self._record_foreign_gradients(optimizer, finished.window)
-        for optimizer in finished.optimizers:
-            self._end_pass(optimizer, finished.window)
+                self._record_foreign_gradients(optimizer, finished_pass.window)
+        for optimizer in finished_pass.optimizers:
+            self._end_pass(optimizer, finished_pass.window)
 
     @torch.no_grad()
     def divide_gradients(self, optimizer: Optimizer) -> None:

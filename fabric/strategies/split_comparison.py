@@ -726,12 +726,13 @@ def _compare_gradients(
 ) -> _Difference | None:
     """Return the first gradient that differs.
 
-    The largest of all gradients is the scale of the differences, since a gradient that should be
-    zero, such as that of a bias of keys, is rounding alone.
+    The largest of all gradients is the scale of the differences. The size of a gradient itself is
+    no scale: a gradient that should be zero, such as the one of the key bias in attention, consists
+    of rounding errors.
 
     Args:
         pairs: the result of :func:`_compute_gradients`.
-        tolerance: how much gradients may differ, as a part of the scale.
+        tolerance: the largest allowed difference, as a fraction of the scale.
     """
     scale = max((_largest(gradient.tensor) for _, gradient in pairs), default=0.0)
     for split_gradient, whole_gradient in pairs:

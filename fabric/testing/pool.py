@@ -185,10 +185,11 @@ class RankPool:
             supervisor: the supervisor of the ranks, which have all replied to the previous call.
             message: the pickled call.
         """
+        # All ranks have replied, so the threads that sent the previous call have ended.
         self._sender_threads.clear()
         for rank in supervisor.ranks:
-            # Remove the reply to the previous call, or the first reply. Then a "reply" means a new
-            # one.
+            # Remove the reply to the previous call. Before the first call, this is the reply by
+            # which the rank has said that it is ready. Then a "reply" means a new one.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)

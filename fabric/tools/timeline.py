@@ -140,7 +140,7 @@ class Timeline(SessionObserver):
         # Keeps no spans, until a profile sets a longer deque.
         self.trace: deque[_Span] = deque(maxlen=0)
         self.steps = 0
-        # The id() of the first optimizer that was stepped, whose steps count.
+        # The id() of the first optimizer that was stepped. Only its steps are counted in ``steps``.
         self._first_optimizer_id: int | None = None
         # When the latest gradient of the current backward pass was ready. None before the first.
         self._last_gradient_time: Mark | None = None
@@ -794,8 +794,10 @@ class _Profile:
         Runs once, at the end of the profile. Not collective: ranks may end early or not at all.
         """
         self._timeline.on_step = None
+        # A deque of length 0 keeps nothing: this ends the recording.
         self._timeline.trace = deque(maxlen=0)
-        # The same on all ranks, and another one for each profile.
+        # The ranks have agreed on the start of the clock. So the topic is the same on all ranks,
+        # and differs between profiles.
         topic = f"trace/{self._clock.start}"
         try:
             self._store.publish(topic, self._events)

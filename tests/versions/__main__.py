@@ -30,7 +30,7 @@ VERSIONS = (
     Versions("3.13", "2.15"),
     Versions("3.13", "newest", dependencies="newest"),
 )
-# In seconds. All tests take six minutes on two idle cores, and a machine may be slow.
+# In seconds. All tests take nine minutes on two idle cores, and a machine may be slow.
 SESSION = 3600
 
 

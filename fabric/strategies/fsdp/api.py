@@ -630,15 +630,17 @@ class FSDPStrategy(ParallelStrategy):
             parameters=lambda: parameters,
             is_sharded=True,
             peers=self._shard_ranks,
-            # Called in every step. Without a Python function, the call takes less time.
+            # Called in every step. partial and attrgetter run in C, which is faster than a lambda.
             synchronizes=partial(attrgetter("synchronizes"), unsharded),
+            # Each rank has the gradients of its own shards.
             gradients_may_differ=True,
             replicated=lambda: replicated,
             unreduced=unreduced,
             unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
-            # Offloaded shards are copied to the device in the background.
+            # Offloaded shards are copied to the device in the background: reshard has to wait for
+            # the copies.
             reshard=partial(forward.reshard, wait=self._offloads_to_cpu),
-            # Then FSDP2 itself casts inputs and outputs.
+            # With mixed precision, FSDP2 itself casts inputs and outputs.
             casts=self.mixed_precision is not None or has_low_precision,
         )
 
