@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow soak test-engines test-versions wheel bench docs lint format types clean
+.PHONY: help install demo proof test test-slow soak mutants test-engines test-versions wheel bench docs lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ install: .venv/installed ## create .venv and install everything
 demo: .venv/installed ## train a small GPT on two CPU processes, in under two minutes
 	$(BIN)/python examples/text/train.py --accelerator cpu --devices 2 --steps 150
 
+proof: .venv/installed ## the same loop on 1 to 4 processes, and killed: how far the numbers differ, in two minutes
+	$(BIN)/python -m benchmarks.proof
+
 # Three workers keep two cores busy, since many tests wait; a file's tests share its ranks and fixtures.
 # Hundreds of processes import fabric: an empty variable lets Python keep the compiled files. Hydra's plugin is not used,
 # and takes a second to import in each worker.
@@ -34,6 +37,11 @@ test-slow: .venv/installed ## samples of the fault matrix, crash points and long
 
 soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
 	$(BIN)/python -m pytest -m "soak and not gpu and not engines" --timeout 1800
+
+SEED ?= 7
+COUNT ?= 60
+mutants: .venv/installed ## change one line at a time, and count what the tests notice; FILES="fabric/data/loader.py" takes some
+	$(BIN)/python -m tests.mutants --seed $(SEED) --count $(COUNT) $(if $(AGAIN),--again) $(FILES)
 
 test-engines: .venv/installed ## jobs on real SLURM, MPI, Ray and two hosts, and real loggers; ENGINES="mpi" takes some
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.engines $(ENGINES)
@@ -61,7 +69,8 @@ docs: .venv/installed ## the documentation site, in build/site
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
 	  { echo "make docs needs the extra docs: $(BIN)/pip install -c constraints.txt -e '.[docs]'"; exit 1; }
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000"
+	@echo "To read them, run this and open http://127.0.0.1:8000:"
+	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
 lint: .venv/installed ## ruff check and format check
 	$(BIN)/ruff check .

@@ -13,7 +13,6 @@ reason below.
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ import torch
 
 from benchmarks.cases import MODULES
 from benchmarks.framework import Case, Failed, cases_of, run_case
-from benchmarks.report import PAGES, chart, in_page, missed, tables, to_record
+from benchmarks.report import PAGES, chart, in_page, machine, missed, tables, to_record
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -38,13 +37,6 @@ def all_cases() -> dict[str, tuple[str, Case]]:
         for case in cases_of(import_module(module)):
             cases[case.name] = (module, case)
     return cases
-
-
-def machine() -> str:
-    """What the numbers depend on, in words."""
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    python = f"Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores, {platform.system()}, {python}, torch {torch.__version__}{gpu}"
 
 
 def say(text: str) -> None:

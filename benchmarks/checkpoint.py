@@ -4,6 +4,7 @@
 of that size, the contestants alternately, and prints median seconds and the median of the ratios
 within a round. "Loop blocked" is how long `fabric.save(..., async_=True)` takes to return, from the
 second save on. "Loop slowed" is how much longer a training step on one thread takes meanwhile.
+"Comparison of 2 replicas" is the part of a save under DDP that finds replicas that drift apart.
 --quick takes 50 MB and two rounds.
 """
 
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         with Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="forkserver") as fabric:
             fabric.launch(shards, Path(folder, "shards"), megabytes, rounds)
+        with Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher="forkserver") as fabric:
+            fabric.launch(replicas, Path(folder, "replicas.pt"), megabytes, rounds)
 
 
 def one_file(fabric: Fabric, folder: Path, megabytes: int, rounds: int) -> None:
@@ -72,6 +75,31 @@ def one_file(fabric: Fabric, folder: Path, megabytes: int, rounds: int) -> None:
 def shards(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
     """Measure background saves in shards on this rank."""
     in_background(fabric, path, model_of(megabytes), rounds, "shards of 2 ranks")
+
+
+def replicas(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
+    """Measure the comparison of the replicas of a model and an optimizer, which a save makes."""
+    net = model_of(megabytes // 3)
+    adam = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        adam.state[parameter] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    model, optimizer = fabric.setup(net, adam)
+    state = {"model": model, "optimizer": optimizer}
+    session = fabric._session
+    assert session is not None
+    comparison = session.replica_comparison
+    assert comparison is not None
+    compared: list[float] = []
+    saved: list[float] = []
+    for _ in range(rounds + 1):
+        compared.append(seconds(lambda: comparison.compare("fabric.save", state.values())))
+        saved.append(seconds(lambda: fabric.save(path, state)))
+    if fabric.is_global_zero:
+        line("comparison of 2 replicas", compared[1:], "fabric.save with it", saved[1:])
 
 
 def in_background(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -> None:

@@ -1,10 +1,15 @@
 """The report: a table for each case, and the table and the picture of the README."""
 
+import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.framework import (
     CONTESTANTS,
@@ -19,22 +24,49 @@ from benchmarks.framework import (
     spread,
 )
 
-__all__ = ["PAGES", "chart", "headline", "in_page", "missed", "tables", "to_record"]
+__all__ = [
+    "PAGES",
+    "chart",
+    "comparison_with_raw",
+    "headline",
+    "in_page",
+    "machine",
+    "missed",
+    "number",
+    "replace_between",
+    "table_of",
+    "tables",
+    "to_record",
+]
 
-MARKERS = ("<!-- benchmarks: begin -->", "<!-- benchmarks: end -->")
 # The pages with the headline table.
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
-# The label in the headline table, by case and row.
+
+
+class Headline(NamedTuple):
+    """A row of the headline table: what is measured, and what it means for a user."""
+
+    label: str
+    meaning: str
+
+
+# The rows of the headline table, by case and row.
 HEADLINE = {
-    ("import", "time"): "import, beyond torch's",
-    ("step-ddp", "calls"): "a step in Python calls, DDP on 2 ranks",
-    ("step-32-true", "time"): "a step of a tiny model, one device",
-    ("step-ddp", "time"): "the same, DDP on 2 ranks",
-    ("trees-2", "all_reduce, 64 tensors"): "all_reduce of 64 metrics, 2 ranks",
-    ("launch-spawn", "first"): "launch of 2 ranks",
-    ("gpt-ddp", "throughput"): "a small GPT, DDP on 2 ranks",
-    ("disk-full", "save"): "save 1 GB",
-    ("disk-full", "load"): "load 1 GB",
+    ("import", "time"): Headline("import, beyond torch's", "a script starts without delay"),
+    ("step-ddp", "calls"): Headline(
+        "a step in Python calls, DDP on 2 ranks", "what a step costs besides torch, on any machine"
+    ),
+    ("step-32-true", "time"): Headline(
+        "a step of a tiny model, one device", "the most that a step can lose"
+    ),
+    ("step-ddp", "time"): Headline("the same, DDP on 2 ranks", "the same, with communication"),
+    ("trees-2", "all_reduce, 64 tensors"): Headline(
+        "all_reduce of 64 metrics, 2 ranks", "metrics can be logged at every step"
+    ),
+    ("launch-spawn", "first"): Headline("launch of 2 ranks", "the wait until the loop starts"),
+    ("gpt-ddp", "throughput"): Headline("a small GPT, DDP on 2 ranks", "the speed of training"),
+    ("disk-full", "save"): Headline("save 1 GB", "how long a save stops the loop"),
+    ("disk-full", "load"): Headline("load 1 GB", "the wait when a run resumes"),
 }
 # The label in the picture, by case and row. The import has its own panel, in milliseconds, because
 # raw torch takes next to no time beyond its own import.
@@ -70,7 +102,13 @@ def to_record(case: Case, rounds: Rounds, missing: Mapping[str, str]) -> Record:
         record = _row_record(rounds, name, row)
         if OURS in record["values"]:
             rows[name] = record
-    return {"title": case.title, "rounds": len(rounds), "rows": rows, "missing": dict(missing)}
+    return {
+        "title": case.title,
+        "date": date.today().isoformat(),
+        "rounds": len(rounds),
+        "rows": rows,
+        "missing": dict(missing),
+    }
 
 
 def _row_record(rounds: Rounds, name: str, row: Row) -> Record:
@@ -135,7 +173,11 @@ def tables(results: Mapping[str, Any]) -> str:
     missed_budgets: list[str] = []
     for name, record in results["cases"].items():
         paragraphs.append(f"## {record['title']}")
-        paragraphs.append(f"`python -m benchmarks {name}`, {record['rounds']} rounds")
+        made = f"`python -m benchmarks {name}`, {record['rounds']} rounds"
+        # Records of earlier versions have no date.
+        if "date" in record:
+            made = f"{made}, {record['date']}"
+        paragraphs.append(made)
         paragraphs.append(_table(record))
         for peer, reason in record["missing"].items():
             paragraphs.append(f"- {peer}: {reason}")
@@ -154,13 +196,13 @@ def _table(record: Record) -> str:
         medians = [_median(row, contestant) for contestant in CONTESTANTS]
         relations = [_relation(row, peer) for peer in peers]
         lines.append([name, row["unit"], *medians, *relations, _limit(row)])
-    return _markdown(lines)
+    return table_of(lines)
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """Return the headline table as Markdown, between its markers."""
-    rows = [["", *CONTESTANTS, "vs. raw"]]
-    for (case, name), label in HEADLINE.items():
+    """Return the headline table as Markdown."""
+    rows = [["", "what it means for you", *CONTESTANTS, "vs. raw"]]
+    for (case, name), entry in HEADLINE.items():
         row = _find_row(results, case, name)
         if row is None:
             continue
@@ -170,21 +212,44 @@ def headline(results: Mapping[str, Any]) -> str:
             if cell != "-":
                 cell = f"{cell} {row['unit']}"
             cells.append(cell)
-        rows.append([label, *cells, _relation(row, RAW)])
+        rows.append([entry.label, entry.meaning, *cells, _relation(row, RAW)])
     made = f"Made by `make bench` on {results['machine']}: medians, and in brackets the quartiles."
-    return "\n\n".join([MARKERS[0], _markdown(rows), made, MARKERS[1]])
+    return f"{table_of(rows, text_columns=2)}\n\n{made}"
 
 
 def _find_row(results: Mapping[str, Any], case: str, name: str) -> Record | None:
     return results["cases"].get(case, {}).get("rows", {}).get(name)
 
 
+def comparison_with_raw(results: Mapping[str, Any], case: str, name: str) -> str:
+    """Return how fabric's number compares with raw torch's. "-" if there is no such row."""
+    row = _find_row(results, case, name)
+    if row is None:
+        return "-"
+    return _relation(row, RAW)
+
+
 def in_page(page: str, results: Mapping[str, Any]) -> str:
     """Return the text of a page with the headline table of these results."""
-    begin, end = map(re.escape, MARKERS)
-    text, count = re.subn(f"{begin}.*?{end}", lambda _: headline(results), page, flags=re.DOTALL)
-    assert count == 1, f"the page needs {MARKERS[0]} and {MARKERS[1]} once"
+    return replace_between(page, "benchmarks", headline(results))
+
+
+def replace_between(page: str, name: str, content: str) -> str:
+    """Return the text of a page with this content between the markers of this name."""
+    begin = f"<!-- {name}: begin -->"
+    end = f"<!-- {name}: end -->"
+    text, count = re.subn(
+        f"{begin}.*?{end}", lambda _: f"{begin}\n\n{content}\n\n{end}", page, flags=re.DOTALL
+    )
+    assert count == 1, f"the page needs {begin} and {end} once"
     return text
+
+
+def machine() -> str:
+    """Return what the numbers depend on, in words."""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    python = f"Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores, {platform.system()}, {python}, torch {torch.__version__}{gpu}"
 
 
 def chart(results: Mapping[str, Any], path: Path) -> None:
@@ -242,7 +307,7 @@ def _draw_bars(axes: Any, bars: Bars) -> None:
                 positions.append(group + index * height)
                 lengths.append(length_of[name])
         drawn_bars = axes.barh(positions, lengths, height, label=name, color=color)
-        numbers = [_number(length) for length in lengths]
+        numbers = [number(length) for length in lengths]
         axes.bar_label(drawn_bars, numbers, padding=2, fontsize=6)
     axes.set_yticks([group + height for group in range(len(bars))], list(bars))
     axes.invert_yaxis()
@@ -251,7 +316,7 @@ def _draw_bars(axes: Any, bars: Bars) -> None:
 
 def _median(row: Record, contestant: str) -> str:
     measured = row["values"].get(contestant)
-    return "-" if measured is None else _number(measured["median"])
+    return "-" if measured is None else number(measured["median"])
 
 
 def _relation(row: Record, other: str) -> str:
@@ -277,7 +342,8 @@ def _limit(row: Record) -> str:
     return f"{row['budget']:.2f}x"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Return a number with three digits, as tables show it."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -292,9 +358,14 @@ def _signed(value: float) -> str:
     return f"{round(value, 1) + 0.0:+g}"
 
 
-def _markdown(rows: Iterable[Iterable[str]]) -> str:
+def table_of(rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
+    """Return rows, the first of which is the head, as a table in Markdown.
+
+    The first ``text_columns`` columns hold text. The other columns hold numbers, which are aligned
+    to the right.
+    """
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     columns = lines[0].count("|") - 1
-    alignments = ["---", *["--:"] * (columns - 1)]
+    alignments = ["---"] * text_columns + ["--:"] * (columns - text_columns)
     lines.insert(1, "|" + "|".join(alignments) + "|")
     return "\n".join(lines)

@@ -198,7 +198,7 @@ def measure_world(world: int, layers: int, rounds: int) -> dict[str, dict[str, C
                 seconds=statistics.median(seconds[who]),
                 collectives=[counts for counts, _ in steps[who]],
                 bytes=[total for _, total in steps[who]],
-                held=weigh(world, make, kind, layers),
+                held=weigh(world, make, kind, layers, measurements=max(2, rounds)),
                 keys=keys[who],
             )
     return result
@@ -328,7 +328,7 @@ def count_step(step: Callable[[], None]) -> tuple[dict[str, int], int]:
     return {str(name): count for name, count in counts.get_comm_counts().items()}, sizes.total
 
 
-def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
+def weigh(world: int, make: Callable[..., Any], kind: str, layers: int, measurements: int) -> int:
     """Return the bytes of Python objects that remain after setup.
 
     The result is the lowest of several measurements, because caches grow now and then.
@@ -336,7 +336,7 @@ def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
     measured = []
     gc.collect()
     gc.freeze()  # later collections skip the objects that torch has loaded
-    for _ in range(3):
+    for _ in range(measurements):
         with posing(world):
             tracemalloc.start()
             try:

@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabric._fabric import Fabric
-    from fabric.accelerators import EntryPoint
     from fabric.module import FabricModule
     from fabric.seed import seed_everything
     from fabric.tools.dry_run import plan
     from fabric.tools.throughput import Throughput
 
 __all__ = [
-    "EntryPoint",
     "Fabric",
     "FabricModule",
     "Throughput",
@@ -33,7 +31,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = {
-        "EntryPoint": "fabric.accelerators",
         "Throughput": "fabric.tools.throughput",
         "plan": "fabric.tools.dry_run",
     }

@@ -11,6 +11,7 @@ process.
 """
 
 import atexit
+import copy
 import functools
 import inspect
 import os
@@ -41,7 +42,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric import checkpoint, collectives
-from fabric._plan import refuse_unknown_arguments, resolve_plan
+from fabric._plan import parse_size, refuse_unknown_arguments, resolve_plan
 from fabric._session import Session, find_fabric_modules, rank_zero_first
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
@@ -49,6 +50,7 @@ from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.communicators.base import ReduceName, ReduceOp
 from fabric.data import (
+    BatchSource,
     FabricDataLoader,
     LoaderOptions,
     Uneven,
@@ -66,12 +68,13 @@ from fabric.errors import (
     hide_frames,
 )
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
-from fabric.launchers.base import refuse_while_importing_main
+from fabric.launchers.base import is_interactive, refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
 from fabric.launchers.rank import exit_with_late_error
 from fabric.launchers.serialize import dump_result, load
 from fabric.loggers import Loggers
 from fabric.loggers.progress import Metrics, Progress, print_texts_of_ranks
+from fabric.migration import METHODS
 from fabric.module import Compiled, FabricModule, Module
 from fabric.optim.ema import ExponentialMovingAverage
 from fabric.optim.parameter_lists import PARAMETER_LISTS
@@ -83,18 +86,22 @@ from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.strategies.sequence_parallel import sequence_parallel
 from fabric.strategies.standalone import Group, Strategy
+from fabric.trained_weights import TrainedResult, load_weights, modules_among
 from fabric.tree import Tree
 from fabric.world import World
 
 if TYPE_CHECKING:
+    from fabric.optim.step_guard import StepGuard
     from fabric.tools.timeline import Timings
 
 __all__ = ["Fabric"]
 
 M = TypeVar("M", bound=nn.Module)
+N = TypeVar("N", int, float)
 Os = TypeVarTuple("Os")
 S = TypeVar("S")
 T = TypeVar("T")
+Tensors = TypeVar("Tensors", bound=Mapping[Any, Tensor] | Sequence[Tensor])
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
@@ -124,9 +131,10 @@ class Fabric:
 
     Args:
         accelerator: the hardware: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an
-            entry point in the group ``fabric.accelerators``, or an
-            :class:`fabric.accelerators.Accelerator`. ``"auto"`` takes the first available one of
-            CUDA, MPS and CPU.
+            entry point in the group ``fabric.accelerators``, the name by which torch knows other
+            hardware, such as ``"xpu"``, or ``"npu"`` after ``import torch_npu``, or an
+            :class:`fabric.accelerators.Accelerator`. ``"auto"`` takes the accelerator of this
+            machine, or the CPU.
         strategy: the parallel strategy: ``"ddp"`` and its variants (see
             :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``, ``"single_device"``,
             ``"model_parallel"``, the name of an entry point in the group ``fabric.strategies``, or
@@ -169,6 +177,11 @@ class Fabric:
         check_training: whether to check the first steps of each optimizer for parameters that do
             not train and for replicas that drift apart. The check issues no collective and costs
             nothing after these steps.
+        check_replicas: whether to compare what ranks should hold alike: parameters, optimizers,
+            averages, the loss scale. True compares in every :meth:`save`. A number also compares
+            after every so many backward passes that synchronize gradients: one for each optimizer
+            step. False never compares. A difference raises a
+            :class:`fabric.errors.ReplicaDriftError` on all ranks.
         timings: whether to measure the steps for :meth:`timings`.
 
     Raises:
@@ -194,12 +207,18 @@ class Fabric:
         callbacks: Any = None,
         loggers: Any = None,
         check_training: bool = True,
+        check_replicas: bool | int = True,
         timings: bool = False,
         **unknown: Never,
     ) -> None:
-        """Check the arguments. No process is started, and no device is touched."""
+        """Check the arguments. No rank is started, and no device is touched.
+
+        In a notebook or at a prompt, the server from which the ranks will be forked begins to load
+        torch.
+        """
         with hide_frames:
             refuse_unknown_arguments(unknown, _ARGUMENTS)
+            _require_interval(check_replicas)
             # The plan is everything that is decided before a process starts.
             self._plan = resolve_plan(
                 accelerator=accelerator,
@@ -215,13 +234,18 @@ class Fabric:
                 time_limit=time_limit,
                 stop_margin=stop_margin,
             )
+        # A launch will follow after some seconds, which the server needs for the import of torch. A
+        # script launches at once.
+        if self._plan.world is None and is_interactive():
+            self._plan.launcher.warm_up()
         self._callbacks = as_list(callbacks)
         self._loggers = Loggers(as_list(loggers))
         self._should_check_training = check_training
+        self._check_replicas = check_replicas
         self._should_measure_timings = timings
         self._seeding: _Seeding | None = None  # None until seed_everything() is called
         # True from seed_everything(per_rank="after_setup") until the next setup of a module.
-        self._has_to_separate_streams = False
+        self._has_to_separate_random_streams = False
         self._session: Session | None = None  # begun by _ensure_session()
         self._is_closed = False
 
@@ -231,6 +255,18 @@ class Fabric:
         # An inherited run has been wrapped when its own class was defined.
         if "run" in cls.__dict__:
             cls.run = _launch_on_call(cls.__dict__["run"])
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise the error for an attribute that does not exist.
+
+            The error says what to write for a method of another toolkit.
+            """
+            if name not in METHODS:
+                return object.__getattribute__(self, name)  # raises Python's own error
+            text = f"Fabric has no {name!r}\n  Write: {METHODS[name]}"
+            raise AttributeError(text, name=name, obj=self)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -292,11 +328,34 @@ class Fabric:
     @overload
     def launch(
         self,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        return_result: Literal[True] = ...,
+        return_all: Literal[False] = ...,
+        return_weights: bool = ...,
+        **kwargs: Any,
+    ) -> T: ...
+    @overload
+    def launch(
+        self,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        return_result: Literal[True] = ...,
+        return_all: Literal[True],
+        return_weights: bool = ...,
+        **kwargs: Any,
+    ) -> list[T]: ...
+    @overload
+    def launch(
+        self,
         function: Callable[..., Any],
         /,
         *args: Any,
         return_result: bool = ...,
         return_all: bool = ...,
+        return_weights: bool = ...,
         **kwargs: Any,
     ) -> Any: ...
     def launch(
@@ -304,6 +363,7 @@ class Fabric:
         *function_and_args: Any,
         return_result: bool = True,
         return_all: bool = False,
+        return_weights: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Start the processes of the job and connect them.
@@ -323,6 +383,12 @@ class Fabric:
                 fabric. The function may be left out under ``popen``, and if nothing is started.
             return_result: whether to return the result of the function.
             return_all: whether to return the results of all processes, as a list by rank.
+            return_weights: whether the modules among the arguments of the function get the weights
+                that they have in process 0 when the function returns, with the shards of all
+                processes. Otherwise the function of started processes trains copies of these
+                modules, and the caller's modules stay as they are. With ``return_weights`` the
+                function also gets copies if nothing is started on one device; in processes that
+                another launcher has started, it gets the modules themselves.
             **kwargs: the keyword arguments of the function.
 
         Returns:
@@ -333,7 +399,8 @@ class Fabric:
         Raises:
             RankFailedError: a process raised, exited early or was killed. Or the result has sharded
                 tensors, of which a process has only a part.
-            ArgumentTypeError: the function cannot be called with the Fabric and the arguments.
+            ArgumentTypeError: the function cannot be called with the Fabric and the arguments. Or
+                ``return_weights`` is true, and no argument is a module.
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function.
         """
@@ -344,37 +411,77 @@ class Fabric:
             raise self._not_running_error("launch()")
         with hide_frames:
             self._check_launch(function_and_args, kwargs)
+            modules: list[nn.Module] = []
+            if return_weights:
+                modules = modules_among(function_and_args[1:], kwargs)
         # launch() without a function only connects the processes.
         function: Callable[..., Any] = _return_none
         args: Sequence[Any] = ()
         if function_and_args:
             function, *args = function_and_args
 
-        plan = self._plan
-        if plan.world is None:  # this process is not a rank of the job: it starts the ranks
-            spec = plan.launch_spec
-            if not return_result:
-                spec = replace(spec, results="none")
-            elif return_all:
-                spec = replace(spec, results="all")
-            # Each rank calls _run_in_rank with these arguments, and with no keyword arguments.
-            rank_args = (self, function, args, kwargs)
-            no_kwargs: dict[str, Any] = {}
-            return plan.launcher.launch(_run_in_rank, rank_args, no_kwargs, spec)
+        if self._plan.world is None:  # this process is not a rank of the job
+            with hide_frames:
+                return self._start_ranks(
+                    (function, args, kwargs),
+                    modules,
+                    return_result=return_result,
+                    return_all=return_all,
+                )
 
         # A function in a job of this process alone is the whole job, as it is in started ranks.
-        is_whole_job = bool(function_and_args) and self._session is None and plan.world_size == 1
+        is_first_call = bool(function_and_args) and self._session is None
+        is_whole_job = is_first_call and self._plan.world_size == 1
         self._ensure_session("launch")  # connects this rank to the others
         context: AbstractContextManager[object] = nullcontext()
         if is_whole_job:
             context = self._ending_session()
         with context:
-            result = function(self, *args, **kwargs)
+            if is_whole_job and return_weights:
+                # A strategy that shards would leave shards in the user's modules.
+                args, kwargs = copy.deepcopy((args, kwargs))
+                trained = _train(self, function, args, kwargs, return_result)
+                result = _take_weights(modules, trained)
+            else:
+                result = function(self, *args, **kwargs)
             if not return_result:
                 return None
             if return_all:
                 return _gather_results(self._communicator("launch"), result)
             return result
+
+    def _start_ranks(
+        self,
+        call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
+        modules: Sequence[nn.Module],
+        *,
+        return_result: bool,
+        return_all: bool,
+    ) -> Any:
+        """Run the user's function in new processes, and return what ``launch`` returns.
+
+        Args:
+            call: the function, its positional arguments after the fabric, and its keyword
+                arguments.
+            modules: the modules that get the trained weights. If there are none, the weights stay
+                in the ranks.
+            return_result: as in ``launch``.
+            return_all: as in ``launch``.
+        """
+        spec = self._plan.launch_spec
+        if return_result and return_all:
+            spec = replace(spec, results="all")
+        elif not return_result and not modules:
+            spec = replace(spec, results="none")
+        # Each rank calls _run_in_rank with these arguments, and with no keyword arguments.
+        rank_args: Sequence[Any] = (self, *call)
+        no_kwargs: dict[str, Any] = {}
+        if modules:
+            rank_args = (self, _train, (*call, return_result), no_kwargs)
+        outcome = self._plan.launcher.launch(_run_in_rank, rank_args, no_kwargs, spec)
+        if modules:
+            return _take_weights(modules, outcome)
+        return outcome
 
     def _check_launch(self, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of ``launch()`` before a process is started.
@@ -392,7 +499,7 @@ class Fabric:
         plan = self._plan
         is_rank = plan.world is not None  # False in a process that is about to start the ranks
         if function_and_args:
-            _check_function(self, function_and_args, kwargs)
+            _require_callable_in_ranks(self, function_and_args, kwargs)
             return
         # Keyword arguments are for a function.
         lacks_function = bool(kwargs) or (not is_rank and plan.launcher.runs_function)
@@ -416,7 +523,7 @@ class Fabric:
             )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the loop of a subclass in every process of the job.
+        """Run the loop of a subclass in every process of the job, as in Lightning Fabric.
 
         A subclass defines its loop as a method ``run``. A call of the method launches the job if
         the job is not running yet.
@@ -433,6 +540,14 @@ class Fabric:
 
     def teardown(self) -> None:
         """Close the strategy, the process group and the loggers. A second call does nothing."""
+        self._close(self._loggers.close)
+
+    def _close(self, close_loggers: Callable[[str], None]) -> None:
+        """Close everything. A second call does nothing.
+
+        Args:
+            close_loggers: closes the loggers, and gets the status of the job.
+        """
         if self._is_closed:
             return
         # Set first, so that an error below does not let a second call close anything again.
@@ -447,7 +562,7 @@ class Fabric:
                 has_uncaught_exception = getattr(sys, "last_value", None) is not None
                 has_failed = is_handling_exception or has_uncaught_exception
                 status = "failed" if has_failed else "success"
-                stack.callback(self._loggers.close, status)
+                stack.callback(close_loggers, status)
             if self._session is not None:
                 stack.callback(self._session.close)
             # From here on, methods that need a session raise. The stack keeps the session alive.
@@ -532,7 +647,7 @@ class Fabric:
             session.check_setup(module, trained_optimizers)  # raises before anything has changed
         model = session.setup_module(module, move_to_device=move_to_device)
         session.setup_optimizers(trained_optimizers)
-        self._separate_streams(session)
+        self._separate_random_streams(session)
         return _single_or_tuple(model, *optimizers, scheduler)
 
     @overload
@@ -580,22 +695,22 @@ class Fabric:
 
     @overload
     def setup_dataloaders(  # pyright: ignore[reportOverlappingOverload]
-        self, loader: DataLoader[Any], /, **options: Unpack[LoaderOptions]
-    ) -> FabricDataLoader: ...
+        self, loader: BatchSource[T], /, **options: Unpack[LoaderOptions]
+    ) -> FabricDataLoader[T]: ...
     @overload
     def setup_dataloaders(
-        self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[LoaderOptions]
-    ) -> list[FabricDataLoader]: ...
+        self, loader: BatchSource[T], /, *more: BatchSource[T], **options: Unpack[LoaderOptions]
+    ) -> list[FabricDataLoader[T]]: ...
     def setup_dataloaders(
         self,
-        loader: DataLoader[Any],
+        loader: BatchSource[T],
         /,
-        *more: DataLoader[Any],
+        *more: BatchSource[T],
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         overlap_copies: bool = True,
         uneven: Uneven = "pad",
-    ) -> FabricDataLoader | list[FabricDataLoader]:
+    ) -> FabricDataLoader[T] | list[FabricDataLoader[T]]:
         """Shard the data of loaders over the processes, and move their batches to the device.
 
         Args:
@@ -623,7 +738,7 @@ class Fabric:
         device = session.runtime.device if move_to_device else None
         # The argument `workers` of the latest seed_everything(), which is True by default.
         seed_workers = self._seeding is None or self._seeding.workers
-        prepared: list[FabricDataLoader] = []
+        prepared: list[FabricDataLoader[T]] = []
         for dataloader in (loader, *more):
             fabric_loader = session.setup_loader(
                 dataloader,
@@ -690,7 +805,7 @@ class Fabric:
         strategy = self._ensure_session("init_module").strategy
         return strategy.module_init_context(empty_init, source)
 
-    sharded_model = init_module  # the older name
+    sharded_model = init_module  # the name in Lightning Fabric 2.0
 
     def init_tensor(self) -> AbstractContextManager[object]:
         """Return a context in which tensors get this process's device and the precision's dtype."""
@@ -768,23 +883,27 @@ class Fabric:
                 :class:`fabric.module.FabricModule`); losses with and without a weight, or for
                 different optimizers, are added up in one gradient; all weights of a step are zero;
                 ``reduce="sum"`` where gradients are not averaged over all processes; or, in the
-                first steps, the loss of a weight is a mean.
+                first steps, the loss of a weight is a mean. Or no gradient can be computed: the
+                loss has several elements, or was not computed from a parameter.
+            ArgumentTypeError: ``tensor`` is not a tensor.
             ConfigurationError: ``reduce`` is another value, or ``"sum"`` together with a weight.
         """
-        session = self._session
-        if session is None:
-            if weight is None and optimizer is None and reduce == "mean":
-                tensor.backward(*args, **kwargs)  # nothing has been set up
-                return
-            session = self._ensure_session("backward")
+        has_graph = isinstance(tensor, Tensor) and tensor.requires_grad
+        if not has_graph or not (args or kwargs or tensor.numel() == 1):
+            _refuse_loss(tensor)
+        is_plain = weight is None and optimizer is None and reduce == "mean"
+        if is_plain and self._session is None:
+            tensor.backward(*args, **kwargs)  # nothing has been set up
+            return
+        session = self._session or self._ensure_session("backward")
         # A copy of the list, which becomes empty after the first backward passes.
         for check_loss in list(session.loss_checks):
             check_loss(tensor, weight, reduce)
         for loop in session.active_loops:
             if loop.spec.uneven == "longest":
                 # A rank that has run out of batches repeats one to stay in step with the other
-                # ranks. The loss and the weight of a repeated batch become zero. Those of any other
-                # batch are not changed.
+                # ranks. The loss and the weight of a repeated batch become zero. For any other
+                # batch, loss and weight are not changed.
                 is_sum = reduce == "sum"
                 tensor, weight = without_repeats(loop.position, tensor, weight, is_sum=is_sum)
         if reduce != "mean":
@@ -910,7 +1029,7 @@ class Fabric:
                 prepared.append(model._fabric_prepared)
         return without_sync(self.strategy, prepared, enabled=enabled)
 
-    def accumulate(self, loader: FabricDataLoader, steps: int) -> Windows:
+    def accumulate(self, loader: FabricDataLoader[T], steps: int) -> Windows[T]:
         """Return a loop over pairs ``(batch, last)``, in windows of ``steps`` micro-batches.
 
         Args:
@@ -960,7 +1079,53 @@ class Fabric:
             buffers: whether to average the buffers, too. If not, the module's own buffers are used.
         """
         [model] = find_fabric_modules("ema", module)  # exactly one
-        return ExponentialMovingAverage(model, decay, buffers)
+        averages = ExponentialMovingAverage(model, decay, buffers)
+        self._ensure_session("ema").watch_averages(averages, model)
+        return averages
+
+    def step_guard(
+        self,
+        nonfinite: Literal["skip"] | None = "skip",
+        spike: float | None = None,
+        patience: int = 8,
+        log: _Path | None = None,
+    ) -> "StepGuard":
+        """Return a guard that leaves out the optimizer steps of bad batches. Not a collective.
+
+        Args:
+            nonfinite: ``"skip"`` refuses a step with a loss or a gradient that is infinite or NaN.
+                None accepts them.
+            spike: refuse a loss more than so many running deviations above the running mean of the
+                last hundred losses, such as 6.0. None accepts any finite loss. The first 20 losses
+                are accepted.
+            patience: the number of refused steps in a row that is an error.
+            log: a file to which rank 0 appends a line of JSON for each refused step: its number,
+                the reason, the loss of each rank, the epoch, and the samples of each rank.
+
+        Returns:
+            The :class:`fabric.optim.step_guard.StepGuard`. Loggers get the number of refused steps
+            as ``bad_steps``.
+
+        Raises:
+            ConfigurationError: an argument is not valid.
+        """
+        from fabric.optim.step_guard import StepGuard  # few jobs use it
+
+        session = self._ensure_session("step_guard")
+        return StepGuard(
+            session.runtime.communicator,
+            session.scaler,
+            session.active_loops,
+            self._log_if_there_are_loggers,
+            nonfinite=nonfinite,
+            spike=spike,
+            patience=patience,
+            log=log,
+        )
+
+    def _log_if_there_are_loggers(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.loggers:
+            self.log_dict(metrics, step)
 
     def join(
         self, module: Module | Sequence[Module], *, divide_by_initial_world_size: bool = True
@@ -1011,7 +1176,8 @@ class Fabric:
             CollectiveMismatchError: the calls differ between processes.
         """
         op = Reduce(reduce_op)
-        # If several ranks hold the same data, a sum or product over the whole job counts it once.
+        # The ranks of a tensor-parallel group hold the same samples. So the communicator of a sum
+        # or product over the whole job has one rank of each such group.
         communicator = self._communicator("all_reduce", group, op)
         return collectives.all_reduce(communicator, data, op)
 
@@ -1042,6 +1208,22 @@ class Fabric:
     def all_gather(
         self, data: Tensor, group: Group = ..., sync_grads: bool = ..., *, concat: bool = ...
     ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self,
+        data: Tensor,
+        group: Group = ...,
+        sync_grads: bool = ...,
+        *,
+        ragged: Literal[True],
+        concat: Literal[False] = ...,
+    ) -> list[Tensor]: ...
+    @overload
+    def all_gather(
+        self, data: Tensors, group: Group = ..., sync_grads: bool = ..., *, concat: bool = ...
+    ) -> Tensors: ...
+    @overload
+    def all_gather(self, data: N, group: Group = ..., sync_grads: bool = ...) -> list[N]: ...
     @overload
     def all_gather(
         self,
@@ -1244,14 +1426,17 @@ class Fabric:
                 in ascending order.
 
         Returns:
-            The group, which is true. A process outside of the group gets a
-            :class:`fabric.communicators.NonMember`, which is false, and with which every collective
-            raises.
+            The group. A process outside of the group gets a
+            :class:`fabric.communicators.NonMember`, with which every collective raises. In a
+            condition, ``if group:``, the group is true, and a NonMember is false.
         """
         return self._communicator("new_group").new_group(ranks)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether the decision of all processes, or of any process, is True. Collective.
+
+        The strategies of Lightning have a method of this name. For a signal or a time limit,
+        :attr:`should_stop` is enough.
 
         Args:
             decision: the decision of this process.
@@ -1278,17 +1463,20 @@ class Fabric:
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
         """End this process with code 75, which asks for a restart. Collective.
 
-        The call waits until unfinished saves are complete.
+        The call waits until unfinished saves are complete. In a worker of Ray Train that will be
+        preempted, it waits until Ray ends the worker, since Ray takes any exit for a failure.
 
         Args:
-            requeue: whether rank 0 requeues the SLURM job, or this task of a job array. Without
-                SLURM the argument has no effect.
+            requeue: whether rank 0 requeues the SLURM job, or this task of a job array, with a
+                warning if SLURM refuses. Without SLURM the argument has no effect.
         """
         # A process that exits too early would break the collectives of a process that still trains.
         self.barrier("exit_preempted")
         is_requeued_here = requeue and self.global_rank == 0
+        stop_request = self._ensure_session("exit_preempted").stop_request
+        waits_for_ray = stop_request.is_preempted_by_ray()
         # The function of the same name calls teardown(), which waits for unfinished saves.
-        exit_preempted(self.teardown, is_requeued_here)
+        exit_preempted(self.teardown, is_requeued_here, waits_for_ray)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Run a block on rank 0 first, then on the other ranks. Use it for downloads. Collective.
@@ -1367,6 +1555,8 @@ class Fabric:
 
         Raises:
             ArgumentTypeError: an object could not be loaded again. Nothing was written.
+            ReplicaDriftError: ranks hold different values of what they should hold alike. Nothing
+                was written.
             CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
                 the path exists and is not a checkpoint of the same kind.
         """
@@ -1376,7 +1566,12 @@ class Fabric:
             )
 
     def checkpoints(
-        self, folder: _Path, keep: int = 3, best: tuple[str, Literal["min", "max"]] | None = None
+        self,
+        folder: _Path,
+        keep: int = 3,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        *,
+        healthy: bool = True,
     ) -> "checkpoint.Checkpoints":
         """Keep the newest checkpoints of a run, and the best by a metric, in a folder. Collective.
 
@@ -1386,6 +1581,9 @@ class Fabric:
             keep: the number of newest checkpoints to keep, 1 or more.
             best: the name of a metric, and whether its best value is the least (``"min"``) or the
                 largest (``"max"``). None keeps no best checkpoint.
+            healthy: whether a save of a model or an optimizer with NaN or infinite values is set
+                apart: it is not restored, and removes no other checkpoint. False saves any values
+                alike.
 
         Returns:
             The :class:`fabric.checkpoint.Checkpoints`, which saves, restores, and removes old
@@ -1397,7 +1595,7 @@ class Fabric:
         """
         # Pass the method and not its result, so that each call of the checkpoints uses the session
         # that runs at that time.
-        return checkpoint.Checkpoints(self._ensure_session, folder, keep, best)
+        return checkpoint.Checkpoints(self._ensure_session, folder, keep, best, healthy)
 
     def load(
         self,
@@ -1440,7 +1638,7 @@ class Fabric:
         session = self._ensure_session("load")
         if rng:
             # The load comes later. A process whose streams were not saved keeps these streams.
-            self._separate_streams(session)
+            self._separate_random_streams(session)
         with session.checkpoints("load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
@@ -1485,7 +1683,8 @@ class Fabric:
         The folder has safetensors files, an index if there are several, and the config of a model
         of ``transformers``, whose ``from_pretrained(path)`` reads it back. :meth:`load_raw` reads
         it into any module. Tied weights are written once. Under a strategy that shards, each
-        process writes some of the files, and needs memory for one full tensor.
+        process writes some of the files, and needs memory for 64 MiB of full tensors, or for the
+        largest one.
 
         The folder appears when it is complete. After any failure there is nothing at the path.
 
@@ -1519,6 +1718,52 @@ class Fabric:
         # A hang report describes this call as a save.
         with self._ensure_session("get_state_dict").checkpoints("save") as coordinator:
             return coordinator.state_dict(module)
+
+    def iter_full_tensors(
+        self,
+        module: Module,
+        bucket: int | str = "1GiB",
+        dtype: torch.dtype | None = None,
+        rename: _Rename = None,
+        dst: int | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over the names and full tensors of a module, gathered in buckets.
+
+        Collective, as is the iteration: every process must call this method, and iterate to the end
+        or stop at the same tensor. It hands the weights to an inference engine, a file or a
+        teacher, and needs memory for one bucket::
+
+            for name, tensor in fabric.iter_full_tensors(model, dtype=torch.bfloat16):
+                engine.update_weight(name, tensor)
+
+        The tensors are those of :meth:`get_state_dict`: parameters and buffers under the names of
+        the user's module, and a tied weight under each of its names. They are copies on the device
+        of the process, without gradients. The shards of a bucket travel in one message along each
+        dimension of the mesh. Without shards, there are no messages.
+
+        Args:
+            module: the module, set up or not.
+            bucket: the size of the tensors that are gathered at once, in bytes or as a text such as
+                ``"512MiB"``. A larger tensor has a bucket of its own.
+            dtype: the dtype of floating tensors. Shards are cast before they travel. None leaves
+                the tensors as they are.
+            rename: the names to yield, as a mapping from names in the module or as a function of a
+                name in the module. A mapping leaves other names as they are. A tensor that is
+                renamed to None is left out, and not gathered.
+            dst: the only process that gets the tensors. The iterators of other processes are empty,
+                and still must be iterated. None stands for all processes.
+
+        Raises:
+            ConfigurationError: the module has no values, two tensors get the same name, or there is
+                no such ``bucket`` or ``dst``.
+            CollectiveMismatchError: a process that has stopped early makes another call, while
+                others iterate. All of these processes raise it.
+        """
+        bucket_bytes = parse_size(f"fabric.iter_full_tensors({bucket=})", bucket)
+        with self._ensure_session("iter_full_tensors").checkpoints("save") as coordinator:
+            return coordinator.iter_full_tensors(
+                module, bucket_bytes=bucket_bytes, dtype=dtype, rename=rename, dst=dst
+            )
 
     def seed_everything(
         self, seed: int | None = None, workers: bool = True, per_rank: _PerRank = False
@@ -1569,18 +1814,18 @@ class Fabric:
             rank = self._session.data_parallel_rank
         seed = seed_everything(seed, rank=rank, per_rank=per_rank is True)
         self._seeding = _Seeding(seed, workers, per_rank)
-        self._has_to_separate_streams = per_rank == "after_setup"
+        self._has_to_separate_random_streams = per_rank == "after_setup"
         return seed
 
-    def _separate_streams(self, session: Session) -> None:
-        """Give each rank streams of its own, if ``per_rank="after_setup"`` asks for it.
+    def _separate_random_streams(self, session: Session) -> None:
+        """Give each rank random streams of its own, if ``per_rank="after_setup"`` asks for it.
 
         Called after the setup of a module, and before a load, which may restore later states.
         """
-        if self._has_to_separate_streams:
+        if self._has_to_separate_random_streams:
             assert self._seeding is not None, "seed_everything() sets both"
             seed_rank(self._seeding.seed, session.data_parallel_rank)
-            self._has_to_separate_streams = False
+            self._has_to_separate_random_streams = False
 
     @property
     def logger(self) -> Any:
@@ -1631,6 +1876,41 @@ class Fabric:
         from fabric.tools.timeline import profile  # imported late: few programs need it
 
         return profile(self._ensure_session("profile"), path, steps)
+
+    def fingerprint(
+        self,
+        folder: _Path,
+        *,
+        every: int = 1,
+        detail: Literal["modules", "steps"] = "modules",
+        first_step: int = 0,
+    ) -> AbstractContextManager[None]:
+        """Return a context that records hashes and norms of all values. Collective on entry.
+
+        ``fabric diff`` compares two such records, and prints the first value that differs. Each
+        process writes a file of its own, at the end of each step. A step ends with each ``step()``
+        of the first optimizer that was stepped. Nothing is sent to other processes.
+
+        Recorded are batches, inputs and outputs of modules, losses, gradients after each backward
+        pass and at the step, options of optimizers, parameters, buffers and optimizer states after
+        the step, and random states.
+
+        Args:
+            folder: the folder to write to, which has no fingerprint yet.
+            every: records the steps whose numbers are divisible by it.
+            detail: ``"steps"`` leaves out the inputs and outputs of modules.
+            first_step: the number of the first step, for a run that resumes at that step.
+
+        Raises:
+            ConfigurationError: an argument is out of range.
+            UsageError: another fingerprint is active; or the folder has a fingerprint, or rank 0
+                cannot write to it.
+            OSError: this process cannot write its file.
+        """
+        from fabric.tools.fingerprint import fingerprint  # imported late: few programs need it
+
+        session = self._ensure_session("fingerprint")
+        return fingerprint(session, folder, every=every, detail=detail, first_step=first_step)
 
     def timings(self) -> "Timings":
         """Return the time per phase of the latest steps. Collective.
@@ -1755,6 +2035,10 @@ class Fabric:
             ArgumentTypeError: the object is not a logger.
         """
         self._loggers.add(logger)
+        if self._session is not None:
+            # The library of the logger, such as W&B, may have an exit handler of its own, after
+            # which a run cannot be marked as finished or failed any more.
+            self._register_exit_handler()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a started rank gets, when the launcher pickles this object.
@@ -1799,12 +2083,17 @@ class Fabric:
             world = self._plan.world
             if self._is_closed or world is None:
                 raise self._not_running_error(method_name)
-            self._session = Session(self._plan, world, check_training=self._should_check_training)
+            self._session = Session(
+                self._plan,
+                world,
+                check_training=self._should_check_training,
+                check_replicas=self._check_replicas,
+            )
             if self._should_measure_timings:
                 from fabric.tools.timeline import Timeline  # imported late: few programs need it
 
                 self._session.attach(Timeline(self._session))
-            atexit.register(self._close_at_exit)
+            self._register_exit_handler()
         return self._session
 
     @contextmanager
@@ -1866,6 +2155,14 @@ class Fabric:
         """Return whether this process is rank 0, or the process that will start the ranks."""
         return self._plan.world is None or self._plan.world.rank == 0
 
+    def _register_exit_handler(self) -> None:
+        """Have the interpreter close this Fabric before it calls handlers of earlier calls.
+
+        A second call moves the handler to the front, since handlers run in reverse order.
+        """
+        atexit.unregister(self._close_at_exit)
+        atexit.register(self._close_at_exit)
+
     def _close_at_exit(self) -> None:
         """Close this Fabric when the interpreter exits, if the user did not call ``teardown``."""
         # Python sets sys.last_value when an uncaught exception ends the program.
@@ -1875,7 +2172,7 @@ class Fabric:
             # wait for them. abort() drops the connections without waiting.
             self._session.runtime.abort()
         try:
-            self.teardown()
+            self._close(self._loggers.close_at_exit)
         except BaseException:
             # An exception in an exit handler does not change the exit code of the process. This
             # call returns, and makes the process end with code 120 after the other exit handlers.
@@ -1887,6 +2184,51 @@ class Fabric:
 _ARGUMENTS = inspect.getfullargspec(Fabric.__init__).kwonlyargs
 
 
+def _refuse_loss(loss: Any) -> NoReturn:
+    """Raise because no gradient can be computed for the first argument of ``backward``.
+
+    Raises:
+        ArgumentTypeError: the argument is not a tensor.
+        UsageError: it was not computed from a parameter, or has several elements.
+    """
+    request = f"fabric.backward({type(loss).__name__})"
+    if not isinstance(loss, Tensor):
+        suggestion = "fabric.backward(loss) with the tensor itself, before loss.item()"
+        if hasattr(loss, "loss") or isinstance(loss, Mapping):
+            suggestion = "fabric.backward(output.loss), or output['loss'], with the tensor"
+        raise ArgumentTypeError(
+            request,
+            problem="the loss is not a tensor",
+            expected="a tensor with one element",
+            suggestion=suggestion,
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            request,
+            problem="the loss was not computed from a parameter that requires a gradient",
+            expected="a loss of the model's output, and a parameter that is not frozen",
+            suggestion="fabric.backward(loss_function(model(batch), target)), computed outside of "
+            "torch.no_grad(), and without detach(), item() or argmax()",
+        )
+    raise UsageError(
+        request,
+        problem=f"the loss has {loss.numel()} elements",
+        expected="a tensor with one element",
+        suggestion="fabric.backward(loss.mean()), or fabric.backward(loss.sum(), "
+        "weight=loss.numel())",
+    )
+
+
+def _require_interval(check_replicas: object) -> None:
+    """Raise a ConfigurationError unless ``check_replicas`` is a flag or a number of steps."""
+    if not isinstance(check_replicas, int) or check_replicas < 0:
+        raise ConfigurationError(
+            f"Fabric({check_replicas=})",
+            expected="True to compare in saves, a number of steps from 1 to compare after these, "
+            "too, or False",
+        )
+
+
 def _single_or_tuple(*results: Any) -> Any:
     """Return a single result itself, and several as a tuple. A result that is None is left out."""
     results = tuple(result for result in results if result is not None)
@@ -1895,7 +2237,7 @@ def _single_or_tuple(*results: Any) -> Any:
     return results
 
 
-def _check_function(
+def _require_callable_in_ranks(
     fabric: Fabric, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Raise an ArgumentTypeError if ``launch`` cannot call its function, before it starts ranks.
@@ -1965,6 +2307,55 @@ def _run_in_rank(
     fabric._join_job(World.from_env(os.environ))
     with fabric:
         return function(fabric, *args, **kwargs)
+
+
+def _train(
+    fabric: Fabric,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    return_result: bool,
+) -> TrainedResult:
+    """Call the user's function, and return the weights of the modules among its arguments.
+
+    Collective, since the weights of a sharded module are gathered.
+
+    Args:
+        fabric: the Fabric of this process.
+        function: the function that the user passed to ``launch``.
+        args: the positional arguments of the function, after the fabric.
+        kwargs: the keyword arguments of the function.
+        return_result: whether to return what the function returns. It may not be picklable.
+
+    Raises:
+        UsageError: the function has closed the Fabric, and with it the process group.
+    """
+    modules = modules_among(args, kwargs)
+    result = function(fabric, *args, **kwargs)
+    if fabric._is_closed:
+        raise UsageError(
+            "launch(..., return_weights=True)",
+            problem="the function has called fabric.teardown(), after which no weights can be "
+            "gathered",
+            suggestion="no teardown() in the function: launch() closes what the function has used",
+        )
+    if not return_result:
+        result = None
+    return TrainedResult(result, [fabric.get_state_dict(module) for module in modules])
+
+
+def _take_weights(modules: Sequence[nn.Module], outcome: Any) -> Any:
+    """Load the weights that ranks have trained, and return the results of the user's function.
+
+    Args:
+        modules: the modules of this process that get the weights.
+        outcome: the result of rank 0, or a list of the results of all ranks.
+    """
+    if isinstance(outcome, list):
+        load_weights(modules, outcome[0].weights)
+        return [trained.result for trained in outcome]
+    load_weights(modules, outcome.weights)
+    return outcome.result
 
 
 def _gather_results(communicator: Communicator, result: Any) -> list[Any]:

@@ -5,6 +5,7 @@ initializes no device, so that an argument that cannot work is an error before t
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from fabric import strategies
-from fabric.accelerators import ACCELERATORS, Accelerator
+from fabric.accelerators import ACCELERATORS, Accelerator, TorchAccelerator
 from fabric.diagnostics.hang_reporter import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect, refuse_to_train_alone
 from fabric.errors import ArgumentTypeError, ConfigurationError
@@ -41,12 +42,16 @@ __all__ = [
     "RUN_VARIABLES",
     "STRATEGIES",
     "Plan",
+    "parse_size",
     "parse_strategy",
     "refuse_unknown_arguments",
     "resolve_plan",
 ]
 
 K = TypeVar("K")
+
+# What torch has a module for, for errors.
+_OTHER_HARDWARE = '"xpu", or hardware whose package was imported before, such as "npu" of torch_npu'
 
 # The names of strategies that are DDP, with the ways in which they start processes.
 _DDP_START_METHODS = {
@@ -202,7 +207,8 @@ class Plan:
     def describe(self) -> list[str]:
         """Return a line about each decision, for ``Fabric.describe``."""
         hardware = self.accelerator.name
-        # The devices of a CPU have no numbers. A line below says how many there are.
+        # The devices of a CPU have no numbers. The number of processes or of replicas, in a line
+        # below, is the number of these devices.
         if any(device.index is not None for device in self.devices):
             devices = ", ".join(map(str, self.devices))
             hardware = f"{hardware}: {devices}"
@@ -304,7 +310,7 @@ def _merge_options(
     the strategy's constructor.
 
     Args:
-        arguments: the arguments of ``Fabric``. Those that are missing get their default.
+        arguments: the arguments of ``Fabric``. A missing argument gets its default.
         env: the environment variables, in which ``fabric run`` passes its options.
 
     Returns:
@@ -491,9 +497,7 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
         ConfigurationError: the machine has no such hardware.
     """
     if accelerator == "auto":
-        candidates = [accelerator_class() for accelerator_class in ACCELERATORS.values()]
-        # There always is one: the CPU, which is last in the table.
-        return next(candidate for candidate in candidates if candidate.is_available())
+        return _default_accelerator()
     parsed = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not parsed.is_available():
         raise ConfigurationError(
@@ -502,6 +506,19 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
             expected='"auto" or "cpu"',
         )
     return parsed
+
+
+def _default_accelerator() -> Accelerator:
+    """Return the accelerator for ``accelerator="auto"``: the hardware of this machine.
+
+    Hardware beside that of the table comes before the CPU. torch knows one such kind at most.
+    """
+    candidates = [accelerator_class() for accelerator_class in ACCELERATORS.values()]
+    device = torch.accelerator.current_accelerator()
+    if device is not None and device.type not in ACCELERATORS:
+        candidates.insert(0, TorchAccelerator(device.type))
+    # There always is one: the CPU, which is last in the table.
+    return next(candidate for candidate in candidates if candidate.is_available())
 
 
 def _parse_name(
@@ -532,10 +549,14 @@ def _parse_name(
     plugins = {plugin.name: plugin for plugin in entry_points(group=group)}
     if name in plugins:
         return _make_from_entry(plugins[name].load(), base_class)
+    if argument == "accelerator" and TorchAccelerator.is_supported(name):
+        return _make_from_entry(partial(TorchAccelerator, name), base_class)
 
     names = ["auto", *table, *plugins]
     class_path = f"{group}.{base_class.__name__}"
     expected = f"{', '.join(map(repr, names))}, or an object of a subclass of {class_path}"
+    if argument == "accelerator":
+        expected = f"{expected}, {_OTHER_HARDWARE}"
     suggestion = f'Fabric({argument}="{_similar_name(argument, name, names)}")'
     raise _value_error(argument, value, base_class, expected=expected, suggestion=suggestion)
 
@@ -611,6 +632,28 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
         problem="it is not a valid length of time",
         expected=f"seconds, a timedelta or 'D-HH:MM:SS', {minimum} and at most {_MAX_SECONDS:,} s",
     )
+
+
+def parse_size(request: str, size: int | str) -> int:
+    """Return a number of bytes from a number or a text such as ``"80GiB"``, ``"80 GB"``, ``"8G"``.
+
+    ``GB`` and ``G`` are powers of 1000, and ``GiB`` is a power of 1024. ``request`` is what the
+    user asked for, for the error.
+
+    Raises:
+        ConfigurationError: the text is not a size.
+    """
+    # The "I" of a binary prefix comes only after another letter.
+    pattern = r"(?P<number>\d+(\.\d*)?) *((?P<prefix>[KMGT])(?P<binary>I)?)?B?"
+    match = re.fullmatch(pattern, str(size).upper())
+    if match is None:
+        raise ConfigurationError(request, expected='a number of bytes, or a text such as "80GiB"')
+    base = 1024 if match["binary"] else 1000
+    exponent = 0
+    if match["prefix"]:
+        # The exponents are 1 for K, 2 for M and so on.
+        exponent = "KMGT".index(match["prefix"]) + 1
+    return int(float(match["number"]) * base**exponent)
 
 
 def _find_existing_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob | None:
@@ -805,8 +848,9 @@ def _choose_launcher(
     if world is not None:
         # All processes exist already. The launcher was parsed for its errors only.
         return InlineLauncher()
-    # In a notebook there is no script that "popen" could run again. A name such as "ddp" is not a
-    # request for "popen", but DDPStrategy(start_method="popen") may be one.
+    # A notebook has no script that "popen" could run again. So it gets another launcher, unless the
+    # user has asked for "popen": by launcher="popen", or by a strategy object, which has an option
+    # start_method. A strategy's name, such as "ddp", has "popen" only as its default.
     has_strategy_name = isinstance(options["strategy"], str)
     may_replace_popen = not has_launcher and has_strategy_name and launcher.name == "popen"
     if may_replace_popen and is_interactive():

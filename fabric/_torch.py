@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
@@ -42,6 +43,11 @@ without_dispatch_modes = _disable_current_modes
 # fail. ``torch.unsafe_split`` does the same for parts that keep the dimension, but takes five times
 # as long.
 untracked_views = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+# Returns the innermost transform of ``torch.func`` in which this thread runs, or None. Inside of a
+# transform, tensors that were made outside cannot be changed. torch has no public name for it.
+current_transform: Callable[[], object] = peek_interpreter_stack
 
 
 # Returns the sequence number that autograd gives to the next operation that this thread records.
@@ -119,6 +125,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     since the class is in ``torch.distributed.tensor``, which takes a second to import.
     """
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def has_nan(parameter: Tensor) -> bool:
+    """Return whether the part of a parameter on this rank contains a NaN.
+
+    Returns False for one-byte and quantized dtypes, which have no ``isnan`` or no NaN.
+    """
+    tensor = local_tensor(parameter)
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.element_size() == 1:
+        return False
+    return bool(tensor.isnan().any())
 
 
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
@@ -331,9 +349,9 @@ def saved_option(node: Any, name: str) -> Any:
 def saved_constant(node: Any, operand: str) -> Tensor | None:
     """Return an operand that a node of an autograd graph has saved. None if it cannot be read.
 
-    The attribute ``_saved_other`` would run the hooks of the user. Those of activation
-    checkpointing compute the forward pass again, which is possible only once. So the operand is
-    read by hooks, which torch accepts only if there are no other ones.
+    The attribute ``_saved_other`` would run the user's hooks for saved tensors. The hooks of
+    activation checkpointing compute the forward pass again, which is possible only once. So the
+    operand is read by hooks of this function, which torch accepts only if there are no other hooks.
 
     Args:
         node: a multiplication or a division.
@@ -355,7 +373,8 @@ def saved_constant(node: Any, operand: str) -> Tensor | None:
 
     if operand not in node.metadata:
         try:
-            # Calls pack() at once. These hooks change nothing for the backward pass.
+            # torch calls pack() at once, which stores the operand in the metadata. These hooks
+            # change nothing for the backward pass.
             saved_tensor.register_hooks(pack, unpack)
         except RuntimeError:
             # The user has added other hooks, or a backward pass has freed the tensor.
@@ -427,6 +446,20 @@ unserializable_hook: Callable[[Any], Any] = torch.utils.hooks.unserializable_hoo
 # The name of the submodule in which a ``torch.compile(module)`` holds the module. The names in its
 # state dict begin with this name.
 COMPILED_MODULE = "_orig_mod"
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return the object as which a tensor pickles its storage.
+
+    The public constructor and methods warn that the class will be removed, although a pickle of a
+    tensor needs it. The argument was seen in torch 2.7 to 2.13.
+    """
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the memory behind the object as which a tensor pickles its storage."""
+    return storage._untyped_storage
 
 
 def uncompiled(module: Any) -> torch.nn.Module:
@@ -563,6 +596,8 @@ def is_parameter_of_record(parameter: Any, record: Any) -> bool:
         return True
     unsharded = getattr(record, "_unsharded_param", None)
     if unsharded is None:
+        # No forward pass has gathered the parameter yet. In the first one, FSDP2 takes whatever
+        # DTensor parameter the module holds then for the shard.
         is_sharded = local_tensor(parameter) is not parameter
         return is_sharded and isinstance(parameter, torch.nn.Parameter)
     # With ``reshard_after_forward=n``, shards of n ranks replace a parameter between the passes.

@@ -16,10 +16,11 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NewType, final
+from typing import Any, Literal, final
 
 import torch
 
+from fabric.device_modules import device_module
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.world import available_cores
 
@@ -29,17 +30,12 @@ __all__ = [
     "AcceleratorName",
     "CPUAccelerator",
     "CUDAAccelerator",
-    "EntryPoint",
     "MPSAccelerator",
+    "TorchAccelerator",
 ]
 
-EntryPoint = NewType("EntryPoint", str)
-"""The name of an entry point of another package, such as ``strategy=EntryPoint("theirs")``.
-
-Type checkers know the names of fabric alone, and accept other names in this type.
-"""
-
-AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps"] | EntryPoint
+# Editors complete the names. Another text may come from a file, or name an entry point.
+AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps"] | str
 
 # Parameters of mallopt(3), and fabric's values for them in bytes. Freed blocks that are smaller
 # than _MMAP_THRESHOLD stay with the process, since each page that the system hands out again costs
@@ -66,7 +62,7 @@ class Accelerator(ABC):
         name: the ``type`` of the :class:`torch.device` of this hardware, such as ``"cuda"``.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def is_available(self) -> bool:
         """Return whether this process can use at least one device of this hardware."""
@@ -247,6 +243,43 @@ class MPSAccelerator(Accelerator):
             torch.mps.empty_cache()
 
 
+@final
+class TorchAccelerator(Accelerator):
+    """Any other hardware that torch or an extension of torch supports, such as ``"xpu"``.
+
+    torch has a module for each kind of hardware, which is named for it: ``torch.xpu`` for the GPUs
+    of Intel. Extensions such as ``torch_npu`` add a module when they are imported.
+
+    Args:
+        name: the ``type`` of the :class:`torch.device` of this hardware.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Keep the name. Whether torch supports the hardware is not checked."""
+        self.name = name
+
+    @staticmethod
+    def is_supported(name: str) -> bool:
+        """Return whether torch has a module for this kind of hardware that counts its devices."""
+        return hasattr(device_module(name), "device_count")
+
+    def device_count(self) -> int:
+        """Return the number of devices, or 0 if torch does not support the hardware."""
+        if not self.is_supported(self.name):
+            return 0
+        return device_module(self.name).device_count()
+
+    def activate(self, device: torch.device) -> None:
+        """Make ``device`` the current device of this process."""
+        torch.accelerator.set_device_index(device)
+
+    def release(self) -> None:
+        """Return cached memory to the system, if torch can do so for this hardware."""
+        empty_cache = getattr(device_module(self.name), "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+
+
 # The accelerators by name, in the order in which "auto" tries them. The CPU is always available.
 ACCELERATORS = {
     "cuda": CUDAAccelerator,
@@ -271,13 +304,13 @@ def _parse_devices(devices: Any, expected: str) -> _Devices:
     """
     try:
         if isinstance(devices, str):
-            return _parse_text(devices.strip())
+            return _parse_devices_text(devices.strip())
         if isinstance(devices, Sequence):
             return tuple(map(operator.index, devices))
         return operator.index(devices)  # unlike int(), refuses a float
     except (TypeError, ValueError) as error:
-        # A ValueError is from int(), for a text that is not a number. A TypeError is from
-        # operator.index(), for an object that is not an integer.
+        # A ValueError is from _parse_devices_text(), for a text that is not a number. A TypeError
+        # is from operator.index(), for an object that is not an integer.
         error_class = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
         raise error_class(
             f"devices={devices!r}",
@@ -287,7 +320,7 @@ def _parse_devices(devices: Any, expected: str) -> _Devices:
         ) from error
 
 
-def _parse_text(text: str) -> _Devices:
+def _parse_devices_text(text: str) -> _Devices:
     """Convert a text such as ``"2"``, ``"0,2"``, ``"2,"`` or ``"auto"``.
 
     Raises:

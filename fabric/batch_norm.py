@@ -71,13 +71,13 @@ class SyncBatchNorm(_BatchNorm):
         dims = [0, *range(2, values.dim())]
 
         # The sum and the number of values in a channel travel in one message.
-        num_values = values.numel() // values.size(1)
-        local_sums = (values.sum(dims, keepdim=True), values.new_tensor(num_values))
+        local_count = values.numel() // values.size(1)
+        local_sums = (values.sum(dims, keepdim=True), values.new_tensor(local_count))
         total, count = all_reduce(communicator, local_sums, Reduce.SUM)
-        if num_values < 2:
-            # The numbers of all ranks together. A dry run could not read them from the tensor.
-            num_values = int(count)
-        if num_values == 1:
+        # With two values of its own, a rank knows that all ranks together have several. The count
+        # of all ranks is read only if it is needed: a dry run could not read it from the tensor.
+        known_count = local_count if local_count >= 2 else int(count)
+        if known_count == 1:
             # The words of torch's error.
             raise ValueError("Expected more than 1 value per channel when training, on all ranks")
         # If all batches are empty, the mean is 0, as the output has no values.
@@ -88,8 +88,9 @@ class SyncBatchNorm(_BatchNorm):
         squares = all_reduce(communicator, local_squares, Reduce.SUM)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if num_values > 1:
-                self._update_running_statistics(mean.flatten(), squares.flatten() / (count - 1))
+            if known_count > 1:
+                variance = squares / (count - 1)
+                self._update_running_statistics(mean.flatten(), variance.flatten())
 
         scale = torch.rsqrt(squares / divisor + self.eps)
         output = self._transform(centered, scale)
@@ -173,6 +174,7 @@ def synchronize_batch_norms(
     ranks = _RanksOfLayers(communicator)
     cleanup.callback(ranks.disconnect)
     sync_class: type[_BatchNorm] = SyncBatchNorm
+    # torch's class has kernels for GPUs only, and communicates over all ranks of the job.
     if device.type == "cuda" and communicator.size == dist.get_world_size():
         sync_class = nn.SyncBatchNorm
     for layer in layers:

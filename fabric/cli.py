@@ -2,30 +2,38 @@
 
 [Note: fabric run] ``fabric run`` starts the ranks of a script and supervises them like the launcher
 ``popen``. On one machine the ranks connect through a private file, so that no port is open on the
-network. On several machines the ranks connect through a port of machine 0.
+network. On several machines the commands meet at a port of machine 0, and start and end their ranks
+together; see ``[Note: Generations]`` in launchers/agent.py.
 
 [Note: late imports] Importing torch takes seconds. Functions import the modules that import torch,
 so that help and errors are printed at once.
 """
 
 import argparse
+import math
 import os
 import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric import __version__
 from fabric.environments import find_machines
 from fabric.errors import ConfigurationError, FabricError
-from fabric.world import World
+from fabric.world import World, read_integer_variable
+
+if TYPE_CHECKING:
+    from fabric.launchers.fork_server import ForkServer
+    from fabric.launchers.script import Script, ScriptEnd
 
 __all__ = ["main"]
 
@@ -86,6 +94,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_consolidate(commands)
     _add_plan(commands)
     _add_plot(commands)
+    _add_diff(commands)
     _add_doctor(commands)
     return parser
 
@@ -117,7 +126,7 @@ def _add_run(commands: Any) -> None:
         "--node-rank",
         metavar="R",
         type=_at_least(0),
-        help="number of this machine, from 0 (default: 0)",
+        help="number of this machine, from 0 (default: JOB_COMPLETION_INDEX of Kubernetes, or 0)",
     )
     parser.add_argument(
         "--main-address", metavar="H", help="host name of machine 0; needed with several machines"
@@ -133,9 +142,18 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--max-restarts",
         metavar="K",
-        type=_at_least(0),
-        default=0,
-        help="how often to start again after a failure, on one machine only (default: 0)",
+        type=_restart_limit,
+        default=_RestartLimit(0),
+        help="how often to start all ranks again after a failure (default: 0). K/1h counts the "
+        "restarts of the last hour; s, m, h and d are units. Machine 0 decides",
+    )
+    parser.add_argument(
+        "--node-timeout",
+        metavar="S",
+        type=_at_least(10),
+        default=600,
+        help="seconds to wait for a machine that is missing, before the first start and after a "
+        "failure (default: 600)",
     )
     parser.add_argument(
         "--log-dir",
@@ -264,6 +282,27 @@ def _add_plot(commands: Any) -> None:
     )
 
 
+def _add_diff(commands: Any) -> None:
+    """Add the subcommand ``fabric diff`` with its options."""
+    parser = _add_command(
+        commands,
+        "diff",
+        _diff,
+        summary="find the first difference between two runs",
+        description="Compare two runs by what fabric.fingerprint has written, and print the first "
+        "value that differs, in the order of the computation. Exits with 1 if any differs.",
+    )
+    parser.add_argument("first", metavar="RUN", help="the folder of a fingerprint")
+    parser.add_argument("second", metavar="OTHER", help="the folder of another fingerprint")
+    parser.add_argument(
+        "--close",
+        metavar="X",
+        type=float,
+        help="accept a distance of X times the norm, as between runs with other numbers of "
+        "processes, such as 1e-6 (default: compare bit by bit)",
+    )
+
+
 def _add_doctor(commands: Any) -> None:
     """Add the subcommand ``fabric doctor`` with its options."""
     parser = _add_command(
@@ -331,6 +370,39 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
+@dataclass(frozen=True)
+class _RestartLimit:
+    """The value of ``--max-restarts``.
+
+    Attributes:
+        count: how many restarts are allowed in a window.
+        window: the length of the window in seconds. By default all restarts of the job count.
+        text: the value as the user wrote it.
+    """
+
+    count: int
+    window: float = math.inf
+    text: str = "0"
+
+    def allows_restart(self, now: float, restart_times: Sequence[float]) -> bool:
+        """Return whether the job may restart now, after the restarts at earlier times."""
+        times_in_window = [time for time in restart_times if time > now - self.window]
+        return len(times_in_window) < self.count
+
+
+def _restart_limit(text: str) -> _RestartLimit:
+    """Convert the argument of ``--max-restarts``, such as ``"3"`` or ``"3/1h"``."""
+    match = re.fullmatch(r"(?P<count>\d+)(/(?P<number>\d*\.?\d+)(?P<unit>[smhd]))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 3, or 3/1h")
+    count = int(match["count"])
+    if match["number"] is None:
+        return _RestartLimit(count, text=text)
+    seconds_of_units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    window = float(match["number"]) * seconds_of_units[match["unit"]]
+    return _RestartLimit(count, window, text)
+
+
 def _consolidate(options: argparse.Namespace) -> int:
     """Run ``fabric consolidate``, and return the exit code."""
     from fabric.checkpoint.consolidate import consolidate
@@ -394,6 +466,17 @@ def _plot(options: argparse.Namespace) -> int:
     return 0
 
 
+def _diff(options: argparse.Namespace) -> int:
+    """Run ``fabric diff``, and return the exit code: 1 if the runs differ."""
+    from fabric.tools.run_diff import compare_runs
+
+    result = compare_runs(options.first, options.second, options.close)
+    print(result.text)
+    if result.is_equal:
+        return 0
+    return 1
+
+
 def _doctor(options: argparse.Namespace) -> int:
     """Run ``fabric doctor``, and return the exit code."""
     from fabric.tools.doctor import doctor
@@ -404,39 +487,115 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Run ``fabric run``, and return the exit code of the script's last attempt."""
     # Each of these calls raises a ConfigurationError if an option cannot work.
-    _check_script(options)
-    _read_machines(options)
-    _check_nodes(options)
-    _prepare_log_dir(options)
+    _require_script(options)
+    _fill_in_machine_options(options)
+    _require_consistent_machines(options)
+    _create_log_dir(options)
     worlds = _resolve_worlds(options)
     # These imports follow the checks, whose errors are then printed sooner.
-    from fabric.launchers.logs import RankLogs
-    from fabric.launchers.script import Script, run_script
+    from fabric.launchers.script import Script, script_fork_server
 
+    limit: _RestartLimit = options.max_restarts
     # torchrun sets the variables whose names begin with TORCHELASTIC. Scripts may read them.
     variables = _option_variables(options)
-    variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.max_restarts)
+    variables["TORCHELASTIC_MAX_RESTARTS"] = str(limit.count)
     script = Script(
         name=options.script,
         is_module=options.module,
         arguments=[options.script, *options.arguments],  # becomes sys.argv
         directory=os.getcwd(),
     )
-    exit_code = 0
-    for attempt in range(options.max_restarts + 1):
-        variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        if attempt > 0:
-            print(f"fabric run: restart {attempt} of {options.max_restarts}", file=sys.stderr)
+    server = None  # each rank starts in a new interpreter
+    if limit.count > 0:
+        server = script_fork_server(script, worlds)
+    attempts = _Attempts(options, script, worlds, variables, server)
+    if options.num_nodes in (None, 1):
+        return _run_on_one_machine(attempts, limit)
+    return _run_on_machines(attempts, limit)
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """What all starts of a script by this command have in common.
+
+    Attributes:
+        options: the parsed options.
+        script: the script.
+        worlds: the places of this machine's ranks.
+        variables: variables for the environment of the ranks.
+        server: the fork server that starts the ranks. None starts new interpreters.
+    """
+
+    options: argparse.Namespace
+    script: "Script"
+    worlds: Sequence[World]
+    variables: dict[str, str]
+    server: "ForkServer | None"
+
+    def run(
+        self, restart_count: int, port: int | None, should_end: Callable[[], bool]
+    ) -> "ScriptEnd":
+        """Start the ranks, and return when all of them have ended.
+
+        Args:
+            restart_count: how often the ranks have been started before.
+            port: the port through which the ranks connect. None on one machine.
+            should_end: a condition that ends the ranks early.
+        """
+        from fabric.launchers.logs import RankLogs
+        from fabric.launchers.script import run_script
+
+        variables = {**self.variables, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
         logs = None  # the ranks write to the terminal
-        if options.log_dir:
-            logs = RankLogs(options.log_dir, attempt, tee=options.tee)
+        if self.options.log_dir:
+            logs = RankLogs(self.options.log_dir, restart_count, tee=self.options.tee)
             print(f"fabric run: the ranks write to {logs.path('*')}", file=sys.stderr)
-        # Starts the ranks, and returns when all of them have ended.
-        script_end = run_script(script, worlds, variables, logs)
-        exit_code = script_end.exit_code
-        if exit_code == 0 or script_end.is_interrupted:
-            break
-    return exit_code
+        worlds = [replace(world, port=port) for world in self.worlds]
+        return run_script(self.script, worlds, variables, logs, self.server, should_end)
+
+
+def _run_on_one_machine(attempts: _Attempts, limit: _RestartLimit) -> int:
+    """Run the script, again after each failure if the limit allows. Return the exit code."""
+    from fabric.launchers.rank import PREEMPTED
+    from fabric.launchers.supervisor import never
+
+    restart_times: list[float] = []
+    while True:
+        script_end = attempts.run(len(restart_times), port=None, should_end=never)
+        script_end.print_report()
+        if script_end.exit_code in (0, PREEMPTED) or script_end.is_interrupted:
+            return script_end.exit_code
+        now = time.monotonic()
+        if not limit.allows_restart(now, restart_times):
+            return script_end.exit_code
+        restart_times.append(now)
+        print(f"fabric run: restart {len(restart_times)} of {limit.text}", file=sys.stderr)
+
+
+def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
+    """Run the script whenever all machines of the job start their ranks. Return the exit code."""
+    from fabric.launchers.agent import AgentConfig, NodeAgent
+
+    options = attempts.options
+    config = AgentConfig(
+        node_rank=options.node_rank,
+        num_nodes=options.num_nodes,
+        num_processes=len(attempts.worlds),
+        address=options.main_address,
+        port=options.main_port,
+        node_timeout=options.node_timeout,
+        restart_limit=limit.text,
+        allows_restart=limit.allows_restart,
+    )
+    # The agent of machine 0 serves the store of the ranks, and not rank 0.
+    attempts.variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with NodeAgent(config) as agent:
+        generation = agent.wait_for_generation()
+        while generation is not None:
+            script_end = attempts.run(generation.number, generation.port, agent.should_end_ranks)
+            agent.report(script_end)
+            generation = agent.wait_for_generation()
+        return agent.exit_code()
 
 
 def _option_variables(options: argparse.Namespace) -> dict[str, str]:
@@ -485,7 +644,7 @@ def _find_option_after_script(options: argparse.Namespace, name: str) -> str | N
     return match["value"]
 
 
-def _check_script(options: argparse.Namespace) -> None:
+def _require_script(options: argparse.Namespace) -> None:
     """Report a script or module that does not exist, before any process starts.
 
     ``parser.error`` raises a ConfigurationError.
@@ -515,7 +674,7 @@ def _check_script(options: argparse.Namespace) -> None:
         )
 
 
-def _read_machines(options: argparse.Namespace) -> None:
+def _fill_in_machine_options(options: argparse.Namespace) -> None:
     """Fill in options about machines that were not given.
 
     A platform that starts one command on each machine describes the machines in variables. The
@@ -539,13 +698,16 @@ def _read_machines(options: argparse.Namespace) -> None:
         for name, default in defaults.items():
             if getattr(options, name) is None:
                 setattr(options, name, default)
+    if options.node_rank is None and options.num_nodes not in (None, 1):
+        # Kubernetes sets it in each pod of an indexed job, which is a machine.
+        options.node_rank = read_integer_variable(os.environ, "JOB_COMPLETION_INDEX")
     if options.node_rank is None:
         options.node_rank = 0
     if options.main_port is None:
         options.main_port = _MAIN_PORT
 
 
-def _check_nodes(options: argparse.Namespace) -> None:
+def _require_consistent_machines(options: argparse.Namespace) -> None:
     """Report options about machines that contradict each other, before any process starts.
 
     ``parser.error`` raises a ConfigurationError.
@@ -569,15 +731,9 @@ def _check_nodes(options: argparse.Namespace) -> None:
             f"--num-nodes {num_nodes} needs --main-address, the host name of machine 0, the same "
             "on every machine"
         )
-    if options.max_restarts:
-        # The commands of different machines do not know of each other.
-        parser.error(
-            "--max-restarts works on one machine only: several machines would restart at different "
-            "times"
-        )
 
 
-def _prepare_log_dir(options: argparse.Namespace) -> None:
+def _create_log_dir(options: argparse.Namespace) -> None:
     """Create the folder of the ranks' logs, and report a folder that cannot be written to.
 
     Does nothing without ``--log-dir``. Called before any process starts.

@@ -114,18 +114,29 @@ def find_machines(env: Mapping[str, str]) -> Machines | None:
     if nodes_text is not None:
         variables = f"PET_NNODES={nodes_text}"
         node_rank = read_integer_variable(env, "PET_NODE_RANK") or 0
-        # torchrun also takes a least and a largest number of machines.
+        # torchrun also takes a least and a largest number of machines, such as "1:4".
         _, colon, largest_text = nodes_text.partition(":")
+        if colon and largest_text == "1":
+            return None
         if colon:
-            return None if largest_text == "1" else Machines(variables, None, node_rank)
+            # The number of machines may change while the job runs.
+            return Machines(variables, num_nodes=None, node_rank=node_rank)
         num_nodes = read_integer_variable(env, "PET_NNODES")
+        if num_nodes == 1:
+            return None
         address = read_variable(env, "PET_MASTER_ADDR")
         port = read_integer_variable(env, "PET_MASTER_PORT")
         # The number of processes may also be "auto", "cpu" or "gpu".
         processes_text = read_variable(env, "PET_NPROC_PER_NODE") or ""
         num_processes = int(processes_text) if processes_text.isdecimal() else None
-        machines = Machines(variables, num_nodes, node_rank, address, port, num_processes)
-        return None if num_nodes == 1 else machines
+        return Machines(
+            variables=variables,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            main_address=address,
+            main_port=port,
+            num_processes=num_processes,
+        )
     num_nodes = read_integer_variable(env, "SKYPILOT_NUM_NODES")
     if num_nodes is None or num_nodes == 1:
         return None
@@ -133,7 +144,12 @@ def find_machines(env: Mapping[str, str]) -> Machines | None:
     # One address a line, in the order of the machines.
     addresses = (read_variable(env, "SKYPILOT_NODE_IPS") or "").split()
     main_address = addresses[0] if addresses else None
-    return Machines(f"SKYPILOT_NUM_NODES={num_nodes}", num_nodes, node_rank, main_address)
+    return Machines(
+        variables=f"SKYPILOT_NUM_NODES={num_nodes}",
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        main_address=main_address,
+    )
 
 
 def refuse_to_train_alone(env: Mapping[str, str]) -> None:

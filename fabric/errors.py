@@ -8,8 +8,10 @@ The tree::
     ├── UsageError (RuntimeError)            a call in the wrong order or at the wrong time
     ├── MissingDependencyError (ImportError) an optional extra that is not installed
     ├── NonFiniteGradientError (RuntimeError) a gradient norm that is infinite or not a number
+    ├── TooManyBadStepsError (RuntimeError)  steps in a row that a guard has refused
     ├── RankFailedError (RuntimeError)       a process of the job raised, exited or was killed
     ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one is missing
+    ├── ReplicaDriftError (RuntimeError)     ranks that should hold the same do not
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── MissingEntryError (KeyError)     the checkpoint has no entry of a name
@@ -25,7 +27,7 @@ Other messages have one or two parts.
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +43,8 @@ __all__ = [
     "MissingEntryError",
     "NonFiniteGradientError",
     "RankFailedError",
+    "ReplicaDriftError",
+    "TooManyBadStepsError",
     "UnreadableCheckpointError",
     "UnsafeCheckpointError",
     "UsageError",
@@ -87,9 +91,41 @@ class FabricError(Exception):
         # attributes hold the other arguments, and the notes that were added to the error.
         return type(self), (self.request,), self.__dict__
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows for this error. IPython calls this method.
+
+        The lines contain the user's frames in this process and, if the error is that of a rank, in
+        the rank. Frames of fabric, of IPython, and of torch's calls of modules are left out.
+        """
+        from IPython import get_ipython  # installed, since IPython is the caller
+
+        def as_cell_name(file_match: re.Match[str]) -> str:
+            """Replace ``File "..."`` by IPython's name of a cell. Other files stay as they are."""
+            # A label and a name, such as ("Cell", "In[3]"), or None for a file that is not a cell.
+            label_and_name = get_ipython().compile.format_code_name(file_match["path"])
+            if label_and_name is None:
+                return file_match[0]  # unchanged
+            return " ".join(label_and_name)
+
+        package = re.escape(os.path.dirname(__file__))
+        # A frame is a line with the name of the file, and lines of code with more indentation.
+        slash = r"[/\\]"
+        hidden_files = (
+            rf"{package}{slash}|[^\"]+{slash}IPython{slash}"
+            rf"|[^\"]+{slash}torch{slash}nn{slash}(?:modules{slash}module\.py|parallel{slash})"
+        )
+        hidden_frames = rf'(?m)^  File "(?:{hidden_files}).*\n(?:    .*\n)*'
+        # The traceback of a rank is a part of str(self).
+        text = "".join(traceback.format_exception(self))
+        text = re.sub(hidden_frames, "", text)
+        text = re.sub('File "(?P<path>.+?)"', as_cell_name, text)
+        return text.splitlines()
+
 
 class _HiddenFrames:
     """A context that removes the frames of fabric from the traceback of an error of fabric.
+
+    They are also removed from a KeyboardInterrupt: nobody asks which line of fabric has waited.
 
     The traceback then ends at the line of the user, which the message is about. A generator with
     ``contextmanager`` would restore the frames.
@@ -102,7 +138,7 @@ class _HiddenFrames:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Remove the frames up to the caller of the function that has entered the context."""
-        if isinstance(error, FabricError):
+        if isinstance(error, FabricError | KeyboardInterrupt):
             # Python adds the frames of the callers when the error leaves this context.
             error.__traceback__ = None
 
@@ -144,6 +180,30 @@ class NonFiniteGradientError(FabricError, RuntimeError):
     """The norm of the gradients is infinite or not a number. No gradient was changed."""
 
 
+class TooManyBadStepsError(FabricError, RuntimeError):
+    """A guard has refused too many steps in a row. All ranks raise it.
+
+    Attributes:
+        steps: the numbers of the refused steps.
+        samples: the indices in the dataset of the samples of these steps, on all ranks. Empty if
+            they are not known, as in an iterable dataset.
+    """
+
+    def __init__(
+        self,
+        request: str,
+        problem: str = "",
+        expected: str = "",
+        suggestion: str = "",
+        *,
+        steps: Sequence[int] = (),
+        samples: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(request, problem, expected, suggestion)
+        self.steps = list(steps)
+        self.samples = list(samples)
+
+
 class RankFailedError(FabricError, RuntimeError):
     """A process of the job raised, exited or was killed.
 
@@ -176,34 +236,13 @@ class RankFailedError(FabricError, RuntimeError):
             return f"{text}\n{self.traceback.rstrip()}"
         return text
 
-    def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows for this error. IPython calls this method.
-
-        The lines contain the user's frames in this process and in the rank that failed. Frames of
-        fabric and of IPython are left out.
-        """
-        from IPython import get_ipython  # installed, since IPython is the caller
-
-        def as_cell_name(file_match: re.Match[str]) -> str:
-            """Replace ``File "..."`` by IPython's name of a cell. Other files stay as they are."""
-            # A label and a name, such as ("Cell", "In[3]"), or None for a file that is not a cell.
-            label_and_name = get_ipython().compile.format_code_name(file_match["path"])
-            if label_and_name is None:
-                return file_match[0]  # unchanged
-            return " ".join(label_and_name)
-
-        package = re.escape(os.path.dirname(__file__))
-        # A frame is a line with the name of the file, and lines of code with more indentation.
-        hidden_frames = rf'(?m)^  File "(?:{package}|[^"]+[/\\]IPython)[/\\].*\n(?:    .*\n)*'
-        # The text contains the traceback of the rank, which is a part of str(self).
-        text = "".join(traceback.format_exception(self))
-        text = re.sub(hidden_frames, "", text)
-        text = re.sub('File "(?P<path>.+?)"', as_cell_name, text)
-        return text.splitlines()
-
 
 class CollectiveMismatchError(FabricError, RuntimeError):
     """The ranks of a group make different calls. In checked mode also: a rank makes no call."""
+
+
+class ReplicaDriftError(FabricError, RuntimeError):
+    """Ranks hold different values of what they should hold alike, such as a parameter under DDP."""
 
 
 class CheckpointError(FabricError, RuntimeError):

@@ -27,8 +27,9 @@ class Hooks:
             result of a forward pass is the output, or None after an error. The result of a backward
             pass is the loss. The error is None if the pass did not raise.
         is_needed_uncompiled: functions that return whether the functions in ``before`` and
-            ``after`` need the next forward pass. If so, a module that was compiled after ``setup``
-            runs that pass uncompiled. ``torch.compile`` traces these functions.
+            ``after`` must run in the next forward pass. If one returns true, a module that was
+            compiled after ``setup`` runs that pass uncompiled, since compiled code leaves the
+            functions out. ``torch.compile`` traces these functions.
     """
 
     before: list[Callable[[], object]] = field(default_factory=list)

@@ -208,7 +208,7 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        """Warn that the name is deprecated, and pass the arguments on by their modern names."""
+        """Warn that the name is deprecated, and pass the arguments on, with defaults for None."""
         _warn_deprecated(
             "DDPSpawnPlugin(...)",
             'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for '

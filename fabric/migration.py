@@ -8,6 +8,7 @@ from collections.abc import Mapping
 __all__ = [
     "ACCELERATOR_NAMES",
     "KEYWORDS",
+    "METHODS",
     "PRECISION_NAMES",
     "STRATEGY_NAMES",
     "find_foreign_name",
@@ -64,14 +65,16 @@ STRATEGY_NAMES = {
     "xla": "ddp",
     "none": "auto",
     "no": "auto",
+    # A slip of "ddp". Its most similar name is "dp", which few mean.
+    "dpp": "ddp",
 }
 
-ACCELERATOR_NAMES = {"tpu": "auto", "xla": "auto", "hpu": "auto", "xpu": "auto", "npu": "auto"}
+ACCELERATOR_NAMES = {"tpu": "auto", "xla": "auto", "hpu": "auto", "npu": "auto"}
 
 _DEVICES = "Fabric(devices=2)"
 _FSDP = 'Fabric(strategy="fsdp"), or strategy=FSDPStrategy(...) for its options'
 _DDP = "Fabric(strategy=DDPStrategy(...)) for the options of DistributedDataParallel"
-_ACCUMULATE = "for window in fabric.accumulate(loader, steps=4): for batch in window: ..."
+_ACCUMULATE = "for batch, last in fabric.accumulate(loader, steps=4): ..."
 _LOOP = "the loop itself: for epoch in range(10): for batch in loader: ..."
 _LOGGERS = "Fabric(loggers=CSVLogger(folder)), and fabric.log(name, value)"
 
@@ -117,6 +120,63 @@ KEYWORDS = {
     "step_scheduler_with_optimizer": "scheduler.step() in the loop, once for each step",
     "sync_batchnorm": "model = fabric.sync_batchnorm(model) before fabric.setup(model)",
     "torch_tp_plugin": 'Fabric(strategy="model_parallel")',
+}
+
+_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
+_SETUP_LOADERS = "loader = fabric.setup_dataloaders(loader)"
+_IS_GLOBAL_ZERO = "if fabric.is_global_zero: ..."
+_NO_SYNC = "with fabric.no_backward_sync(model, enabled=not last): ..."
+_CLIP = "fabric.clip_gradients(model, optimizer, max_norm=1.0)"
+_RANK_ZERO_FIRST = "with fabric.rank_zero_first(): ..."
+
+# The methods and attributes of other toolkits that Fabric lacks.
+METHODS = {
+    "accumulate_grad_batches": _ACCUMULATE,
+    "check_trigger": "fabric.reduce_boolean_decision(flag, all=False)",
+    "clip_grad_norm_": _CLIP,
+    "clip_grad_value_": "fabric.clip_gradients(model, optimizer, clip_val=1.0)",
+    "end_training": "fabric.teardown()",
+    "fit": _LOOP,
+    "free_memory": "fabric.teardown(), or del model, optimizer",
+    "get_tracker": "fabric.logger",
+    "init_trackers": "fabric.log_hyperparams(config), after Fabric(loggers=...)",
+    "is_last_process": "if fabric.global_rank == fabric.world_size - 1: ...",
+    "is_local_main_process": "if fabric.local_rank == 0: ...",
+    "is_main_process": _IS_GLOBAL_ZERO,
+    "join_uneven_inputs": "with fabric.join(model): ...",
+    "load_checkpoint": 'fabric.load(path, {"model": model, "optimizer": optimizer})',
+    "load_state": 'fabric.load(path, {"model": model, "optimizer": optimizer, "loader": loader})',
+    "local_main_process_first": "with fabric.rank_zero_first(local=True): ...",
+    "local_process_index": "fabric.local_rank",
+    "log_metrics": "fabric.log_dict(metrics, step)",
+    "main_process_first": _RANK_ZERO_FIRST,
+    "manual_backward": "fabric.backward(loss)",
+    "mixed_precision": "fabric.precision",
+    "no_sync": _NO_SYNC,
+    "num_processes": "fabric.world_size",
+    "on_main_process": _IS_GLOBAL_ZERO,
+    "optimizer_step": "optimizer.step(), after fabric.backward(loss)",
+    "optimizer_step_was_skipped": "fabric.step_was_skipped(optimizer)",
+    "pad_across_processes": "fabric.all_gather(x, ragged=True), which needs no padding",
+    "prepare": f"{_SETUP}; {_SETUP_LOADERS}",
+    "prepare_data_loader": _SETUP_LOADERS,
+    "prepare_model": "model = fabric.setup(model)",
+    "prepare_optimizer": "optimizer = fabric.setup_optimizers(optimizer)",
+    "prepare_scheduler": "scheduler.step() in the loop: a scheduler needs no setup",
+    "print_rank_zero": "fabric.print(...)",
+    "process_index": "fabric.global_rank",
+    "rank": "fabric.global_rank",
+    "reduce": 'fabric.all_reduce(x, reduce_op="sum")',
+    "register_for_checkpointing": 'fabric.save(path, {"model": model, "other": other})',
+    "save_checkpoint": 'fabric.save(path, {"model": model, "optimizer": optimizer})',
+    "save_model": "fabric.save_pretrained(model, folder)",
+    "save_state": 'fabric.save(path, {"model": model, "optimizer": optimizer, "loader": loader})',
+    "set_seed": "fabric.seed_everything(seed)",
+    "skip_first_batches": 'fabric.load(path, {"loader": loader}), which resumes in the epoch',
+    "split_between_processes": "items[fabric.global_rank :: fabric.world_size]",
+    "sync_gradients": _ACCUMULATE,
+    "unwrap_model": "fabric.unwrap(model)",
+    "wait_for_everyone": "fabric.barrier()",
 }
 
 

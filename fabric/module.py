@@ -115,10 +115,11 @@ class FabricModule(nn.Module):
         if not hooks.before:
             return self._fabric_forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
+            # The hooks would break the graph of the compiler. So they are left out, unless a
+            # diagnostic needs them in this pass, which then runs uncompiled.
             for is_needed_uncompiled in hooks.is_needed_uncompiled:
                 if is_needed_uncompiled():
                     return torch.compiler.disable(self.__call__)(*args, **kwargs)
-            # The hooks would break the graph.
             return self._fabric_forward(*args, **kwargs)
         try:
             for function in hooks.before:

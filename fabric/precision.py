@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fabric.accelerators import EntryPoint
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.migration import PRECISION_NAMES
 from fabric.tree import map_tensors
@@ -38,6 +37,7 @@ __all__ = [
     "parse_precision",
 ]
 
+# Editors complete the names. Any other text may come from a file.
 PrecisionName = (
     Literal[
         "32-true",
@@ -54,7 +54,7 @@ PrecisionName = (
         32,
         16,
     ]
-    | EntryPoint
+    | str
 )
 
 # The names of the methods of nn.Module that convert floating parameters and buffers to a dtype.
@@ -155,7 +155,8 @@ class Precision:
             f"Precision(name={self.name!r}, {field}={dtype!r})",
             problem="torch does not train in this dtype",
             expected=f"{', '.join(map(str, supported_dtypes))} or None",
-            suggestion="None, and a subclass that overrides convert_module and forward_context",
+            suggestion=f"{field}=None, in a subclass of Precision that overrides convert_module "
+            "and forward_context",
         )
 
     def convert_module(self, module: nn.Module) -> None:

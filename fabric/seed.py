@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fabric.device_modules import device_module, initialized_device_module
 from fabric.errors import ConfigurationError
 
 __all__ = [
@@ -180,18 +181,20 @@ class RandomStreams:
 def rng_state() -> dict[str, Any]:
     """Return the states of the random streams of python, numpy and torch.
 
-    numpy's stream is included if numpy has been imported, and CUDA's streams once CUDA is
-    initialized.
+    numpy's stream is included if numpy has been imported. The streams of a GPU or other accelerator
+    are included once this process has used it.
 
     Returns:
         A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)``
         reads it back.
     """
     state = RandomStreams(("python", "numpy", "torch")).state()
-    if torch.cuda.is_initialized():
-        state["cuda"] = {
-            "current": torch.cuda.current_device(),
-            "states": torch.cuda.get_rng_state_all(),
+    # None if this process has used no GPU or other accelerator yet.
+    hardware = initialized_device_module()
+    if hardware is not None:
+        state[hardware.name] = {
+            "current": torch.accelerator.current_device_index(),
+            "states": hardware.module.get_rng_state_all(),
         }
     return state
 
@@ -199,12 +202,14 @@ def rng_state() -> dict[str, Any]:
 def stream_digests() -> dict[str, str]:
     """Return a short text for the state of each random stream, by the name of the stream.
 
-    Equal texts mean equal states. Of the CUDA streams, only the stream of the current device
-    counts.
+    Equal texts mean equal states. Of the streams of a GPU or other accelerator, only the stream of
+    the current device counts.
     """
     state = RandomStreams(("python", "numpy", "torch")).state()
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        state["cuda"] = torch.cuda.get_rng_state()
+    hardware = initialized_device_module()
+    # While a CUDA graph is captured, the state of the stream cannot be read.
+    if hardware is not None and not torch.cuda.is_current_stream_capturing():
+        state[hardware.name] = hardware.module.get_rng_state()
     digests: dict[str, str] = {}
     for name, stream_state in state.items():
         if isinstance(stream_state, torch.Tensor):
@@ -217,9 +222,9 @@ def stream_digests() -> dict[str, str]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the streams to the result of :func:`rng_state`.
 
-    The CUDA device that is current now gets the state of the device that was current then, since a
-    resumed rank may use another device. The other devices are restored by index. Entries for numpy
-    or CUDA are ignored in a process that does not use numpy or CUDA.
+    The GPU or other accelerator that is current now gets the state of the device that was current
+    then, since a resumed rank may use another device. The other devices are restored by index.
+    Entries for numpy or hardware are ignored in a process that does not have them.
 
     Raises:
         KeyError: ``state`` is not a result of :func:`rng_state`. Nothing was changed.
@@ -227,15 +232,18 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     # Every result of rng_state() has this entry. A wrong argument raises here, before any change.
     torch.set_rng_state(state["torch"])
     RandomStreams(("python", "numpy")).restore(state)
-    cuda = state.get("cuda")
-    if cuda is None or not torch.cuda.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type not in state:
         return
-    device_states = cuda["states"]
-    for device in range(min(len(device_states), torch.cuda.device_count())):
-        torch.cuda.set_rng_state(device_states[device], device)
+    saved = state[device.type]
+    device_states = saved["states"]
+    set_state = device_module(device.type).set_rng_state
+    # The process that saved the states may have seen more or fewer devices than this one.
+    for index in range(min(len(device_states), torch.accelerator.device_count())):
+        set_state(device_states[index], index)
     # This call is the last, since the loop has given the current device the state of its index.
-    state_of_current = device_states[cuda["current"]]
-    torch.cuda.set_rng_state(state_of_current, torch.cuda.current_device())
+    state_of_current = device_states[saved["current"]]
+    set_state(state_of_current, torch.accelerator.current_device_index())
 
 
 def _seed_streams(seed: int, rank: int) -> None:

@@ -106,8 +106,7 @@ class JobStore:
                 not wait. The result has no entry for a rank that does not publish in this time.
         """
         key_of_rank = {rank: f"{topic}/{rank}" for rank in ranks}
-        # Waits for the keys, and adds those that exist to _existing_keys.
-        self._find_keys(set(key_of_rank.values()), max_wait)
+        self._note_existing_keys(set(key_of_rank.values()), max_wait)
         published_keys: dict[int, str] = {}
         for rank, key in key_of_rank.items():
             if key in self._existing_keys:
@@ -118,11 +117,11 @@ class JobStore:
         texts = self._store.multi_get(list(published_keys.values()))
         return dict(zip(published_keys, map(json.loads, texts), strict=True))
 
-    def _find_keys(self, keys: Set[str], max_wait: float) -> None:
+    def _note_existing_keys(self, keys: Set[str], max_wait: float) -> None:
         """Add those of ``keys`` that exist in the store to ``_existing_keys``.
 
         The method returns once all keys exist, or after ``max_wait`` seconds. Each key is checked
-        at least once.
+        at least once. A noted key is never checked again, since keys are not removed.
         """
         deadline = time.monotonic() + max_wait
         missing = keys - self._existing_keys
@@ -163,7 +162,7 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     if world.store is not None:
         # The optional number of workers is left out. With this number, the store would remove its
-        # file when the first of several runtimes closes.
+        # file when the first of several Fabric objects closes its store.
         return dist.FileStore(world.store.removeprefix("file://"))
     if world.port is None:
         raise ConfigurationError(
@@ -205,20 +204,22 @@ def unused_key_prefix(store: dist.Store, world: World, timeout: timedelta) -> st
     # connected, and are counted as without torchrun.
     is_store_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_store_of_torchrun and not dist.is_initialized():
-        return _agree_on_name(store, world, timeout)
+        return _agree_on_prefix(store, world, timeout)
     return str(store.add(f"fabric/runtime/{world.rank}", 1))
 
 
-def _agree_on_name(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """Return a new name that rank 0 has drawn and all living ranks have confirmed.
+def _agree_on_prefix(store: dist.Store, world: World, timeout: timedelta) -> str:
+    """Return a prefix for the ranks of this start, drawn by rank 0 and confirmed by all ranks.
 
-    The store may contain what ranks wrote before a restart, so ranks exchange names that no earlier
-    rank can know:
+    The store may contain what ranks wrote before a restart, so ranks exchange random texts that no
+    earlier rank can know:
 
-    1. Each other rank publishes a name of its own.
-    2. Rank 0 writes its name under the names of all ranks. Some of the names may have been left by
-       dead ranks, and a living rank replaces such a name, so rank 0 repeats this step.
-    3. Each other rank reads rank 0's name, and confirms it by publishing a value under this name.
+    1. Each other rank publishes a mailbox: a key of its own, under which it waits for the prefix.
+    2. Rank 0 writes the prefix to the mailboxes of all ranks. Some of the mailboxes may have been
+       published by dead ranks. A living rank publishes its own mailbox instead, so rank 0 repeats
+       this step.
+    3. Each other rank reads the prefix from its mailbox, and confirms it by publishing a value with
+       the prefix as the topic.
 
     Args:
         store: the store that the ranks share.
@@ -226,22 +227,22 @@ def _agree_on_name(store: dist.Store, world: World, timeout: timedelta) -> str:
         timeout: how long rank 0 waits for the confirmations.
     """
     job_store = JobStore(store, world.rank, world.world_size)
-    name = uuid.uuid4().hex
     if world.rank != 0:
-        job_store.publish("fabric/name", name)
-        rank0_name = store.get(name).decode()  # waits until rank 0 has written the key
-        job_store.publish(rank0_name, name)  # the confirmation; its value is not used
-        return rank0_name
+        mailbox = uuid.uuid4().hex
+        job_store.publish("fabric/name", mailbox)
+        prefix = store.get(mailbox).decode()  # waits until rank 0 has written the key
+        job_store.publish(prefix, "")  # the confirmation; its value is not used
+        return prefix
+    prefix = uuid.uuid4().hex
     missing_ranks = set(range(1, world.world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     while missing_ranks:
-        # Each other rank waits for the key that is its own name.
-        for rank_name in job_store.read("fabric/name", missing_ranks).values():
-            job_store.set(rank_name, name)
-        confirmations = job_store.read(name, missing_ranks, max_wait=_POLL_SECONDS)
+        for mailbox in job_store.read("fabric/name", missing_ranks).values():
+            job_store.set(mailbox, prefix)
+        confirmations = job_store.read(prefix, missing_ranks, max_wait=_POLL_SECONDS)
         missing_ranks -= confirmations.keys()
         if time.monotonic() > deadline:
             raise dist.DistStoreError(
                 f"ranks {missing_ranks} of {world.world_size} have not connected within the timeout"
             )
-    return name
+    return prefix

@@ -149,13 +149,14 @@ def describe_keys(structure: Structure) -> str:
     if structure is None:
         return ""
     keys = structure.keys
-    if _STRING_TYPES.issuperset(map(type, keys)):  # the common case, which is fast
-        text = ", ".join(keys)
-    elif isinstance(keys, range):  # a sequence
+    if isinstance(keys, range):  # a sequence
         text = str(keys)
     else:
-        # A sort key leaves out what differs between processes, such as an address.
-        text = str(list(map(_sort_key, keys)))
+        try:
+            text = ", ".join(keys)  # the common case
+        except TypeError:  # not all keys are strings
+            # A sort key leaves out what differs between processes, such as an address.
+            text = str(list(map(_sort_key, keys)))
     if isinstance(structure.children, int):  # all children are leaves, which have no keys
         return text
     inner = "; ".join(map(describe_keys, structure.children))
@@ -337,7 +338,8 @@ def _split_registered(
         return _split_sequence(values, rebuild)
 
     def build(items: dict[Any, Tree]) -> Tree:
-        # `rebuild` takes the children in the mapping's own order, not in sorted order.
+        # _split_mapping() visits the items by sorted keys. `rebuild` takes them in the order of the
+        # mapping.
         return rebuild([items[key] for key in tree])
 
     return _split_mapping(tree, build)
@@ -531,9 +533,9 @@ def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
 
 
 def _holds_tensor(leaf: Leaf) -> bool:
-    """Return whether an attribute of an object is a tensor, or a collection with a tensor in it.
+    """Return whether an attribute of a leaf is a tensor, or a collection with a tensor in it.
 
-    Only the first level of a collection is searched.
+    Such a leaf looks like data. Only the first level of a collection is searched, which is fast.
     """
     attributes = getattr(leaf, "__dict__", {})  # objects with __slots__ have no dict
     for value in attributes.values():

@@ -9,6 +9,7 @@ import torch
 from fabric import accelerators
 from fabric.accelerators import Accelerator
 from fabric_compat.missing import missing
+from fabric_compat.registry import Registry
 
 num_cuda_devices = torch.cuda.device_count
 is_cuda_available = torch.cuda.is_available
@@ -73,24 +74,17 @@ class MPSAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
     """The GPU of a Mac."""
 
 
-class _Registry(dict[str, dict[str, Any]]):
-    """The accelerators by name."""
+class _AcceleratorRegistry(Registry):
+    """The accelerators of this process."""
 
-    def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]["accelerator"]()
+    _kind = "accelerator"
 
     def available_accelerators(self) -> set[str]:
         return set(self)
 
 
-ACCELERATOR_REGISTRY = _Registry(
-    {
-        "cpu": {"accelerator": CPUAccelerator},
-        "cuda": {"accelerator": CUDAAccelerator},
-        "mps": {"accelerator": MPSAccelerator},
-    }
+ACCELERATOR_REGISTRY = _AcceleratorRegistry(
+    {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
 )
 
 

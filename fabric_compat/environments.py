@@ -52,7 +52,7 @@ class ClusterEnvironment(ABC):
     @abstractmethod
     def node_rank(self) -> int: ...
 
-    def _do_nothing(self, *args: Any) -> None:
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing. Subclasses may override the methods below."""
 
     set_world_size = _do_nothing
@@ -216,7 +216,10 @@ class SLURMEnvironment(_VariableEnvironment):
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
         """Return the first host of a list of nodes, such as ``host5`` of ``host[5-9],login``."""
-        first_host = environments.SlurmEnvironment()._read_first_host({"SLURM_NODELIST": nodes})
+        # The names may be separated by commas, by spaces, or by both.
+        node_list = ",".join(nodes.replace(",", " ").split())
+        variables = {"SLURM_NODELIST": node_list}
+        first_host = environments.SlurmEnvironment()._read_first_host(variables)
         return first_host or nodes
 
     @staticmethod

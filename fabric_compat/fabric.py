@@ -4,28 +4,30 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
 
 from fabric._fabric import Fabric as _Fabric
 from fabric._fabric import _single_or_tuple, _without_schedulers
 from fabric._plan import _parse_accelerator
 from fabric._torch import compile_as, uncompiled
 from fabric.accelerators import Accelerator
-from fabric.data.sharding import ShardedSampler
+from fabric.data import FabricDataLoader
 from fabric.errors import ConfigurationError
-from fabric.strategies import SingleDeviceStrategy, Strategy
+from fabric.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
 from fabric_compat import strategies
-from fabric_compat.accelerators import with_lightning_methods
+from fabric_compat.accelerators import ACCELERATOR_REGISTRY, with_lightning_methods
 from fabric_compat.loggers import Loggers
 from fabric_compat.plugins import (
     AsEnvironment,
@@ -34,7 +36,15 @@ from fabric_compat.plugins import (
     Precision,
     precision_object,
 )
-from fabric_compat.utilities import convert_to_tensors, name_of_reduction, seed_everything
+from fabric_compat.utilities import (
+    _distributed_sampler,
+    _update_dataloader,
+    convert_to_tensors,
+    has_iterable_dataset,
+    name_of_reduction,
+    pl_worker_init_function,
+    seed_everything,
+)
 from fabric_compat.wrappers import _FabricModule, mark_set_up
 
 _DEFAULTS = {
@@ -43,6 +53,11 @@ _DEFAULTS = {
     "devices": "auto",
     "num_nodes": 1,
     "precision": None,
+}
+# What a name of the user stands for, by the argument of Fabric.
+_REGISTRIES = {
+    "accelerator": ACCELERATOR_REGISTRY,
+    "strategy": strategies.STRATEGY_REGISTRY,
 }
 
 
@@ -58,10 +73,12 @@ class Fabric(_Fabric):
 
     def __init__(self, *, plugins: Any = None, **options: Any) -> None:
         options = _with_variables({**_DEFAULTS, **options})
+        for name, registry in _REGISTRIES.items():
+            # A name of fabric's own is left to fabric.
+            if isinstance(options[name], str) and registry.of_user(options[name]):
+                options[name] = registry.get(options[name])
         strategy = options["strategy"]
-        if isinstance(strategy, str):
-            options["strategy"] = strategies.STRATEGY_REGISTRY.get(strategy, strategy)
-        elif isinstance(strategy, SingleDeviceStrategy):
+        if isinstance(strategy, SingleDeviceStrategy):
             # Each of several processes may have its own single device.
             options.setdefault("environment", "none")
         sorted_plugins = _sort_plugins(as_list(plugins))
@@ -73,13 +90,11 @@ class Fabric(_Fabric):
         if options["precision"] is not None:
             options["precision"] = precision_object(options["precision"])
         super().__init__(**options)
+        strategies.refuse_uncalled_methods(self.strategy)
         checkpoint_io = sorted_plugins.get("checkpoint_io")
         if checkpoint_io is not None:
             self.strategy.checkpoint_io = checkpoint_io
-        # A strategy given by name becomes an object of this package's class of the same name.
-        strategy_class = type(self.strategy)
-        compat_class = vars(strategies).get(strategy_class.__name__, strategy_class)
-        self.strategy.__class__ = compat_class
+        strategies.with_lightning_methods(self.strategy)
         self._launched = False
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
@@ -201,14 +216,74 @@ class Fabric(_Fabric):
             mark_set_up(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
-    def setup_dataloaders(self, *loaders: Any, **options: Any) -> Any:
-        """Set up loaders. The samplers of sharded loaders have ``set_epoch``."""
-        prepared = super().setup_dataloaders(*loaders, **options)
-        for loader in as_list(prepared):
-            sampler = loader.sampler
-            if isinstance(sampler, ShardedSampler) and not hasattr(sampler, "set_epoch"):
-                vars(sampler)["set_epoch"] = loader.set_epoch
-        return prepared
+    def setup_dataloaders(
+        self,
+        *loaders: Any,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Set up loaders, whose samples have Lightning's order on every rank.
+
+        Under a strategy for several processes, a ``DistributedSampler`` takes the place of the
+        sampler, with the seed of ``seed_everything``. Data without indices is not sharded.
+
+        Args:
+            *loaders: The loaders.
+            use_distributed_sampler: Whether to shard data with indices over the ranks.
+            move_to_device: Whether batches move to the device of this process.
+            **options: ``overlap_copies`` and ``uneven``, as in ``fabric``.
+
+        Raises:
+            ValueError: There is no loader, or one is set up already.
+        """
+        if not loaders:
+            raise ValueError("setup_dataloaders() without a loader: pass at least one DataLoader")
+        session = self._ensure_session("setup_dataloaders")
+        device = session.runtime.device if move_to_device else None
+        prepared: list[Any] = []
+        for loader in loaders:
+            shard = use_distributed_sampler and not has_iterable_dataset(loader)
+            fabric_loader = session.setup_loader(
+                self._as_in_lightning(loader, shard),
+                shard=shard,
+                device=device,
+                seed_workers=False,
+                **options,
+            )
+            # FabricDataLoader.__setattr__ would set the attribute of the user's loader.
+            vars(fabric_loader)["device"] = device
+            prepared.append(fabric_loader)
+        if len(prepared) > 1:
+            return prepared
+        return prepared[0]
+
+    def _as_in_lightning(self, loader: Any, shard: bool) -> Any:
+        """Return a loader with Lightning's sampler and random streams of workers.
+
+        Objects that ``setup_loader`` refuses are returned unchanged.
+        """
+        if isinstance(loader, FabricDataLoader) or not isinstance(loader, DataLoader):
+            return loader
+        shares = self._sampler_shares()
+        # Fabric shards the batches of a batch sampler without a sampler.
+        has_sampler = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
+        is_sharded = isinstance(loader.sampler, DistributedSampler)
+        if shard and shares is not None and has_sampler and not is_sharded:
+            loader = _update_dataloader(loader, _distributed_sampler(loader, shares))
+        has_seeds = os.environ.get("PL_SEED_WORKERS") == "1"
+        if has_seeds and loader.worker_init_fn is None:
+            loader = copy(loader)
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+        return loader
+
+    def _sampler_shares(self) -> dict[str, int] | None:
+        """Return this rank's share of the samples, or None under a strategy of one process."""
+        shares = self.strategy.distributed_sampler_kwargs
+        has_processes = isinstance(self.strategy, ParallelStrategy)
+        if shares is None and has_processes and not self.strategy.drives_all_devices:
+            return {"num_replicas": 1, "rank": 0}
+        return shares
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
@@ -216,6 +291,13 @@ class Fabric(_Fabric):
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         """Compute gradients. ``model`` has no effect: Lightning needs it for DeepSpeed."""
         super().backward(tensor, *args, **kwargs)
+
+    def clip_gradients(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Clip gradients of a module that was set up, given as the user's own or as the result."""
+        model = self._prepared_module(module) if isinstance(module, nn.Module) else None
+        if model is None:
+            model = module
+        return super().clip_gradients(model, *args, **kwargs)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``hook_name`` of the callbacks that have it.
@@ -262,6 +344,18 @@ class Fabric(_Fabric):
 
         return map_tensors(fill_with_result, data)
 
+    def save(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save a checkpoint to a path, which may begin with ``~`` and contain variables."""
+        return super().save(_expand(path), *args, **kwargs)
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint from a path, which may begin with ``~`` and contain variables."""
+        return super().load(_expand(path), *args, **kwargs)
+
+    def load_raw(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Load a state dict from a path, which may begin with ``~`` and contain variables."""
+        super().load_raw(_expand(path), *args, **kwargs)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Call ``print`` on the first process of each machine."""
         if self.local_rank == 0:
@@ -273,6 +367,10 @@ class Fabric(_Fabric):
     ) -> int:
         """Seed Python, NumPy and torch, and loader workers unless ``workers=False``."""
         return seed_everything(seed, workers is not False, verbose)
+
+
+def _expand(path: Any) -> str:
+    return os.path.expandvars(os.path.expanduser(path))
 
 
 def _with_variables(options: dict[str, Any]) -> dict[str, Any]:

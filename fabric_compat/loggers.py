@@ -7,12 +7,13 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from fabric import loggers as fabric_loggers
 from fabric.loggers.loggers import Loggers as _Loggers
 from fabric_compat.plugins import set_default_rank
+from fabric_compat.utilities import convert_tensors_to_scalars
 
 
 class Logger(ABC):
@@ -47,7 +48,7 @@ class Loggers(_Loggers):
 
 def _as_scalar(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item()
+        return convert_tensors_to_scalars(value)
     return value
 
 
@@ -127,7 +128,7 @@ class _FileLogger(Logger):
     def _add_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         if not self._prefix:
             return dict(metrics)
-        return {f"{self._prefix}/{name}": value for name, value in metrics.items()}
+        return {f"{self._prefix}-{name}": value for name, value in metrics.items()}
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -139,45 +140,69 @@ class _FileLogger(Logger):
 
 
 class _ExperimentWriter:
-    """The file of a :class:`CSVLogger`. Every row is on disk at once."""
+    """The rows of a :class:`CSVLogger`, which :meth:`save` appends to the file.
+
+    Attributes:
+        metrics: the rows that are not in the file yet.
+    """
 
     NAME_METRICS_FILE = "metrics.csv"
 
-    def __init__(self, logger: Any, log_dir: str) -> None:
-        self._logger = logger
+    def __init__(self, log_dir: str) -> None:
+        self.metrics: list[dict[str, Any]] = []
         self.log_dir = log_dir
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        self._logger = fabric_loggers.CSVLogger(log_dir, "", "")
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row. The number of the step takes the place of a metric of this name."""
+        """Keep a row. The number of the step takes the place of a metric of this name."""
+        if step is None:
+            step = len(self.metrics)
         row = {name: _as_scalar(value) for name, value in metrics_dict.items()}
-        self._logger.append_row({**row, "step": step})
+        self.metrics.append({**row, "step": step})
 
     def save(self) -> None:
-        """Do nothing, since every row is in the file already."""
+        """Append the rows to the file."""
+        for row in self.metrics:
+            self._logger.append_row(row)
+        self.metrics = []
 
 
 class CSVLogger(_FileLogger):
     """A logger that writes ``metrics.csv`` and ``hparams.json``.
 
-    Every row is on disk at once. ``flush_logs_every_n_steps`` has no effect.
+    The rows are in the file after each step whose number, plus 1, is a multiple of
+    ``flush_logs_every_n_steps``, after :meth:`save`, and when the ``Fabric`` ends. An existing file
+    is continued.
     """
 
     _logger_class = fabric_loggers.CSVLogger
-    _next_step = 0
+
+    def __init__(self, *args: Any, flush_logs_every_n_steps: int = 100, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._flush_logs_every_n_steps = flush_logs_every_n_steps
 
     @cached_property
-    def _writer(self) -> _ExperimentWriter:
-        return _ExperimentWriter(self._logger, self.log_dir)
+    def _experiment(self) -> _ExperimentWriter:
+        return _ExperimentWriter(self.log_dir)
 
-    experiment = property(rank_zero_experiment(lambda self: self._writer))
+    experiment = property(rank_zero_experiment(lambda self: self._experiment))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if step is None:
-            step = self._next_step
-        self._next_step = step + 1
-        self._writer.log_metrics(self._add_prefix(metrics), step)
+            step = len(self._experiment.metrics)
+        self._experiment.log_metrics(self._add_prefix(metrics), step)
+        if (step + 1) % self._flush_logs_every_n_steps == 0:
+            self.save()
+
+    @rank_zero_only
+    def save(self) -> None:
+        self._experiment.save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
 
 
 class TensorBoardLogger(_FileLogger):
@@ -202,3 +227,13 @@ class TensorBoardLogger(_FileLogger):
 
     def save(self) -> None:
         self.experiment.flush()
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Write the graph of a module for an input, by default its ``example_input_array``."""
+        if input_array is None:
+            input_array = getattr(model, "example_input_array", None)
+        if input_array is None:
+            rank_zero_warn("log_graph() writes no graph: there is no input_array")
+            return
+        self.experiment.add_graph(model, input_array)

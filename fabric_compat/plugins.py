@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as FabricPrecision
+from fabric.store import find_store
 from fabric.tree import map_tensors
 from fabric.world import World, read_variable
 from fabric_compat.environments import (
@@ -82,6 +83,9 @@ class Precision(FabricPrecision):
             cls.forward_context = lambda self, device_type="": override(self)
 
     def forward_context(self, device_type: str = "") -> AbstractContextManager[Any]:
+        """Return autocast, or the default dtype of a ``*-true`` precision."""
+        if self.param_dtype is not None:
+            return self.tensor_init_context()
         if not device_type:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         return super().forward_context(device_type)
@@ -388,12 +392,25 @@ class SingleDeviceCollective(Collective):
         return [tensor]
 
 
+def _init_process_group(**kwargs: Any) -> None:
+    """Call ``init_process_group``, by default with the ranks and the store of ``fabric run``."""
+    world = World.from_env(os.environ)
+    has_method = not kwargs.keys().isdisjoint({"init_method", "store"})
+    if world is not None and world.store is not None and not has_method:
+        job_store = find_store(world, kwargs.get("timeout", default_pg_timeout))
+        # A Fabric of the same processes uses other keys of the store.
+        kwargs["store"] = dist.PrefixStore("fabric_compat", job_store)
+        kwargs.setdefault("rank", world.rank)
+        kwargs.setdefault("world_size", world.world_size)
+    dist.init_process_group(**kwargs)
+
+
 class TorchCollective(Collective):
     """``torch.distributed`` over a group. Without :meth:`create_group`, the whole job."""
 
     is_available = staticmethod(dist.is_available)
     is_initialized = staticmethod(dist.is_initialized)
-    init_group = staticmethod(dist.init_process_group)
+    init_group = staticmethod(_init_process_group)
     new_group = staticmethod(dist.new_group)
 
     @property

@@ -1,17 +1,56 @@
 """Fabric's strategies with Lightning's names and arguments."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
+from torch.optim import Optimizer
 
 from fabric import strategies
 from fabric._plan import STRATEGIES
-from fabric.strategies import *  # noqa: F403 # pyright: ignore[reportAssignmentType]
+from fabric._session import prepared_module
+from fabric._torch import has_nan, uncompiled
+from fabric.checkpoint.async_save import AsyncSaver
+from fabric.checkpoint.full_tensors import ShardGatherer
+from fabric.checkpoint.save_load import CheckpointCoordinator, builtin_format
+from fabric.checkpoint.state import StateDicts
+from fabric.errors import ConfigurationError
+from fabric.runtime import Runtime
+from fabric.strategies import ParallelStrategy, Strategy, StrategyName
+from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter
 from fabric_compat.missing import missing
+from fabric_compat.registry import Registry
+
+__all__ = [
+    "STRATEGY_REGISTRY",
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "StrategyName",
+    "TBroadcast",
+]
 
 TBroadcast = TypeVar("TBroadcast")
+
+# The methods of a strategy that Lightning's Fabric calls, and this Fabric does not.
+_UNCALLED_METHODS = (
+    "backward",
+    "clip_gradients_norm",
+    "clip_gradients_value",
+    "load_checkpoint",
+    "optimizer_step",
+    "process_dataloader",
+    "save_checkpoint",
+    "setup_module_and_optimizers",
+)
 
 
 __getattr__ = partial(missing, __name__)
@@ -21,7 +60,101 @@ def _has_fsdp_modules(module: nn.Module) -> bool:
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
-class DDPStrategy(strategies.DDPStrategy):
+class _LightningStrategy(Strategy):
+    """The methods of a strategy that Lightning has, which scripts call without a ``Fabric``, too.
+
+    A strategy that is not started is the only rank of a job, as in Lightning.
+    """
+
+    @property
+    def runtime(self) -> Runtime:
+        if self._runtime is None and not dist.is_initialized():
+            runtime = self._standalone_runtime()
+            if runtime.world.world_size == 1:
+                return runtime
+        return super().runtime
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Prepare a module and its optimizers. May be collective."""
+        self.check_setup(module, optimizers)
+        prepared = self.setup_module(module)
+        for optimizer in optimizers:
+            self.setup_optimizer(optimizer)
+        return prepared, list(optimizers), scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        """Prepare an optimizer in place, and return it."""
+        super().setup_optimizer(optimizer)
+        return optimizer
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer. May be collective."""
+        return self.full_state(optimizer.state_dict())
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write a checkpoint as ``Fabric.save`` does. Collective: every rank must call it.
+
+        Raises:
+            TypeError: there are ``storage_options``, which need a ``CheckpointIO`` of the user.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options: save with a CheckpointIO of your own")
+        self._coordinator().save(path, state, filter=filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Restore a checkpoint as ``Fabric.load`` and ``load_raw`` do.
+
+        Collective: every rank must call it.
+        """
+        refuses_code = weights_only is not False  # None means True
+        coordinator = self._coordinator()
+        if isinstance(state, nn.Module | Optimizer):
+            coordinator.load_raw(path, state, strict=strict, weights_only=refuses_code, rename=None)
+            return {}
+        return coordinator.load(path, state, strict=strict, weights_only=refuses_code)
+
+    def _coordinator(self) -> CheckpointCoordinator:
+        """Return what saves and loads the checkpoints of this strategy."""
+        runtime = self.runtime
+        gatherer = ShardGatherer(
+            runtime.communicator, runtime.communicator_over, runtime.device, self.full_state
+        )
+        return CheckpointCoordinator(
+            runtime.communicator,
+            AsyncSaver(runtime.background_communicator),
+            io=self.checkpoint_io or builtin_format(self.saves_shards),
+            state_dicts=StateDicts(self, prepared_module),
+            gatherer=gatherer,
+        )
+
+
+class SingleDeviceStrategy(_LightningStrategy, strategies.SingleDeviceStrategy):
+    """One process on one device, by default the CPU."""
+
+    def __init__(self, device: Any = "cpu", *args: Any, **kwargs: Any) -> None:
+        for name, value in zip(("accelerator", "checkpoint_io", "precision"), args, strict=False):
+            kwargs[name] = value
+        super().__init__(device, **kwargs)
+
+    # The collectives of one process return what they are given.
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        return tensor
+
+    def all_reduce(self, collection: Any, *_: Any, **__: Any) -> Any:
+        return collection
+
+
+class DataParallelStrategy(_LightningStrategy, strategies.DataParallelStrategy):
+    """Data parallelism in one process."""
+
+
+class DDPStrategy(_LightningStrategy, strategies.DDPStrategy):
     """DDP over all processes, or over the processes of ``process_group``."""
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
@@ -30,7 +163,7 @@ class DDPStrategy(strategies.DDPStrategy):
             self.ddp_kwargs["process_group"] = process_group
 
 
-class FSDPStrategy(strategies.FSDPStrategy):
+class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
     """FSDP2 with the options of FSDP1.
 
     ``activation_checkpointing_policy`` takes the three arguments of a policy for wrapping.
@@ -45,36 +178,98 @@ class FSDPStrategy(strategies.FSDPStrategy):
         super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
         self._first_fsdp_options.clear()
 
-
-class _Registry(dict[str, dict[str, Any]]):
-    """The strategies that the user registered in this process, by name.
-
-    An entry point registers a strategy in every process.
-    """
-
-    def register(
+    @property
+    def sharding_strategy(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        name: str,
-        strategy: Any,
-        description: str = "",
-        override: bool = False,
-        **options: Any,
-    ) -> Any:
-        if name in self and not override:
-            raise ValueError(f"{name!r} is registered already: register(..., override=True)")
-        self[name] = {"strategy": strategy, "description": description, "init_params": options}
-        return strategy
+    ) -> ShardingStrategy:
+        return ShardingStrategy[self._sharding]
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        _reset_empty_modules(self, module)
+        return super().setup_module(module)
+
+
+class ModelParallelStrategy(_LightningStrategy, strategies.ModelParallelStrategy):
+    """Tensor parallelism and FSDP2 on one mesh."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        _reset_empty_modules(self, module)
+        return super().setup_module(module)
+
+
+def _reset_empty_modules(strategy: Strategy, root: nn.Module) -> None:
+    """Call ``reset_parameters`` of the modules that ``init_module(empty_init=True)`` left empty.
+
+    Lightning does so under strategies that shard. A module without this method waits for a
+    checkpoint. Large parameters get memory in files, as from ``init_module()``.
+    """
+    empty_modules: list[Any] = []
+    for module in uncompiled(root).modules():
+        has_empty = any(_is_empty(parameter) for parameter in module.parameters(recurse=False))
+        if has_empty and hasattr(module, "reset_parameters"):
+            empty_modules.append(module)
+    if not empty_modules:
+        return
+    with strategy.module_init_context():
+        for module in empty_modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_meta:
+                    values = torch.empty_like(parameter, device="cpu")
+                    filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    # An optimizer, and modules that share the parameter, keep the same object.
+                    torch.utils.swap_tensors(parameter, filled)
+            module.reset_parameters()
+
+
+def _is_empty(parameter: Tensor) -> bool:
+    """Return whether a parameter has no values since ``init_module(empty_init=True)``."""
+    if isinstance(parameter, EmptyParameter):
+        return True
+    # Smaller parameters are in memory, and nan.
+    return parameter.nbytes < SMALLEST_MAPPED_BYTES and has_nan(parameter)
+
+
+def refuse_uncalled_methods(strategy: Strategy) -> None:
+    """Raise a ConfigurationError if a class of the user has a method that Fabric does not call."""
+    for strategy_class in type(strategy).__mro__:
+        package = strategy_class.__module__.partition(".")[0]
+        if package in ("fabric", "fabric_compat"):
+            continue
+        for name in _UNCALLED_METHODS:
+            if name in vars(strategy_class):
+                raise ConfigurationError(
+                    f"Fabric(strategy={type(strategy).__name__}(...))",
+                    problem=f"the class defines {name}(), which Fabric does not call",
+                    expected=f"a strategy without {', '.join(_UNCALLED_METHODS)}",
+                    suggestion=f"the code of {name}() in the training loop",
+                )
+
+
+def with_lightning_methods(strategy: Strategy) -> Strategy:
+    """Make a strategy of fabric an object of this file's class of the same name, and return it.
+
+    A strategy of a class of the user is not changed, whatever its name.
+    """
+    name = type(strategy).__name__
+    if type(strategy) is getattr(strategies, name, None):
+        strategy.__class__ = globals()[name]
+    return strategy
+
+
+class _StrategyRegistry(Registry):
+    """The strategies of this process. An entry point registers a strategy in every process."""
+
+    _kind = "strategy"
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        entry = self[name]
-        return entry["strategy"](**entry["init_params"])
+        """Return a new strategy of this name, with Lightning's methods. See `Registry.get`."""
+        strategy = super().get(name, default)
+        if isinstance(strategy, Strategy):
+            return with_lightning_methods(strategy)
+        return strategy
 
     def available_strategies(self) -> list[str]:
-        return [*STRATEGIES, *self]
-
-    remove = dict.pop
+        return list(self)
 
 
-STRATEGY_REGISTRY = _Registry()
+STRATEGY_REGISTRY = _StrategyRegistry(STRATEGIES)

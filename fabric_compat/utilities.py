@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -23,7 +24,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.checkpoint.stateful import Stateful as _Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from fabric import seed as seeding
 from fabric import tree
@@ -107,7 +114,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Args:
         seed: The seed. The default is the variable ``PL_GLOBAL_SEED``, or 0 without the variable.
-        workers: Has no effect here: loader workers always have their own random streams.
+        workers: Whether the workers of loaders get random streams that differ by worker and by
+            rank, in ``setup_dataloaders``.
         verbose: Whether rank 0 prints the seed.
 
     Raises:
@@ -130,11 +138,43 @@ def reset_seed() -> None:
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Give a loader worker its own random stream. Use this function as ``worker_init_fn``."""
+    """Give a loader worker random streams of its own, those that Lightning gives it.
+
+    ``setup_dataloaders`` uses this function after :func:`seed_everything` with ``workers=True``.
+    """
     if rank is None:
         rank = _get_rank() or 0
-    seed_worker = seeding.WorkerSeeding(rank)
-    seed_worker(worker_id)
+    # torch has seeded this worker with the base seed of the loader, plus its number.
+    base_seed = torch.initial_seed() - worker_id
+    seeds = _generate_seed_sequence(base_seed, worker_id, rank, count=3)
+    torch.manual_seed(seeds[0])
+    random.seed(seeds[1] << 32 | seeds[2])
+    if "numpy" in sys.modules:
+        import numpy
+
+        sequence = numpy.random.SeedSequence([base_seed, worker_id, rank])
+        numpy.random.seed(sequence.generate_state(4))
+
+
+def _generate_seed_sequence(
+    base_seed: int, worker_id: int, global_rank: int, count: int
+) -> list[int]:
+    """Return seeds of 64 bits that differ by worker and by rank.
+
+    The last step of MurmurHash3 mixes the numbers, and Knuth's generator MMIX draws from the
+    result. Lightning has the same constants, so that the random numbers are the same.
+    """
+    largest = 2**64 - 1
+    state = base_seed << 32 | worker_id << 16 | global_rank
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        state ^= state >> 33
+        state = state * factor & largest
+    state ^= state >> 33
+    seeds: list[int] = []
+    for _ in range(count):
+        state = state * 6364136223846793005 + 1 & largest
+        seeds.append(state)
+    return seeds
 
 
 def _collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
@@ -169,8 +209,18 @@ def convert_to_tensors(data: Any, device: _DEVICE) -> Any:
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """Convert the tensors of a collection, which have one element each, to numbers."""
-    return apply_to_collection(data, Tensor, Tensor.item)
+    """Convert the tensors of a collection to numbers.
+
+    Raises:
+        ValueError: a tensor has no elements, or several.
+    """
+    return apply_to_collection(data, Tensor, _to_number)
+
+
+def _to_number(tensor: Tensor) -> Any:
+    if tensor.numel() != 1:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not a number")
+    return tensor.item()
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
@@ -201,21 +251,47 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """A ``DistributedSampler`` over the indices of a sampler.
-
-    ``setup_dataloaders`` does not need this class.
-    """
+    """A ``DistributedSampler`` over the indices of a sampler, which it draws with the first one."""
 
     def __iter__(self) -> Iterator[Any]:
         # The "dataset" is a sampler: DistributedSampler reads only its length.
         order = list(self.dataset)  # type: ignore[arg-type]
-        return map(order.__getitem__, super().__iter__())
+        for position in super().__iter__():
+            yield order[position]
+
+
+def _distributed_sampler(
+    dataloader: DataLoader[Any], shares: Mapping[str, int]
+) -> DistributedSampler[Any]:
+    """Return the sampler of this rank's share of the samples, in Lightning's order.
+
+    Args:
+        dataloader: The loader of all samples.
+        shares: The arguments ``num_replicas`` and ``rank``.
+    """
+    sampler: Any = dataloader.sampler
+    is_shuffled = isinstance(sampler, RandomSampler)
+    sampler_class = DistributedSamplerWrapper
+    if is_shuffled or isinstance(sampler, SequentialSampler):
+        sampler = dataloader.dataset
+        sampler_class = DistributedSampler
+    return sampler_class(
+        sampler,
+        num_replicas=shares["num_replicas"],
+        rank=shares["rank"],
+        shuffle=is_shuffled,
+        seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+    )
 
 
 def _update_dataloader(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that takes its samples from another sampler."""
     copied = copy.copy(dataloader)
-    batches = BatchSampler(sampler, dataloader.batch_size or 1, dataloader.drop_last)
-    vars(copied).update(sampler=sampler, batch_sampler=batches)
+    batch_sampler: Any = copy.copy(dataloader.batch_sampler)
+    if batch_sampler is not None:
+        batch_sampler.sampler = sampler
+    # DataLoader refuses to replace its samplers.
+    vars(copied).update(sampler=sampler, batch_sampler=batch_sampler)
     return copied
 
 

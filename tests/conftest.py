@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from fabric import Fabric
 from tests.ranks import close_shared_ranks
 
 pytest_plugins = ["fabric.testing.plugin"]
@@ -32,6 +33,28 @@ MARK = "FABRIC_TESTS_RUN"
 CACHES = ("torchinductor_", "pymp-")
 # pytest names the running test in the first, and torch's compiler notes its cache in the second.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with which any test looks for replicas that differ."""
+    parser.addoption(
+        "--check-replicas",
+        type=int,
+        metavar="N",
+        help="compare replicas every N steps of each Fabric that a test makes with the default",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replicas_are_checked_as_asked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Apply ``--check-replicas``. A Fabric that scripts or ranks make by themselves ignores it."""
+    interval = request.config.getoption("--check-replicas")
+    defaults = Fabric.__init__.__kwdefaults__
+    assert defaults is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if interval is not None:
+            patch.setitem(defaults, "check_replicas", interval)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,7 +125,7 @@ def _wait_for_children(pids: set[int]) -> list[psutil.Process]:
     for process in psutil.Process().children(recursive=True):
         if process.pid in pids and not _is_warm_server(process):
             children.append(process)
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     return alive
 
 

@@ -118,7 +118,7 @@ def plain_loop(
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     uses_autocast = autocast is not None
     record = Record([], 0.0, [], [])
-    for x, y in batches(dtype):
+    for step, (x, y) in enumerate(batches(dtype), start=1):
         step_loss = 0.0
         for inputs, targets in micro_batches(x, y, accumulation):
             with torch.autocast("cpu", dtype=autocast, enabled=uses_autocast):
@@ -131,7 +131,8 @@ def plain_loop(
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         record.losses.append(step_loss)
         record.norm = norm.item()
-        record.gradients = full_gradients(model)
+        if step == STEPS:
+            record.gradients = full_gradients(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -145,7 +146,7 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
     model, optimizer = fabric.setup(plain_model, plain_optimizer)
     record = Record([], 0.0, [], [])
     rank_samples = slice(fabric.global_rank, None, fabric.world_size)
-    for x, y in batches(dtype):
+    for step, (x, y) in enumerate(batches(dtype), start=1):
         step_loss = 0.0
         for index, (inputs, targets) in enumerate(micro_batches(x, y, accumulation)):
             is_last = index == accumulation - 1
@@ -158,7 +159,8 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
         record.losses.append(step_loss)
         record.norm = norm.item()
-        record.gradients = full_gradients(model)
+        if step == STEPS:
+            record.gradients = full_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     record.parameters = full_parameters(model)

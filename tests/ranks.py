@@ -34,7 +34,8 @@ class SharedRanks(Launcher):
     ) -> Any:
         size = spec.num_processes
         if size not in _POOLS:
-            _POOLS[size] = RankPool(size, timeout=TIMEOUT)
+            # Each launch destroys the process group of the pool, and makes its own.
+            _POOLS[size] = RankPool(size, timeout=TIMEOUT, reset=False)
         # Each launch has its own store: a shared store would hold the keys of earlier launches.
         with TemporaryDirectory() as directory:
             results = _POOLS[size].run(

@@ -1,14 +1,25 @@
 """The devices that a value of ``devices`` names, and what accelerators say of their hardware."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+import fabric
+from fabric.accelerators import (
+    Accelerator,
+    CPUAccelerator,
+    CUDAAccelerator,
+    MPSAccelerator,
+    TorchAccelerator,
+)
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
+
+PACKAGE = Path(fabric.__file__).parent
 
 # A value of devices, the number of devices that are available, and the expected indices.
 INDICES = [
@@ -218,6 +229,35 @@ def test_asking_about_gpus_does_not_initialize_cuda() -> None:
     assert not torch.cuda.is_initialized()
 
 
+def test_hardware_that_an_extension_adds_trains_as_the_cpu_does() -> None:
+    # In a process of its own, since hardware cannot be taken away from torch again.
+    script = Path(__file__).parent / "scripts" / "train_on_stand_in.py"
+    subprocess.run([sys.executable, "-W", "error", script], check=True, timeout=150)
+
+
+def test_hardware_that_torch_has_no_module_for_is_no_accelerator() -> None:
+    for name in ("meta", "xla", "no_such_hardware", "cuda:0", ""):
+        assert not TorchAccelerator.is_supported(name)
+        assert TorchAccelerator(name).device_count() == 0
+        TorchAccelerator(name).release()
+
+
+def test_code_for_hardware_of_any_kind_calls_no_function_of_cuda() -> None:
+    # What torch.accelerator has, and torch.cuda has for CUDA alone.
+    general = re.compile(
+        r"torch\.cuda\.(device_count|current_device|set_device|current_stream|synchronize|"
+        r"empty_cache|memory_allocated|max_memory_allocated|memory_stats|Event|Stream)\b"
+    )
+    calls: list[str] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "accelerators.py":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if general.search(line):
+                calls.append(f"{path.name}:{number}: {line.strip()}")
+    assert calls == []
+
+
 FORKS_AFTER_PARSING = """
 import os
 import torch
@@ -254,6 +294,6 @@ class TestOnCudaDevices:
         subprocess.run(
             [sys.executable, "-c", FORKS_AFTER_PARSING],
             check=True,
-            timeout=120,
+            timeout=150,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )

@@ -13,8 +13,6 @@ from fabric.strategies import ModelParallelStrategy
 from tests.loops import full_parameters
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 # The samples at which the batches of three steps are cut in two. In the last step a batch is empty.
 CUTS = (6, 3, 0)
 BATCH = 12

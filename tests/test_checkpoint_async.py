@@ -23,8 +23,6 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 
 class Gated:
     """A format that writes nothing before its gate is open, and notes the begin and end of saves."""
@@ -186,7 +184,7 @@ def run_script(first: Path, second: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", SCRIPT, str(first), str(second)],
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=150,
         check=False,
     )
 

@@ -51,6 +51,14 @@ def test_new_content_appears_under_the_name(tmp_path):
     assert names(tmp_path / "a" / "b") == ["file"]
 
 
+def test_a_save_leaves_no_file_open(tmp_path):
+    # A job that saves every hour would run out of descriptors.
+    write(tmp_path / "file", b"old")
+    descriptors = os.listdir("/proc/self/fd")
+    write(tmp_path / "file", b"new")
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path, error):
     write(tmp_path / "file", b"old")
@@ -85,7 +93,7 @@ def test_temporary_of_a_killed_process_is_cleared_by_the_next_save(tmp_path):
     write(tmp_path / "file", b"old")
     with start_writer(tmp_path / "file") as writer:
         writer.send_signal(signal.SIGKILL)
-        writer.wait(timeout=30)
+        writer.wait(timeout=150)
     assert (tmp_path / "file").read_bytes() == b"old"
     assert len(names(tmp_path)) == 2
     write(tmp_path / "file", b"new")
@@ -98,7 +106,7 @@ def test_temporary_of_a_living_process_is_left_alone(tmp_path):
         assert len(names(tmp_path)) == 2
         assert writer.stdin is not None
         writer.stdin.close()
-        assert writer.wait(timeout=30) == 0
+        assert writer.wait(timeout=150) == 0
     assert (tmp_path / "file").read_bytes() == b"half"
     assert names(tmp_path) == ["file"]
 

@@ -21,8 +21,6 @@ from fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 FORMATS = [FullCheckpoint(), ShardedCheckpoint()]
 
 
@@ -148,7 +146,7 @@ def test_a_full_a_read_only_and_another_file_system_leave_the_old_checkpoint(
         in_own_mounts(sys.executable, "-c", REFUSALS, str(tmp_path)),
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=150,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr

@@ -259,7 +259,7 @@ except CheckpointError as error:
         [sys.executable, "-c", script, str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=True,
     )
     assert "what was there before is untouched" in run.stdout

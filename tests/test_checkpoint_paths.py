@@ -17,8 +17,6 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 FORMATS = {"file": FullCheckpoint(), "folder": ShardedCheckpoint()}
 STRATEGIES = {
     "ddp": DDPStrategy(),

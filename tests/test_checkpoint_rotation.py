@@ -23,15 +23,14 @@ from fabric import Fabric
 from fabric._torch import local_tensor
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint, file, save_load
 from fabric.checkpoint.sharded_reader import ShardedReader
-from fabric.errors import UsageError
+from fabric.errors import CheckpointError, UsageError
 from fabric.strategies import SingleDeviceStrategy
 from tests.ranks import outcome, run_in_ranks
 from tests.test_checkpoint_failures import in_own_mounts, limited
 from tests.test_checkpoint_paths import Objects
 
-pytestmark = pytest.mark.timeout(90)
-
 BEST = ("val_loss", "min")
+READER = Path(__file__).parent / "scripts" / "read_kept.py"
 FORMATS = {"file": FullCheckpoint(), "shards": ShardedCheckpoint()}
 
 
@@ -89,12 +88,60 @@ def test_the_newest_and_the_best_are_kept(form: str, tmp_path: Path) -> None:
         assert step_of(checkpoints.best) == 30
         fabric.load(checkpoints.best, state)
         assert state["step"] == 3
+        checkpoints.save(70, state, {"val_loss": 0}, async_=False)
+        # Those that the texts named before stay until the next save.
+        assert steps(folder) == [30, 60, 70]
+        checkpoints.save(70, state, {"val_loss": 0}, async_=False)
         checkpoints.save(70, state, {"val_loss": 0})
-    assert steps(folder) == [70]
-    assert (folder / "latest").read_text() == "00000008-step-70\n"
-    assert (folder / "best").read_text() == "00000008-step-70\n"
-    assert json.loads((folder / "00000008-step-70.json").read_text()) == {"val_loss": 0.0}
-    assert len(os.listdir(folder)) == 5, "with the lock"
+    assert steps(folder) == [70, 70]
+    assert (folder / "latest").read_text() == "00000010-step-70\n"
+    assert (folder / "best").read_text() == "00000010-step-70\n"
+    assert json.loads((folder / "00000010-step-70.json").read_text()) == {"val_loss": 0.0}
+    assert len(os.listdir(folder)) == 7, "with the lock"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_text_names_can_be_read_until_after_the_next_save(form: str, tmp_path: Path) -> None:
+    with single(FORMATS[form]) as fabric:
+        checkpoints = fabric.checkpoints(tmp_path, keep=1, best=BEST)
+        # The best one changes with the latest, stays, and is of the same step.
+        saves = [(1, 5.0), (2, 4.0), (3, 9.0), (3, 3.0), (4, 8.0), (5, 7.0), (6, 1.0)]
+        checkpoints.save(0, {"step": 0}, {"val_loss": 9.0}, async_=False)
+        for step, loss in saves:
+            texts = [(tmp_path / title).read_text().strip() for title in ("latest", "best")]
+            checkpoints.save(step, {"step": step}, {"val_loss": loss}, async_=False)
+            for name in texts:
+                assert fabric.load(tmp_path / name)["step"] == step_of(name)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_process_that_reads_in_a_tight_loop_finds_what_the_texts_name(
+    form: str, tmp_path: Path
+) -> None:
+    with single(FORMATS[form]) as fabric:
+        checkpoints = fabric.checkpoints(tmp_path, keep=1, best=BEST)
+        step = 1
+        checkpoints.save(step, {"step": step}, {"val_loss": -step}, async_=False)
+        command = [sys.executable, READER, tmp_path, form, "150"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "ready\n"
+            while reader.poll() is None:
+                step += 1
+                checkpoints.save(step, {"step": step}, {"val_loss": -step}, async_=False)
+            assert reader.stdout.read() == "0\n"
+        assert reader.returncode == 0
+        assert step > 10, "the reader and the saves ran at the same time"
+
+
+def test_a_job_without_best_leaves_no_text_that_names_a_removed_checkpoint(tmp_path: Path) -> None:
+    with single() as fabric:
+        fabric.checkpoints(tmp_path, keep=1, best=BEST).save(1, {"step": 1}, {"val_loss": 0.0})
+    assert (tmp_path / "best").exists()
+    with single() as fabric:
+        fabric.checkpoints(tmp_path, keep=1)
+        assert not (tmp_path / "best").exists()
+        assert (tmp_path / "latest").read_text() == "00000001-step-1\n"
 
 
 def test_a_step_that_is_saved_again_and_one_that_goes_back_are_the_newest(tmp_path: Path) -> None:
@@ -103,7 +150,8 @@ def test_a_step_that_is_saved_again_and_one_that_goes_back_are_the_newest(tmp_pa
         for step in (10, 20, 20):
             checkpoints.save(step, {"step": step})
         assert checkpoints.best is None
-        assert steps(tmp_path) == [10, 20]
+        # The first one of step 20 stays for readers of ``latest``.
+        assert steps(tmp_path) == [10, 20, 20]
         # As after a restore of step 10.
         checkpoints.save(15, {"step": 15}, async_=False)
         assert steps(tmp_path) == [20, 15]
@@ -143,6 +191,54 @@ def test_leftovers_are_removed_and_files_of_the_user_stay(tmp_path: Path) -> Non
     assert steps(tmp_path)[-1] == 6
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_nothing_behind_a_link_in_the_folder_is_removed_or_replaced(
+    form: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    moved = tmp_path / "disk" / "moved"
+    note = tmp_path / "note"
+    note.write_text("mine")
+    with single(FORMATS[form]) as fabric:
+        fabric.checkpoints(run, keep=1).save(1, {"x": torch.ones(3)})
+    link = run / "00000001-step-1"
+    moved.parent.mkdir()
+    link.rename(moved)
+    link.symlink_to(moved)
+    (run / "latest").unlink()
+    (run / "latest").symlink_to(note)
+    (run / "00000002-step-2").symlink_to(tmp_path / "not-mounted")
+    with single(FORMATS[form]) as fabric:
+        checkpoints = fabric.checkpoints(run, keep=1)
+        state = {"x": None}
+        with pytest.warns(UserWarning, match="00000002-step-2 is passed over"):
+            assert checkpoints.restore(state) == 1
+        for step in (3, 4, 5):
+            checkpoints.save(step, state, async_=False)
+        assert (run / "latest").read_text() == "00000005-step-5\n"
+        assert not link.is_symlink()
+        assert fabric.load(moved)["x"].tolist() == [1.0, 1.0, 1.0]
+    assert note.read_text() == "mine"
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(note)
+    with single(FORMATS[form]) as fabric, pytest.raises(CheckpointError, match=r"\.lock"):
+        fabric.checkpoints(run, keep=1)
+    assert note.read_text() == "mine"
+
+
+def test_a_save_into_a_folder_of_links_to_a_cache_leaves_the_cache_as_it_is(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    folder = tmp_path / "folder"
+    ShardedCheckpoint().save({"x": torch.ones(3)}, cache)
+    folder.mkdir()
+    for path in cache.iterdir():
+        (folder / path.name).symlink_to(path)
+    assert ShardedCheckpoint().load(folder)["x"].tolist() == [1.0, 1.0, 1.0]
+    ShardedCheckpoint().save({"x": torch.zeros(3)}, folder)
+    assert ShardedCheckpoint().load(folder)["x"].tolist() == [0.0, 0.0, 0.0]
+    assert ShardedCheckpoint().load(cache)["x"].tolist() == [1.0, 1.0, 1.0]
+
+
 class Notes:
     """A format of the user, whose saves end in ``wait``."""
 
@@ -170,7 +266,7 @@ def test_checkpoints_in_a_format_of_the_user_are_kept(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             checkpoints.save(step, {"step": step})
         assert checkpoints.restore({"step": 0}) == 3
-        assert steps(tmp_path) == [3]
+        assert steps(tmp_path) == [2, 3]
 
 
 def test_in_memory_a_second_job_takes_over_and_saves_of_the_first_one_fail() -> None:
@@ -187,11 +283,13 @@ def test_in_memory_a_second_job_takes_over_and_saves_of_the_first_one_fail() -> 
         text = outcome(lambda: checkpoints.save(7, {"step": 7}, async_=False))
         assert "another job has begun to save into the folder: process 7 elsewhere" in text
         checkpoints = second_fabric.checkpoints("memory://rotation/a", keep=1)
+        checkpoints.save(7, state)
         checkpoints.save(8, state)
         assert checkpoints.restore({"step": 0}) == 8
         names = [Path(name).name for name in files.find("/rotation/a")]
         names_without_metrics = [name for name in names if not name.endswith(".json")]
-        assert names_without_metrics == [".lock", "00000006-step-8", "best", "latest"]
+        checkpoint_names = ["00000006-step-7", "00000007-step-8"]
+        assert names_without_metrics == [".lock", *checkpoint_names, "latest"]
 
 
 def test_a_full_disk_leaves_what_there_was_and_a_later_save_goes_on(tmp_path: Path) -> None:
@@ -210,8 +308,8 @@ def test_a_full_disk_leaves_what_there_was_and_a_later_save_goes_on(tmp_path: Pa
         assert checkpoints.restore({"x": None}) == 1
         assert steps(tmp_path) == [1]
         checkpoints.save(4, {"x": 1})
-    assert steps(tmp_path) == [4]
-    assert len(os.listdir(tmp_path)) == 3, "with the lock, and the name of the latest"
+    assert steps(tmp_path) == [1, 4]
+    assert len(os.listdir(tmp_path)) == 5, "with the lock, the latest, and metrics"
 
 
 FULL_DISK = """
@@ -243,8 +341,9 @@ for io in FullCheckpoint(), ShardedCheckpoint():
             assert not state["x"].any()
         subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True)
         checkpoints.save(2, {"x": torch.ones(500_000)}, {"loss": -1.0})
-    names = [name for name in os.listdir(disk) if name[0].isdigit()]
-    assert sorted(name.partition("-")[2] for name in names) == ["step-2", "step-2.json"], names
+        checkpoints.save(3, {"x": torch.ones(500_000)}, {"loss": -2.0})
+    names = [name for name in os.listdir(disk) if name[0].isdigit() and not name.endswith("json")]
+    assert sorted(name.partition("-")[2] for name in names) == ["step-2", "step-3"], names
     subprocess.run(["umount", disk], check=True)
 """
 
@@ -256,7 +355,7 @@ for io in FullCheckpoint(), ShardedCheckpoint():
 )
 def test_a_small_disk_that_is_full_loses_no_checkpoint(tmp_path: Path) -> None:
     command = in_own_mounts(sys.executable, "-c", FULL_DISK, str(tmp_path))
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert completed.returncode == 0, completed.stderr
 
 
@@ -484,7 +583,7 @@ def test_a_job_that_reads_its_own_folder_notices_another_job(tmp_path: Path) -> 
         # POSIX drops the lock when the copy of the lock file is closed.
         shutil.copytree(folder, tmp_path / "copy")
         checkpoints.save(2, {"step": 2}, async_=False)
-        subprocess.run([sys.executable, "-c", TAKE_OVER, folder], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", TAKE_OVER, folder], check=True, timeout=150)
         text = outcome(lambda: checkpoints.save(3, {"step": 3}, async_=False))
     assert "another job has begun to save into the folder: process" in text
     assert steps(folder) == [1, 2, 9]
@@ -546,6 +645,7 @@ def save_with_mistakes(fabric: Fabric, folder: Path) -> dict[str, str]:
         "steps": save(1 + rank, None),
         "negative": save(-1, None),
         "fraction": save(1.5, None),
+        "text for a step": save("7", None),
         "content": save(1, None, x=object()),
     }
     assert save(1, None) == "fine"
@@ -559,7 +659,8 @@ def test_a_save_with_a_mistake_is_refused_on_every_rank(tmp_path: Path) -> None:
         "missing": "'val_loss'",
         "text": "ArgumentTypeError",
         "negative": "at least 0",
-        "fraction": "TypeError",
+        "fraction": "ArgumentTypeError: checkpoints.save(1.5",
+        "text for a step": "an integer of at least 0",
         "content": "ArgumentTypeError",
     }
     for name, problem in expected.items():
@@ -592,7 +693,8 @@ def keep_at_url(fabric: Fabric, url: str) -> None:
     checkpoints = fabric.checkpoints(url, keep=1, best=BEST)
     assert checkpoints.restore({"model": filled(fabric, 9), "step": 9}) == 3
     assert step_of(checkpoints.best) == 0
-    checkpoints.save(7, {"step": 7}, async_=False)
+    for step in (6, 7):
+        checkpoints.save(step, {"step": step}, async_=False)
     state = {"step": 9, "model": filled(fabric, 9)}
     fabric.load(checkpoints.best, state)
     assert state["step"] == 0
@@ -609,6 +711,6 @@ def test_paths_with_a_scheme_keep_the_same_checkpoints(
     for path in (tmp_path / "run").rglob("*"):
         if path.is_file():
             names.add(path.relative_to(tmp_path / "run").parts[0])
-    checkpoints = {"00000001-step-0", "00000005-step-7"}
+    checkpoints = {"00000001-step-0", "00000005-step-6", "00000006-step-7"}
     files = {".lock", "latest", "best"}
     assert names - {"00000001-step-0.json"} - files == checkpoints

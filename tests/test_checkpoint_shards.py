@@ -16,8 +16,6 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def in_shards(function: Any, *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
     strategy = FSDPStrategy(start_method="forkserver", **options)

@@ -246,8 +246,9 @@ def test_what_could_not_be_loaded_is_refused_when_saved_and_its_place_named(kind
     assert "state['config']['deep'][1]" in raised.value.request
 
 
-def test_a_class_that_the_user_allows_is_kept(tmp_path):
-    with torch.serialization.safe_globals([Colour]):
+@pytest.mark.parametrize("allowed", [Colour, (Colour, f"{Colour.__module__}.Colour")])
+def test_a_class_that_the_user_allows_is_kept(tmp_path, allowed):
+    with torch.serialization.safe_globals([allowed]):
         assert through_a_file(save({"colour": Colour.RED}), tmp_path)["colour"] is Colour.RED
 
 
@@ -345,6 +346,14 @@ def test_a_missing_entry_lists_what_the_file_has():
     with pytest.raises(CheckpointError, match="no 'ema'") as raised:
         load(save(trained()), state)
     assert "'model', 'optimizer', 'scheduler', 'counter', 'step'" in raised.value.problem
+
+
+def test_a_frozen_parameter_is_left_out_under_all_of_its_names():
+    tied = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)})
+    tied["second"].weight = tied["first"].weight
+    tied["first"].weight.requires_grad_(False)
+    content = save({"model": tied}, trainable_only=True)
+    assert list(content["model"]) == ["first.bias", "second.bias"]
 
 
 def test_not_strict_loads_what_fits_by_name():

@@ -13,9 +13,7 @@ from fabric._torch import full_tensor
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from tests.ranks import run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
-WINDOWS = 3
+WINDOWS = 2
 # The second of the three micro-batches of each window is dropped, with the first.
 DROPPED = 1
 LAST = 2

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from fabric.cli import main
 from fabric.strategies import SingleDeviceStrategy
 from tests.ranks import outcome, run_in_ranks
 
-DEADLINE = 90
+DEADLINE = 150
 BEGIN = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -62,20 +63,23 @@ def environment(tmp_path) -> dict[str, str]:
 
 
 @pytest.fixture
-def fabric_run(tmp_path, environment) -> Iterator[Callable[..., Process]]:
+def fabric_run(tmp_path, environment, monkeypatch, capfd) -> Iterator[Callable[..., Process]]:
+    """Return a function that runs ``fabric run`` in this process, which has imported torch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])
+    for name in ("OMP_NUM_THREADS", "TMPDIR"):
+        monkeypatch.setenv(name, environment[name])
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
     def run(*arguments: str) -> Process:
-        return subprocess.run(
-            command(*arguments),
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+        exit_code = main(["run", *arguments])
+        output, errors = capfd.readouterr()
+        return Process(arguments, exit_code, output, errors)
 
     yield run
-    assert os.listdir(tmp_path / "tmp") == [], "temporary files were left behind"
+    for name in os.listdir(tmp_path / "tmp"):
+        # torch's compiler makes a folder for its cache when a fork server imports it.
+        assert name.startswith("torchinductor"), f"temporary files were left behind: {name}"
 
 
 def test_options_and_arguments_reach_every_rank(tmp_path, fabric_run):
@@ -106,8 +110,8 @@ def test_options_and_arguments_reach_every_rank(tmp_path, fabric_run):
     assert lines == [f"rank 0 {expected}", f"rank 1 {expected}"]
 
 
-def test_a_module_runs_as_main_and_ranks_share_the_cores(tmp_path, fabric_run, environment):
-    del environment["OMP_NUM_THREADS"]
+def test_a_module_runs_as_main_and_ranks_share_the_cores(tmp_path, fabric_run, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     script(
@@ -161,7 +165,8 @@ def test_a_restart_begins_with_fresh_ranks_and_tells_of_the_first_failure(tmp_pa
         if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise ValueError("only once")
         dist.barrier()
-        print("done")
+        # One write, so that the lines of two ranks do not mix.
+        print("done\\n", end="")
         dist.destroy_process_group()
         """,
         begin=JOIN,
@@ -230,6 +235,51 @@ def test_the_output_of_a_rank_is_in_a_file_for_each_start_and_is_shown_in_comple
     assert "restart 1 of 1" in run.stderr
 
 
+def test_restarts_are_counted_in_the_window_that_the_option_gives(tmp_path, fabric_run):
+    # The name of the variable makes each start an interpreter without torch.
+    name = script(
+        tmp_path, 'sys.exit("OMP_" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 3)'
+    )
+    options = ("--devices", "1", "--accelerator", "cpu", "--max-restarts")
+    run = fabric_run(*options, "1/0.000001s", name)
+    assert run.returncode == 0, run.stderr
+    assert "restart 3 of 1/0.000001s" in run.stderr
+    run = fabric_run(*options, "1/1h", name)
+    assert run.returncode == 1
+    assert run.stderr.count("fabric run: restart") == 1
+
+
+def test_output_that_nobody_reads_and_lines_without_an_end_stop_no_job(tmp_path, environment):
+    name = script(
+        tmp_path,
+        """
+        print("x" * 100_000, end="", flush=True)
+        while not os.path.exists("nobody reads"):
+            time.sleep(0.01)
+        print("end")
+        """,
+    )
+    options = ("--devices", "1", "--accelerator", "cpu", "--log-dir", "logs", "--tee")
+    process = subprocess.Popen(
+        command(*options, name),
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("[rank0]: xxx")
+    process.stdout.close()
+    (tmp_path / "nobody reads").touch()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(DEADLINE) == 0
+    assert "Traceback" not in errors
+    assert (tmp_path / "logs" / "rank-0.log").read_text().endswith("xend\n")
+
+
 @pytest.mark.slow
 def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(
     tmp_path, fabric_run
@@ -245,10 +295,19 @@ def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(
         assert log.count("here\n\nTraceback") == times
 
 
+def test_the_log_of_a_rank_that_a_signal_has_ended_says_so(tmp_path, fabric_run):
+    # The rank handles the signal, which runs its `finally` blocks, and exits with 128 + n.
+    name = script(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()")
+    run = fabric_run("--devices", "1", "--accelerator", "cpu", "--log-dir", "logs", name)
+    assert run.returncode == 128 + signal.SIGTERM
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert log.endswith("rank 0 exited with exit code 143\n")
+
+
 @pytest.mark.parametrize(
     ("number", "exit_code"),
     [
-        pytest.param(signal.SIGINT, 128 + signal.SIGINT, id="SIGINT"),
+        pytest.param(signal.SIGINT, 128 + signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, id="SIGTERM"),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
     ],
@@ -360,6 +419,7 @@ REFUSED = {
     "precision": (["run", "--precision", "8", "SCRIPT"], "precision"),
     "nodes": (["run", "--num-nodes", "0", "SCRIPT"], "integer from 1"),
     "restarts": (["run", "--max-restarts", "many", "SCRIPT"], "many"),
+    "window of restarts": (["run", "--max-restarts", "3/hour", "SCRIPT"], "or 3/1h"),
     "node rank": (
         ["run", "--num-nodes", "2", "--node-rank", "2", "--main-address", "h", "SCRIPT"],
         "has no machine --node-rank 2",
@@ -433,10 +493,10 @@ LAUNCHES = """
 
 
 def test_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(
-    python_m,
+    tmp_path, fabric_run
 ) -> None:
     options = ("--devices=2", "--strategy", "ddp", "--accelerator", "cpu")
-    run = python_m(LAUNCHES, "run", "train.py", *options)
+    run = fabric_run(script(tmp_path, LAUNCHES, begin=""), *options)
     assert run.returncode == 1
     assert run.stdout == ""
     assert "Write: fabric run --strategy=ddp --devices=2 script.py" in run.stderr
@@ -456,10 +516,10 @@ READS_OPTIONS = """
 
 
 def test_a_script_that_reads_its_options_and_never_launches_runs_in_the_processes_that_exist(
-    python_m,
+    tmp_path, fabric_run
 ) -> None:
     options = ("--devices", "2", "--precision", "mine")
-    run = python_m(READS_OPTIONS, "run", "--devices", "2", "train.py", *options)
+    run = fabric_run("--devices", "2", script(tmp_path, READS_OPTIONS, begin=""), *options)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "32-true mine 2\n"
 
@@ -473,8 +533,8 @@ RANK_1_USES_NOTHING = """
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_until_all_use_fabric_says_so(python_m) -> None:
-    run = python_m(RANK_1_USES_NOTHING, "run", "--devices", "2", "train.py")
+def test_a_rank_that_waits_until_all_use_fabric_says_so(tmp_path, fabric_run) -> None:
+    run = fabric_run("--devices", "2", script(tmp_path, RANK_1_USES_NOTHING, begin=""))
     assert run.returncode == 1
     report = "rank 0 of 2 waits for all to call fabric.launch() or to use Fabric\n"
     assert run.stderr.startswith(report)
@@ -514,9 +574,10 @@ UNDER_HYDRA = """
     "options",
     [
         pytest.param([], id="run"),
-        pytest.param(["--multirun"], id="sweep", marks=pytest.mark.slow),
+        pytest.param(["--multirun"], id="sweep"),
     ],
 )
+@pytest.mark.slow
 def test_under_hydra_all_ranks_get_the_folder_of_the_launching_process(
     options: list[str], tmp_path: Path
 ) -> None:

@@ -105,6 +105,15 @@ def test_gradients_that_are_not_finite_raise_and_stay_as_they_are(value, limit):
     assert_equal(gradients(model), before)
 
 
+def test_the_error_names_parameters_that_are_not_a_number_as_the_cause():
+    model = model_with_gradients()
+    first_gradient(model)[0, 0] = math.nan
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = math.nan
+    with pytest.raises(NonFiniteGradientError, match="built with empty_init=True"):
+        clip(model, max_norm=1.0)
+
+
 def test_gradients_that_are_not_finite_can_be_clipped_as_torch_does():
     ours = model_with_gradients()
     theirs = model_with_gradients()
@@ -192,7 +201,6 @@ def clip_shards(fabric: Fabric) -> list[type]:
     return types
 
 
-@pytest.mark.timeout(60)
 def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards():
     fabric = Fabric(devices=2, strategy="ddp_forkserver")
     for types in fabric.launch(clip_shards, return_all=True):

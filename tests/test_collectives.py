@@ -124,7 +124,6 @@ def check_every_dtype(fabric, size):
             assert torch.equal(tensor.to(torch.complex128), original), dtype
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_dtype_and_stride_is_gathered_and_broadcast_exactly(size):
     run_in_ranks(check_every_dtype, size, ranks=size)
@@ -181,7 +180,6 @@ def check_reductions_of_every_dtype(fabric, size):
                 )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_dtype_and_stride_is_reduced_as_on_one_process(size):
     run_in_ranks(check_reductions_of_every_dtype, size, ranks=size)
@@ -205,7 +203,6 @@ def extremes(fabric):
     }
 
 
-@pytest.mark.timeout(60)
 def test_extreme_values_are_exact():
     for result in run_in_ranks(extremes, ranks=3):
         assert result["large int"] == 3 * 2**60 + 3
@@ -246,7 +243,6 @@ def numbers(fabric):
     }
 
 
-@pytest.mark.timeout(60)
 def test_numbers_stay_numbers():
     for result in run_in_ranks(numbers):
         assert result["sum"] == {"float": 2.0, "int": 21, "complex": 1 + 2j, "numpy": 1.0, "i32": 1}
@@ -307,7 +303,6 @@ def reduce_nested(fabric):
     return fabric.all_reduce(tree, reduce_op="sum"), fabric.all_gather(tree)
 
 
-@pytest.mark.timeout(60)
 def test_nested_collections_keep_their_types():
     for reduced, gathered in run_in_ranks(reduce_nested):
         for result in (reduced, gathered):
@@ -342,7 +337,6 @@ def different_order(fabric):
     return [sorted(result.items(), key=lambda item: item[1]) for result in results]
 
 
-@pytest.mark.timeout(60)
 def test_ranks_that_filled_a_dict_in_another_order_agree():
     for result in run_in_ranks(different_order):
         for entries in result:
@@ -433,7 +427,6 @@ def check_purity(fabric):
     assert set(tree) == {"a", "b", "c", "w"}
 
 
-@pytest.mark.timeout(60)
 def test_results_share_nothing_with_arguments_or_each_other():
     run_in_ranks(check_purity)
     Fabric(accelerator="cpu", devices=1).launch(check_purity)
@@ -536,7 +529,6 @@ def run_on(size, function):
     return run_in_ranks(function, ranks=size)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_object_is_broadcast_and_receivers_may_pass_none(size):
     for result in run_on(size, broadcast_objects):

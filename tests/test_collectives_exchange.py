@@ -68,7 +68,6 @@ def exchange_rows(fabric: Fabric) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_are_reduced_and_exchanged_exactly(size: int) -> None:
     rows_by_rank = [rows_of(rank, size) for rank in range(size)]
@@ -133,7 +132,6 @@ def gather_unequal_lengths(fabric: Fabric) -> Any:
     return fabric.all_gather(tree, ragged=True), fabric.all_gather(tree, concat=True)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [1, 3])
 def test_unequal_lengths_are_gathered_as_a_list_or_as_one_tensor(size: int) -> None:
     rows = {1: [], 3: [[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]]}
@@ -188,7 +186,6 @@ def outcomes_of_disagreements(fabric: Fabric) -> list[Any]:
     return outcomes
 
 
-@pytest.mark.timeout(60)
 def test_ranks_that_differ_in_more_than_the_length_all_raise() -> None:
     outcomes_by_rank = run_in_ranks(outcomes_of_disagreements)
     for index, disagreement in enumerate(disagreements()):
@@ -294,7 +291,6 @@ def exchange_objects_in_groups(fabric: Fabric) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.timeout(60)
 def test_any_object_is_scattered_gathered_and_sent_in_groups_too() -> None:
     results = run_in_ranks(exchange_objects_in_groups, ranks=3)
     assert [result["job"] for result in results] == ["from 2"] * 3
@@ -360,7 +356,6 @@ def refused_objects(fabric: Fabric) -> Any:
     return fabric.all_reduce(1, reduce_op="sum")
 
 
-@pytest.mark.timeout(60)
 def test_an_object_that_cannot_be_sent_raises_on_every_rank() -> None:
     results = run_in_ranks(refused_objects)
     assert results == [2, 2]

@@ -131,7 +131,6 @@ def gradients_in_group(fabric):
     return {op: gradients_of_rank(fabric, op, group) for op in OPS}
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_first_and_second_gradients_are_those_of_the_sum_of_all_local_losses(size):
     results = run_in_ranks(gradients_in_job, ranks=size)
@@ -141,7 +140,6 @@ def test_first_and_second_gradients_are_those_of_the_sum_of_all_local_losses(siz
             torch.testing.assert_close(result[op], expected, **EXACT, msg=message)
 
 
-@pytest.mark.timeout(60)
 def test_gradients_in_a_group_are_those_of_the_losses_of_its_members():
     _, *results = run_in_ranks(gradients_in_group, ranks=3)
     for op in OPS:
@@ -184,7 +182,6 @@ def gradients_of_weights(fabric):
     }
 
 
-@pytest.mark.timeout(60)
 def test_a_collective_is_not_in_place_and_a_broadcast_has_a_gradient_at_its_source_only():
     first, second = run_in_ranks(gradients_of_weights)
     for result in (first, second):
@@ -215,7 +212,6 @@ def broadcast_from_rank_0(fabric):
     return x.grad
 
 
-@pytest.mark.timeout(60)
 def test_the_gradient_of_a_broadcast_arrives_at_the_source_when_the_others_pass_nothing():
     source_gradient, receiver_gradient = run_in_ranks(broadcast_from_rank_0)
     assert source_gradient.tolist() == [12.0, 18.0]

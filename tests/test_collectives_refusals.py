@@ -62,7 +62,6 @@ def check_refusals_of_job(fabric: Fabric) -> None:
     check_refusals(fabric.strategy.runtime.communicator)
 
 
-@pytest.mark.timeout(60)
 def test_reductions_without_meaning_are_refused_on_several_processes() -> None:
     run_in_ranks(check_refusals_of_job)
 
@@ -82,7 +81,6 @@ def refused_means(fabric: Fabric) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(60)
 def test_a_mean_of_an_integer_is_refused_also_where_one_rank_has_it() -> None:
     first, second = run_in_ranks(refused_means)
     for everywhere, _, afterwards in (first, second):
@@ -120,7 +118,6 @@ def sums_and_products(fabric: Fabric) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(60)
 def test_sums_and_products_of_python_integers_never_wrap() -> None:
     first, second = run_in_ranks(sums_and_products)
     for actual in (first, second):
@@ -217,7 +214,6 @@ def refused_values(fabric: Fabric) -> dict[str, Refusal]:
     return refusals
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_value_that_does_not_travel_is_refused_also_where_one_rank_has_it() -> None:
     first, second = run_in_ranks(refused_values)
@@ -241,7 +237,6 @@ def refused_shared_values(fabric: Fabric) -> dict[str, Refusal]:
     return refusals
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_layout_that_does_not_travel_is_refused_by_broadcast_and_gather_on_every_rank() -> None:
     for refusals in run_in_ranks(refused_shared_values):
@@ -268,7 +263,6 @@ def refused_rows(fabric: Fabric) -> dict[str, Refusal]:
     return refusals
 
 
-@pytest.mark.timeout(60)
 def test_rows_that_are_not_one_for_each_rank_are_refused() -> None:
     first, second = run_in_ranks(refused_rows)
     assert_refused(first, second)
@@ -312,7 +306,6 @@ def forward_mode_derivatives_of_scalars(fabric: Fabric) -> list[str]:
     return [outcome_of_jvp(call, scalar) for call in collectives_of(fabric).values()]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_forward_mode_derivative_is_refused_also_where_one_rank_takes_it() -> None:
     first, second = run_in_ranks(forward_mode_derivatives)
@@ -339,7 +332,6 @@ def refused_broadcasts(fabric: Fabric) -> int:
     return fabric.all_reduce(1, reduce_op="sum")
 
 
-@pytest.mark.timeout(60)
 def test_a_value_that_cannot_be_broadcast_raises_on_every_rank() -> None:
     results = run_in_ranks(refused_broadcasts)
     assert results == [2, 2]
@@ -397,7 +389,6 @@ def broken_trees(fabric: Fabric) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(60)
 def test_a_tree_that_raises_while_it_is_taken_apart_raises_on_every_rank() -> None:
     first, second = run_in_ranks(broken_trees)
     error_names = [text.partition(":")[0] for text in first]
@@ -416,7 +407,6 @@ def broadcast_beside_gather(fabric: Fabric) -> list[str]:
     return [error, str(fabric.all_reduce(1, reduce_op="sum"))]
 
 
-@pytest.mark.timeout(60)
 def test_a_broadcast_beside_a_gather_of_objects_is_an_error_on_every_rank() -> None:
     for error, afterwards in run_in_ranks(broadcast_beside_gather):
         assert error.startswith("CollectiveMismatchError")

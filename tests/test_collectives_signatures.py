@@ -1,6 +1,7 @@
 """Ranks that make different calls get an error on every rank, without the checked mode."""
 
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from fabric.communicators import (
     Reduce,
     fold,
 )
-from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT
-from fabric.communicators.checked import checksums_agree, signed
+from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT, CallDescription
+from fabric.communicators.checked import CheckedCommunicator, PendingSignatures, checksums_agree
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from tests.ranks import outcome, run_in_ranks
 
@@ -147,7 +148,6 @@ def outcomes_of_mismatches(fabric: Fabric) -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_mismatch_is_an_error_on_every_rank_and_the_next_call_is_right(ranks: int) -> None:
     for outcomes in run_in_ranks(outcomes_of_mismatches, ranks=ranks):
@@ -171,7 +171,6 @@ def mismatches_in_checked_mode(fabric: Fabric) -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.timeout(60)
 def test_a_mismatch_is_an_error_in_checked_mode_too() -> None:
     for outcomes in run_in_ranks(mismatches_in_checked_mode, check_collectives=True):
         for name, text in outcomes.items():
@@ -197,7 +196,10 @@ def calls_that_agree(fabric: Fabric) -> dict[str, Any]:
         sequence = [1.0, 2.0]
         leaf_without_numbers = None
         matrix = ones_of(3, 2).t()
+    earlier_result = fabric.all_gather(ones_of(2))
+    fabric.all_gather(ones_of(2) * 2)
     return {
+        "a result after the same call": earlier_result.tolist(),
         "order of insertion": add(dict.fromkeys(keys, 1.0)),
         "types of numbers": fabric.all_reduce(numbers, reduce_op="max"),
         "a list beside a tuple": list(add(sequence)),
@@ -215,10 +217,10 @@ def calls_that_agree(fabric: Fabric) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(60)
 def test_calls_that_agree_pass_and_a_result_holds_nothing_else() -> None:
     for actual in run_in_ranks(calls_that_agree):
         assert actual == {
+            "a result after the same call": [[1.0, 1.0], [1.0, 1.0]],
             "order of insertion": {"a": 2.0, "b": 2.0},
             "types of numbers": [1.0, 1.0],
             "a list beside a tuple": [2.0, 4.0],
@@ -251,7 +253,6 @@ def large_extremes(fabric: Fabric) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.timeout(60)
 def test_a_large_min_or_max_keeps_nan_infinity_and_denormal_numbers() -> None:
     for results in run_in_ranks(large_extremes):
         for reduce_op in ("max", "min"):
@@ -268,10 +269,15 @@ def calls_in_several_modes(fabric: Fabric) -> list[Any]:
     add({"w": weight})["w"].sum().backward()
     with torch.device("meta"):
         second = add({"second": 2.0})
+
+    def scaled_by_ranks(x: Tensor) -> Tensor:
+        return x * add({"first": 1.0})["first"]
+
+    for _ in range(2):
+        assert torch.func.vmap(scaled_by_ranks)(torch.ones(3)).tolist() == [2.0] * 3
     return [first, second, add({"first": 1.0}), weight.grad]
 
 
-@pytest.mark.timeout(60)
 def test_a_signature_that_was_made_in_another_mode_is_used_in_any() -> None:
     for first, second, again, gradient in run_in_ranks(calls_in_several_modes):
         assert first == {"first": 2.0}
@@ -329,12 +335,37 @@ REDUCTIONS = reductions()
 GATHERS = [Sent(Operation.ALL_GATHER, None, dtype) for dtype in DTYPES]
 
 
+class FirstMessage(Exception):
+    """What a rank sends first."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__()
+        self.collective = collective
+
+
+class UntilFirstMessage(LocalCommunicator):
+    """A rank of a group of a size, up to its first message."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(CPU)
+        self.size = size
+
+    def run(self, collective: Collective) -> Any:
+        raise FirstMessage(collective)
+
+
 def first_message(call: Sent, size: int, text: str) -> Collective:
     """Return what a rank of a group of a size sends first."""
     wire_dtypes = MEAN_WIRE_DTYPES if call.reduce is Reduce.MEAN else WIRE_DTYPES
     wire_dtype = wire_dtypes.get(call.dtype, call.dtype)
-    collective = Collective(call.operation, ones_of(2, dtype=wire_dtype), call.reduce)
-    return signed(collective, text, size).collective
+    description = CallDescription(call.operation.value, text=text)
+    collective = Collective(
+        call.operation, ones_of(2, dtype=wire_dtype), call.reduce, call=description
+    )
+    communicator = CheckedCommunicator(UntilFirstMessage(size), PendingSignatures())
+    with pytest.raises(FirstMessage) as caught:
+        communicator.run(collective)
+    return caught.value.collective
 
 
 def signatures_agree(messages: list[Collective]) -> bool:
@@ -353,7 +384,6 @@ def signatures_agree(messages: list[Collective]) -> bool:
     return checksums_agree(fold(reduction, rows))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_no_number_of_ranks_gives_a_false_alarm() -> None:
     generator = random.Random(0)
@@ -363,7 +393,6 @@ def test_no_number_of_ranks_gives_a_false_alarm() -> None:
             assert signatures_agree([message] * size), (call, size)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_of_ten_thousand_mismatches_none_is_missed() -> None:
     generator = random.Random(1)
@@ -401,6 +430,41 @@ def test_in_a_group_of_many_ranks_a_message_of_one_length_goes_before() -> None:
     assert operation is Operation.ALL_REDUCE
     assert checksum == -negative
     assert call == (Operation.ALL_REDUCE, [3.0])
+
+
+class TwoEqualRanks(LocalCommunicator):
+    """The first of two ranks, which pass the same value."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.size = 2
+        # Called while the first collective waits.
+        self.meanwhile: Callable[[], object] | None = None
+
+    def run(self, collective: Collective) -> Any:
+        meanwhile = self.meanwhile
+        self.meanwhile = None
+        if meanwhile is not None:
+            meanwhile()
+        return torch.stack([collective.buffer] * 2)
+
+
+def test_the_same_call_of_another_thread_does_not_change_the_data_of_a_call() -> None:
+    communicator = TwoEqualRanks()
+    recorded = RecordedCommunicator(communicator, FlightRecorder())
+    assert all_reduce(recorded, 1.0, Reduce.SUM) == 2
+    results: list[float] = []
+
+    def call_in_another_thread() -> None:
+        thread = threading.Thread(
+            target=lambda: results.append(all_reduce(recorded, 5.0, Reduce.SUM))
+        )
+        thread.start()
+        thread.join()
+
+    communicator.meanwhile = call_in_another_thread
+    assert all_reduce(recorded, 1.0, Reduce.SUM) == 2
+    assert results == [10]
 
 
 # -- an accelerator, whose comparison waits -------------------------------------------------------
@@ -441,7 +505,6 @@ def outcomes_on_an_accelerator(fabric: Fabric) -> list[str]:
     return outcomes
 
 
-@pytest.mark.timeout(60)
 def test_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earlier_call() -> None:
     for outcomes in run_in_ranks(outcomes_on_an_accelerator):
         assert [text.partition(":")[0] for text in outcomes] == [

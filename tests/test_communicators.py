@@ -45,6 +45,8 @@ def run_on_one_process(function):
     return results
 
 
+# The length of a buffer that gloo passes around a ring, and does not send straight to each rank.
+LARGE = 20_000
 BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
 
 
@@ -67,6 +69,7 @@ def run_tensor_collectives(communicator):
         results[f"scatter {op.name}"] = communicator.reduce_scatter(rows, op)
     results["gather"] = communicator.all_gather(torch.full((2,), rank))
     results["gather 0-dim"] = communicator.all_gather(torch.tensor(rank))
+    results["gather large"] = communicator.all_gather(torch.arange(LARGE) + rank)
     for src in range(size):
         results[f"broadcast {src}"] = communicator.broadcast(torch.tensor([rank]), src)
     rows = torch.arange(2 * size).view(size, 2) + 100 * rank
@@ -170,13 +173,13 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_over_several_processes(size):
     ranks = list(range(size))
     values = torch.stack([torch.arange(3.0) + rank + 1 for rank in ranks])
     rows = torch.stack([torch.arange(2.0 * size).view(size, 2) + rank for rank in ranks])
     sent_rows = torch.stack([torch.arange(2 * size).view(size, 2) + 100 * rank for rank in ranks])
+    large_rows = torch.arange(LARGE) + torch.arange(size).view(size, 1)
     assert REDUCTIONS.keys() == set(Reduce)
     for rank, (tensors, objects) in enumerate(run_in_ranks(run_collectives_of_job, ranks=size)):
         for op, reduce in REDUCTIONS.items():
@@ -188,6 +191,7 @@ def test_every_collective_over_several_processes(size):
             assert torch.equal(tensors["gather to last"], sent_rows[:, 0])
         assert tensors["gather"].tolist() == [[src, src] for src in ranks]
         assert tensors["gather 0-dim"].tolist() == ranks
+        assert torch.equal(tensors["gather large"], large_rows)
         for src in ranks:
             assert tensors[f"broadcast {src}"].tolist() == [src]
         assert objects["gathered"] == [{"rank": src} for src in ranks]
@@ -228,7 +232,6 @@ def test_a_wrong_rank_is_refused_on_one_process():
     run_on_one_process(check_refusals)
 
 
-@pytest.mark.timeout(60)
 def test_a_wrong_rank_is_refused_on_several_processes():
     run_in_ranks(lambda fabric: check_refusals(fabric.strategy.runtime.communicator))
 
@@ -270,7 +273,6 @@ def use_groups(fabric):
     return results
 
 
-@pytest.mark.timeout(60)
 def test_groups_are_parts_of_the_job_with_ranks_of_their_own():
     results = run_in_ranks(use_groups, ranks=3)
     first, second, third = results
@@ -320,7 +322,6 @@ def exchange_messages_in_groups(fabric):
     return received_in_job, exchange_messages(group)
 
 
-@pytest.mark.timeout(60)
 def test_messages_between_two_ranks_keep_their_order_in_groups_too():
     first, second, third = run_in_ranks(exchange_messages_in_groups, ranks=3)
     assert first == ([2], None)
@@ -339,7 +340,6 @@ def late_in_a_group(fabric):
     return "gave up"
 
 
-@pytest.mark.timeout(60)
 def test_a_group_has_the_timeout_of_the_strategy():
     strategy = DDPStrategy(timeout=timedelta(seconds=2))
     assert run_in_ranks(late_in_a_group, strategy=strategy)[0] == "gave up"
@@ -362,7 +362,6 @@ def close_group_of_user(fabric):
     return result
 
 
-@pytest.mark.timeout(60)
 def test_a_group_of_the_user_is_not_closed():
     results = run_in_ranks(close_group_of_user)
     assert results == [2.0, 2.0]
@@ -382,7 +381,6 @@ def failing_objects(fabric):
     return texts, communicator.gather_objects(communicator.rank)
 
 
-@pytest.mark.timeout(60)
 def test_an_object_that_does_not_pickle_fails_on_every_rank():
     for (broadcast, gather), after in run_in_ranks(failing_objects):
         assert "raised on rank 1" in broadcast
@@ -399,7 +397,6 @@ def missing_at_barrier(fabric):
     return "named"
 
 
-@pytest.mark.timeout(60)
 def test_a_barrier_that_fails_is_named():
     strategy = DDPStrategy(timeout=timedelta(seconds=2))
     assert run_in_ranks(missing_at_barrier, strategy=strategy)[0] == "named"

@@ -1,6 +1,7 @@
 """``fabric consolidate`` writes a sharded checkpoint into one file."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,8 +23,6 @@ from fabric.seed import rng_state
 from fabric.tree import map_tensors
 from tests.ranks import run_in_ranks
 from tests.test_checkpoint_sharded import FSDP, assert_same, save_sharded
-
-pytestmark = pytest.mark.timeout(120)
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -133,7 +132,7 @@ def test_memory_is_that_of_a_few_tensors_and_not_of_the_checkpoint(path):
         [sys.executable, "-c", MEASURE.replace("{save}", save_large), str(path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=150,
         check=False,
         env=ONE_THREAD,
     )
@@ -179,7 +178,7 @@ sys.exit(main(["consolidate", sys.argv[1], "-o", sys.argv[2]]))
         [sys.executable, "-c", code, str(path), str(path.parent / "w.safetensors")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
         env=ONE_THREAD,
     )
@@ -221,6 +220,12 @@ def test_a_limit_writes_a_folder_of_weights_for_hugging_face(limit, files, tmp_p
 
 
 # -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.nan])
+def test_a_limit_that_is_no_size_is_an_error(path, limit):
+    with pytest.raises(ConfigurationError, match="more than 0"):
+        consolidate(path, max_shard_gb=limit)
 
 
 def test_a_key_for_a_file_of_all_entries_is_an_error(path, state):

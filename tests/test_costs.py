@@ -24,6 +24,7 @@ from benchmarks.models import step_of, tiny
 from benchmarks.report import PAGES, in_page, missed, tables, to_record
 from benchmarks.timing import count_calls
 from fabric import Fabric
+from fabric._torch import DispatchMode
 from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -190,6 +191,42 @@ def count_collectives(fabric: Fabric, tree: Any) -> list[int]:
             collective(tree)
         counts.append(mode.get_total_counts())
     return counts
+
+
+def test_a_number_is_reduced_in_few_python_calls_and_few_operators() -> None:
+    for calls_of_float, calls_of_tensor, *operators in run_in_ranks(count_reduced_number):
+        assert calls_of_float <= 50
+        assert calls_of_tensor <= 53
+        # Copy the numbers to the rows, exchange the rows, and add them.
+        assert operators == [3, 3]
+
+
+def count_reduced_number(fabric: Fabric) -> list[int]:
+    metrics = {f"metric {number}": float(number) for number in range(1000)}
+    reduce_metrics = partial(fabric.all_reduce, metrics, reduce_op="sum")
+    reduce_float = partial(fabric.all_reduce, 1.0, reduce_op="sum")
+    reduce_tensor = partial(fabric.all_reduce, torch.ones(()), reduce_op="sum")
+    calls = [
+        count_calls(reduce_number, number=10) for reduce_number in (reduce_float, reduce_tensor)
+    ]
+    for reduce_floats in (reduce_float, reduce_metrics):
+        reduce_floats()  # makes the rows
+        with Operators() as operators:
+            reduce_floats()
+        calls.append(operators.count)
+    return calls
+
+
+class Operators(DispatchMode):
+    """Counts the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 # -- the record of what it costs in time -----------------------------------------------------------

@@ -137,6 +137,11 @@ def test_a_batch_is_pinned_then_copied_on_the_side_and_the_computation_waits_for
     ]
 
 
+def test_a_batch_that_the_loader_pins_is_not_pinned_again() -> None:
+    _, log = copied(lambda streams: watched(streams, "x"))
+    assert log == ["x is copied on side", "compute waits for side", "x is used on compute"]
+
+
 @pytest.mark.parametrize("kind", [lambda tensor: Encoding(x=[tensor]), Graph])
 def test_tensors_of_a_batch_that_moves_itself_are_told_of_the_stream(
     kind: Callable[[Any], Any],
@@ -144,6 +149,21 @@ def test_tensors_of_a_batch_that_moves_itself_are_told_of_the_stream(
     moved, log = copied(lambda streams: {"batch": kind(watched(streams, "x"))})
     assert isinstance(moved["batch"], Encoding | Graph)
     assert log == ["x is copied on side", "compute waits for side", "x is used on compute"]
+
+
+def test_tensors_before_and_after_a_mapping_are_told_of_the_stream() -> None:
+    _, log = copied(
+        lambda streams: [
+            watched(streams, "before"),
+            Encoding(x=watched(streams, "x")),
+            watched(streams, "after"),
+        ]
+    )
+    assert log[-3:] == [
+        "before is used on compute",
+        "x is used on compute",
+        "after is used on compute",
+    ]
 
 
 def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
@@ -155,7 +175,7 @@ def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
     _, log = copied(
         lambda streams: Half(x=watched(streams, "x"), lengths=watched(streams, "lengths"))
     )
-    assert log[-1] == "x is used on compute"
+    assert log == ["x is copied on side", "compute waits for side", "x is used on compute"]
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_no_thread_is_left_behind(fabric: Fabric) -> None:
     module = Net()
     model = fabric.setup(module)
     model(torch.randn(5, 4))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 # -- arguments and outputs -------------------------------------------------------------------------

@@ -414,6 +414,13 @@ def test_iterable_dataset_is_sharded_in_complete_rounds(
     assert interleaved(samples_by_rank) == list(range(n // num_replicas * num_replicas))
 
 
+def test_iterable_dataset_of_the_longest_rank_is_sharded_to_its_last_sample() -> None:
+    for rank, expected in enumerate([[[0, 3], [6]], [[1, 4], [7]], [[2, 5]]]):
+        loader = prepare(DataLoader(SizedNumbers(8), 2), rank, 3, uneven="longest")
+        assert batches_of(loader) == expected
+        assert len(loader) == len(expected)
+
+
 def test_iterable_dataset_without_a_length_has_none_when_sharded() -> None:
     with pytest.raises(TypeError):
         len(prepare(DataLoader(Numbers(4)), 0, 2))
@@ -459,11 +466,10 @@ def test_ranks_agree_on_the_draws_of_an_iterable_dataset_that_makes_its_iterator
     assert sorted(second_epoch) == list(range(10))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_all_ranks_shuffle_an_iterable_dataset_alike(context: str) -> None:
+def test_workers_of_all_ranks_shuffle_an_iterable_dataset_alike() -> None:
     agree = Rank0()
     samples = []
-    for rank in range(2):
+    for rank, context in enumerate(["fork", "spawn"]):
         seed(rank)
         loader = DataLoader(Shuffled(), 5, num_workers=1, multiprocessing_context=context)
         samples += samples_of(prepare(loader, rank, 2, from_rank0=agree))

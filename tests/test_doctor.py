@@ -1,6 +1,7 @@
 """``fabric doctor`` reports real faults with a remedy, names ranks, and ends in time."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -93,6 +94,8 @@ def test_a_sound_machine_has_a_report_that_a_bug_can_begin_with(tmp_path, enviro
         assert f"ok    rank {rank} of 2 on {socket.gethostname()}: at 127.0.0.1" in report
     operations = "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather"
     assert f"ok    {operations} on " in report
+    stages = r"import of torch .* s \(rank \d\), rendezvous .* s .*, process group .* s .*, coll"
+    assert re.search(rf"\nok    longest stages of the start: {stages}", report)
 
 
 def write_metadata(folder, name, version):
@@ -111,6 +114,9 @@ def plant_faults(environment, tmp_path):
         text of its remedy.
     """
     (tmp_path / "work" / "fabric.py").touch()
+    torch_in_folder = tmp_path / "work" / "torch" / "__init__.py"
+    torch_in_folder.parent.mkdir()
+    torch_in_folder.touch()
     (tmp_path / "bin" / "fabric").write_text("from lightning.fabric.cli import _main\n")
     packages = tmp_path / "packages"
     write_metadata(packages, "torch", "1.0")
@@ -119,6 +125,7 @@ def plant_faults(environment, tmp_path):
     environment["GLOO_SOCKET_IFNAME"] = "nowhere0"
     return {
         f"import fabric: {tmp_path / 'work' / 'fabric.py'} may be imported": "another name",
+        f"import torch: {torch_in_folder} may be imported": "another name",
         "import fabric: fabric has the same name": "pip uninstall fabric torch-fabric",
         f"the command fabric: {tmp_path / 'bin' / 'fabric'}": "python -m fabric",
         "1.0 in": "uninstall torch",
@@ -154,6 +161,20 @@ def test_one_report_has_all_planted_faults_with_their_remedies(tmp_path, environ
         assert remedy in "\n".join(remedies_of_fault), f"{text}\n{report}"
 
 
+def test_a_file_that_is_imported_in_place_of_torch_is_named_before_the_import_fails(
+    tmp_path, environment
+):
+    shadow = tmp_path / "work" / "torch.py"
+    shadow.touch()
+    # Without -P, Python looks in the working folder first.
+    command = [sys.executable, "-m", "fabric", "doctor", "--devices", "1"]
+    code, report = finish(start(tmp_path, environment, *command))
+    assert code == 1
+    first, *others = failures(report)
+    assert f"import torch: {shadow} may be imported in place of" in first
+    assert any("import of torch: ImportError" in line for line in others)
+
+
 def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, environment):
     environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": free_port()}
     processes = []
@@ -169,6 +190,7 @@ def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, envi
     assert "\nok" not in f"\n{report_of_rank_1}"
 
 
+@pytest.mark.slow
 def test_ranks_that_join_early_keep_the_store_of_rank_0(tmp_path, environment):
     job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": free_port()}
     # Rank 0 waits for the late rank 2 while rank 1 already waits in the process group.
@@ -215,7 +237,7 @@ def test_a_rank_that_cannot_start_is_named(tmp_path, environment, first, fate, e
     text = LOST.format(folder=str(folder), first=first, fate=fate)
     (packages / "sitecustomize.py").write_text(text)
     environment["PYTHONPATH"] = str(packages)
-    code, report = finish(start(tmp_path, environment, *COMMAND, "--timeout", "3"))
+    code, report = finish(start(tmp_path, environment, *COMMAND, "--timeout", "6"))
     assert code == 1
     assert expected in report
     assert "FAIL" in report

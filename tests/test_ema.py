@@ -19,8 +19,6 @@ from fabric.optim.ema import ExponentialMovingAverage
 from fabric.strategies import FSDPStrategy
 from tests.ranks import run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 DECAY = 0.9
 STEPS = 10
 # The batch divides by 1 to 4 ranks.

@@ -584,6 +584,40 @@ def test_a_launch_in_this_process_leaves_no_process_group(strategy: str) -> None
         assert fabric.launch(train_one_step, should_fail=False) == first_loss
 
 
+def train_an_argument(fabric: Fabric, net: Net, closes: bool = False) -> Callable[[], int]:
+    model, optimizer = fabric.setup(net, sgd(net))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    if closes:
+        fabric.teardown()
+    return lambda: 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_returns_weights_as_several_do(strategy: str) -> None:
+    net = Net()
+    before = net.head.weight.detach().clone()
+    with single(strategy=strategy) as fabric:
+        result = fabric.launch(train_an_argument, net, return_weights=True)
+        assert result() == 3
+        assert (
+            fabric.launch(train_an_argument, net, return_weights=True, return_result=False) is None
+        )
+    assert type(net.head.weight) is nn.Parameter
+    assert not torch.equal(net.head.weight, before)
+
+
+def test_weights_that_cannot_come_back_are_an_error_that_says_what_to_write() -> None:
+    fabric = several()
+    with pytest.raises(
+        ArgumentTypeError, match="no argument of the function is a module"
+    ) as caught:
+        fabric.launch(train_an_argument, 5, return_weights=True)
+    assert_four_parts(caught.value, "fabric.launch(train, model, return_weights=True)")
+    with single() as one, pytest.raises(UsageError, match=r"has called fabric\.teardown\(\)"):
+        one.launch(train_an_argument, Net(), closes=True, return_weights=True)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-mixed"])
 def test_modules_and_tensors_are_created_in_the_dtype_of_the_precision(precision: str) -> None:
     with single(precision=precision) as fabric:

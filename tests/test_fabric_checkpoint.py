@@ -25,8 +25,6 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 # An epoch has 8 batches on one rank and 4 on two: both numbers are in the middle of an epoch.
 STEPS = 13
 SAVED_AT = 6
@@ -945,8 +943,8 @@ def test_an_optimizer_whose_state_differs_between_ranks_is_not_saved(
     strategy = DDPStrategy(checkpoint_io=checkpoint_io())
     for before, after in run_in_ranks(save_state_of_ranks, tmp_path, strategy=strategy):
         assert before == "fine"
-        assert after.startswith("UsageError")
-        assert "a MomentumOfRank, differs between ranks in ['state'][0]" in after
+        assert after.startswith("ReplicaDriftError")
+        assert "momentum_buffer of weight of Linear in MomentumOfRank differs" in after
         assert "torch.save(optimizer.state_dict()" in after
 
 
@@ -988,14 +986,17 @@ def test_the_error_of_a_file_of_other_names_shows_the_line_that_loads_it(
 def test_a_load_by_name_that_would_leave_a_module_as_it_is_raises(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     with single() as fabric:
-        fabric.save(path, {"model": nn.Linear(3, 2), "empty": nn.Identity()})
+        fabric.save(path, {"model": nn.Linear(3, 2), "empty": nn.Identity(), "epoch": 4})
         model = fabric.setup(NormNet())
         with pytest.raises(CheckpointError, match="no name of the module is in the file"):
             fabric.load(path, {"model": model}, strict=False)
         with pytest.raises(CheckpointError, match="the file has no 'net'"):
             fabric.load(path, {"net": model}, strict=False)
         # Another module is loaded, and no entry of the file is meant for this one.
-        fabric.load(path, {"model": nn.Linear(3, 2), "net": model}, strict=False)
+        state = {"model": nn.Linear(3, 2), "net": model, "epoch": 0}
+        fabric.load(path, state, strict=False)
+        assert state["epoch"] == 4
+        fabric.load(path, {"step": 0}, strict=False)
         fabric.load(path, {"empty": model}, strict=False)
 
 

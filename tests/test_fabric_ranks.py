@@ -23,8 +23,6 @@ from fabric.world import World
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def draw(fabric: Fabric) -> list[float]:
     return [random.random(), torch.rand(1).item()]
@@ -350,3 +348,29 @@ def close_one_of_two(fabric: Fabric, closed: str) -> list[Tensor]:
 def test_closing_one_of_two_fabrics_leaves_the_other_open(closed: str) -> None:
     first_rank, second_rank = run_in_ranks(close_one_of_two, closed)
     torch.testing.assert_close(first_rank, second_rank, rtol=0, atol=0)
+
+
+def train_for_weights(fabric: Fabric, net: Net, losses: dict[str, torch.nn.Module]) -> Any:
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loss = losses["squares"](model(torch.ones(2, 4) * (fabric.global_rank + 1)), torch.ones(2, 1))
+    fabric.backward(loss)
+    optimizer.step()
+    return fabric.get_state_dict(model)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_trained_weights_come_back_into_the_modules_of_the_caller(strategy: str) -> None:
+    net = Net()
+    weight = net.head.weight
+    before = weight.detach().clone()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    call = (train_for_weights, net, {"squares": torch.nn.MSELoss()})
+
+    fabric.launch(*call)
+    assert torch.equal(net.head.weight, before)
+
+    first, second = fabric.launch(*call, return_weights=True, return_all=True)
+    assert second == {}
+    assert net.head.weight is weight
+    assert not torch.equal(weight, before)
+    torch.testing.assert_close(net.state_dict(), first, rtol=0, atol=0)

@@ -16,8 +16,6 @@ from tests.loops import Transformer, make_model
 from tests.models import Net, OneWeight
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def in_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
     """Return the results of ``function(fabric, *args)`` by rank of a job with FSDP.

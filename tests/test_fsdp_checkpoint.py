@@ -16,8 +16,6 @@ from tests.ranks import SharedRanks, outcome
 from tests.test_fsdp import full_parameters, in_ranks
 from tests.test_fsdp_models import Buffers
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
     torch.manual_seed(3)

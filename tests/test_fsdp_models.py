@@ -18,8 +18,6 @@ from tests.loops import Block
 from tests.ranks import outcome, run_in_ranks
 from tests.test_fsdp import full_gradients, full_parameters, in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 WIDTH = 8
 
 

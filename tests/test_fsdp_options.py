@@ -26,8 +26,6 @@ from tests.loops import Block, Record, Transformer, assert_same, fabric_loop, pl
 from tests.ranks import outcome, remedy
 from tests.test_fsdp import full_parameters, in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def is_linear_or_norm(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.LayerNorm)
@@ -36,9 +34,7 @@ def is_linear_or_norm(module: nn.Module) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, {"sharding_strategy": "SHARD_GRAD_OP"}),
         (3, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "device_mesh": (3,)}),
-        (4, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}),
         (2, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}),
         (2, {"sharding_strategy": "HYBRID_SHARD"}),
         (2, {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}),
@@ -57,13 +53,11 @@ def is_linear_or_norm(module: nn.Module) -> bool:
         (2, {"cpu_offload": True}),
     ],
 )
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_no_option_changes_the_numbers(
-    ranks: int, options: dict[str, Any], accumulation: int
-) -> None:
-    expected = plain_loop(torch.float64, None, False, accumulation)
+def test_no_option_changes_the_numbers(ranks: int, options: dict[str, Any]) -> None:
+    # Three micro-batches for a step.
+    expected = plain_loop(torch.float64, None, False, 3)
     records: list[Record] = in_ranks(
-        fabric_loop, torch.float64, accumulation, ranks=ranks, precision="64-true", **options
+        fabric_loop, torch.float64, 3, ranks=ranks, precision="64-true", **options
     )
     for record in records:
         assert_same(record, expected, 1e-10)

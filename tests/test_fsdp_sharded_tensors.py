@@ -15,8 +15,6 @@ from fabric._torch import full_tensor
 from fabric.strategies import FSDPStrategy
 from tests.ranks import SharedRanks, outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 X = torch.arange(30.0).view(2, 3, 5) / 30
 
 
@@ -283,9 +281,20 @@ def test_training_that_cannot_be_sharded_is_refused_before_anything_changes() ->
             assert "torch has no such step for shards" in texts[name]
 
 
+class Scale(nn.Module):
+    """A module with a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
 def set_up_lbfgs(fabric: Fabric, outputs: int) -> None:
-    """Take a step of LBFGS with a weight of ``outputs`` rows and a parameter of one element."""
-    net = nn.Sequential(nn.PReLU(), nn.Linear(3, outputs))
+    """Take a step of LBFGS with a weight of ``outputs`` rows and parameters of one element."""
+    net = nn.Sequential(nn.PReLU(), Scale(), nn.Linear(3, outputs))
     model, optimizer = fabric.setup(net, optim.LBFGS(net.parameters()))
 
     def closure() -> Tensor:

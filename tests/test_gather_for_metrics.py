@@ -23,8 +23,6 @@ from fabric.testing import ThreadedWorld
 from tests.datasets import samples_of
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Stream(IterableDataset[int]):
     def __init__(self, n: int) -> None:

@@ -19,7 +19,6 @@ from tests.models import Net
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

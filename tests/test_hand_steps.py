@@ -171,6 +171,26 @@ def step_of_an_optimizer_that_was_not_set_up(fabric: Fabric) -> None:
     optimizer.step()
 
 
+def step_within_the_backward_pass(fabric: Fabric, *, sets_up_optimizers: bool) -> list[Tensor]:
+    """Step with an optimizer for each parameter as soon as the gradient has been computed."""
+    model = fabric.setup(Model())
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        optimizers[parameter] = torch.optim.SGD([parameter], lr=LR)
+        if sets_up_optimizers:
+            fabric.setup_optimizers(optimizers[parameter])
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(4):
+        loss = mean_loss(fabric, model, number, factor=1)
+        fabric.backward(loss)
+    return full_values(model.parameters())
+
+
 @pytest.mark.parametrize(
     ("train", "precision", "problem"),
     [
@@ -183,6 +203,11 @@ def step_of_an_optimizer_that_was_not_set_up(fabric: Fabric) -> None:
         ),
         (change_without_an_optimizer, "16-mixed", "still multiplied by the loss scale"),
         (step_of_an_optimizer_that_was_not_set_up, "32-true", "has not been set up, and steps"),
+        (
+            partial(step_within_the_backward_pass, sets_up_optimizers=False),
+            "16-mixed",
+            "within the backward pass, with gradients that are still multiplied by the loss scale",
+        ),
     ],
 )
 def test_changes_by_gradients_that_are_not_complete_are_refused(
@@ -211,13 +236,50 @@ def change_without_synchronization(fabric: Fabric) -> None:
         change_by_hand(model.parameters())
 
 
+def step_with_a_parameter_outside_modules(fabric: Fabric) -> None:
+    model, optimizer = set_up(fabric)
+    scale = nn.Parameter(torch.ones(1))
+    scale_optimizer = torch.optim.SGD([scale], lr=LR)
+    for number in range(3):
+        loss = mean_loss(fabric, model, number) * scale
+        fabric.backward(loss)
+        optimizer.step()
+        scale_optimizer.step()
+        optimizer.zero_grad()
+        scale_optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
-    ("train", "strategy"), [(change_a_list, "fsdp"), (change_without_synchronization, "ddp")]
+    ("train", "strategy", "problem"),
+    [
+        (change_a_list, "fsdp", "differ between ranks 0 and 1"),
+        (change_without_synchronization, "ddp", "differ between ranks 0 and 1"),
+        (
+            step_with_a_parameter_outside_modules,
+            "ddp",
+            "differ between ranks 0 and 1: parameter 1 that no set-up module has",
+        ),
+        (
+            step_with_a_parameter_outside_modules,
+            "fsdp",
+            "differ between ranks 0 and 1: parameter 1 that no set-up module has",
+        ),
+        (
+            partial(step_within_the_backward_pass, sets_up_optimizers=True),
+            "ddp",
+            "within the backward pass, with gradients that are not averaged over the ranks yet",
+        ),
+        (
+            partial(step_within_the_backward_pass, sets_up_optimizers=False),
+            "ddp",
+            "within the backward pass, with gradients that are not averaged over the ranks yet",
+        ),
+    ],
 )
 def test_changes_that_differ_between_ranks_are_refused(
-    train: Callable[[Fabric], None], strategy: str
+    train: Callable[[Fabric], None], strategy: str, problem: str
 ) -> None:
-    with pytest.raises(RankFailedError, match="differ between ranks 0 and 1"):
+    with pytest.raises(RankFailedError, match=problem):
         run_in_ranks(train, strategy=strategy)
 
 
@@ -238,6 +300,13 @@ def change_by_plain_gradients(fabric: Fabric) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_complete_gradients_may_be_used_as_they_are(strategy: str) -> None:
     run_in_ranks(change_by_plain_gradients, strategy=strategy)
+
+
+def test_a_step_within_the_backward_pass_under_fsdp_is_that_of_one_process() -> None:
+    train = partial(step_within_the_backward_pass, sets_up_optimizers=True)
+    [expected] = run_in_ranks(train, ranks=1, strategy="single_device")
+    values, _ = run_in_ranks(train, strategy="fsdp")
+    torch.testing.assert_close(values, expected)
 
 
 def load_a_snapshot(model: nn.Module, snapshot: dict[str, Any]) -> None:

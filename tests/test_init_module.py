@@ -396,7 +396,7 @@ except Exception as error:
 def build_with_file_limit(nbytes):
     """Return the output of a build whose files cannot exceed a size, as on a full disk."""
     command = [sys.executable, "-c", BUILD_WITH_A_LIMIT, str(nbytes)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     return process.stdout
 
 
@@ -438,7 +438,7 @@ with fabric.init_module():
 def test_nothing_is_left_of_a_build_that_is_killed(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", BUILD_AND_KILL]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert process.returncode == -9, process.stderr
     assert list(tmp_path.iterdir()) == []
 

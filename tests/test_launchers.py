@@ -1,8 +1,10 @@
 """Launchers of functions: results, environments, rendezvous, and functions that travel by value."""
 
+import copy
 import gc
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -16,12 +18,12 @@ import torch
 from fabric import Fabric
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import LAUNCHERS, InlineLauncher, LaunchSpec
+from fabric.launchers.fork_server import ForkServer, forkserver_main
 from fabric.world import World
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts" / "launchers"))
 import actions
 
-pytestmark = pytest.mark.timeout(60)
 TWO = LaunchSpec(num_processes=2)
 ALL = LaunchSpec(num_processes=2, results="all")
 
@@ -94,6 +96,36 @@ def test_large_results_fit_through_the_pipe(forkserver):
     first, second = forkserver.launch(lambda: torch.ones(5_000_000), (), {}, ALL)
     assert first.sum() == 5_000_000
     assert second.sum() == 5_000_000
+
+
+def add_one(model, values):
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    for value in values.values():
+        value.add_(1)
+    is_tied = model[0].weight is model[1].weight
+    return is_tied, {"weight": model[1].weight, **values}
+
+
+def test_tensors_travel_to_ranks_and_back_as_copies(forkserver):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    values = {
+        "transposed": torch.arange(6).view(2, 3).T,
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "empty": torch.empty(0, 2),
+    }
+    before = copy.deepcopy((model.state_dict(), values))
+    results = forkserver.launch(add_one, (model, values), {}, ALL)
+    for is_tied, result in results:
+        assert is_tied
+        assert torch.equal(result["weight"], model[0].weight + 1)
+        for name, value in values.items():
+            assert torch.equal(result[name], value + 1)
+            assert result[name].dtype is value.dtype
+            assert result[name].stride() == value.stride()
+    torch.testing.assert_close((model.state_dict(), values), before)
 
 
 def test_closures_and_lambdas_travel(launcher):
@@ -196,12 +228,36 @@ def test_a_killed_fork_server_is_replaced(forkserver):
     assert next_server != server
 
 
+def test_a_fork_server_that_does_not_answer_in_time_is_ended(monkeypatch):
+    server = ForkServer(forkserver_main)
+    monkeypatch.setattr("fabric.launchers.function.fork_server", lambda: server)
+    monkeypatch.setattr("fabric.launchers.fork_server._START_TIMEOUT", 0)
+    children = psutil.Process().children()
+    with pytest.raises(UsageError, match="the fork server does not start"):
+        LAUNCHERS["forkserver"].launch(os.getpid, (), {}, TWO)
+    assert psutil.Process().children() == children
+
+
 def test_two_threads_may_launch_at_once(forkserver):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(forkserver.launch, actions.reduce, (1.0,), {}, TWO)
         second = pool.submit(forkserver.launch, actions.reduce, (2.0,), {}, TWO)
-        assert first.result(30) == 3.0
-        assert second.result(30) == 5.0
+        assert first.result() == 3.0
+        assert second.result() == 5.0
+
+
+def state_of_this_process():
+    """Return the signal handlers, the blocked signals, and the number of objects never collected."""
+    handlers = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        handlers.append(signal.getsignal(number))
+    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ()), gc.get_freeze_count()
+
+
+def test_a_launch_leaves_the_launching_process_as_it_was():
+    before = state_of_this_process()
+    LAUNCHERS["fork"].launch(os.getpid, (), {}, TWO)
+    assert state_of_this_process() == before
 
 
 def test_fork_after_a_parallel_operation_does_not_deadlock():
@@ -264,6 +320,34 @@ def test_an_argument_that_cannot_be_pickled_is_named(method):
     argument = {"deep": [1, generator()]}
     with pytest.raises(ArgumentTypeError, match=r"args\[0\]\['deep'\]\[1\] is a generator"):
         LAUNCHERS[method].launch(print, (argument,), {}, TWO)
+
+
+def test_a_variable_of_a_function_that_cannot_be_pickled_is_named(forkserver):
+    lock = threading.Lock()
+
+    def under_lock():
+        return [lock.locked() for _ in range(2)]
+
+    with pytest.raises(ArgumentTypeError, match="lock, used by under_lock") as failure:
+        forkserver.launch(lambda: under_lock(), (), {}, TWO)
+    assert 'launcher="fork"' in str(failure.value)
+
+
+def torch_settings():
+    x = torch.ones(1, requires_grad=True)
+    return (x + 1).requires_grad, x.dtype, torch.get_float32_matmul_precision()
+
+
+def test_settings_of_torch_reach_the_ranks(launcher):
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.no_grad():
+            assert launcher.launch(torch_settings, (), {}, TWO) == (False, torch.float64, "high")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    assert launcher.launch(torch_settings, (), {}, TWO) == (True, torch.float32, "highest")
 
 
 def test_a_result_that_cannot_be_pickled_is_named(launcher):

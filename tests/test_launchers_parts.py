@@ -7,6 +7,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 
@@ -25,7 +26,6 @@ from fabric.launchers.supervisor import rank_variables
 from fabric.world import World
 
 SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
-pytestmark = pytest.mark.timeout(60)
 
 
 def main_module(file, name_in_spec=None):
@@ -38,6 +38,40 @@ def main_module(file, name_in_spec=None):
     return module
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.parametrize(
+    ("name", "is_module", "path"),
+    [
+        ("job.py", False, "job.py"),
+        ("folder", False, "folder/__main__.py"),
+        ("job", True, "job.py"),
+        ("package", True, "package/__init__.py"),
+        ("package", True, "package/__main__.py"),
+        ("package.inner.job", True, "package/inner/__init__.py"),
+        ("package.inner.job", True, "package/inner/job.py"),
+        ("package.inner", True, "package/inner/__main__.py"),
+    ],
+)
+def test_variables_of_libraries_are_found_in_the_files_that_a_rank_runs_first(
+    tmp_path, monkeypatch, name, is_module, path
+):
+    monkeypatch.chdir(tmp_path)
+    script_name = name if is_module else str(tmp_path / name)
+    script = Script(name=script_name, is_module=is_module, arguments=[name])
+    files = ["job.py", "folder/__main__.py", "package/__init__.py", "package/__main__.py"]
+    files += ["package/inner/__init__.py", "package/inner/__main__.py", "package/inner/job.py"]
+    for file in files:
+        source = tmp_path / file
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("raise ImportError('a search imports nothing')\n")
+    assert script.find_fork_hazard() == ""
+    (tmp_path / path).write_text("os.environ['OMP_NUM_THREADS'] = '1'\n")
+    hazard = script.find_fork_hazard()
+    assert hazard.startswith(f"{tmp_path / path} has OMP_NUM_THREADS")
+    missing = Script(name="no_such_package.job", is_module=True, arguments=[name])
+    assert missing.find_fork_hazard() == ""
+
+
 def run(command, folder=None, text=None):
     return subprocess.run(
         [sys.executable, *command],
@@ -45,7 +79,7 @@ def run(command, folder=None, text=None):
         input=text,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
 
@@ -121,6 +155,36 @@ print(fabric.launch(train))
 def test_a_function_of_standard_input_is_launched():
     process = run(["-"], text=FORKSERVER)
     assert process.stdout == "1\n", process.stderr
+
+
+PROMPT = """
+import os, sys
+import psutil
+from fabric import Fabric
+
+def servers():
+    children = psutil.Process().children()
+    return [child.pid for child in children if "forkserver_main" in " ".join(child.cmdline())]
+
+Fabric(accelerator="cpu", devices=2, launcher="forkserver")
+assert servers() == []
+sys.ps1 = ">>> "
+Fabric(accelerator="cpu", devices=1)
+Fabric(accelerator="cpu", devices=2, launcher="spawn")
+assert servers() == []
+fabric = Fabric(accelerator="cpu", devices=2)
+[server] = servers()
+assert fabric.launch(lambda fabric: os.getppid()) == server
+Fabric(accelerator="cpu", devices=2)
+assert servers() == [server]
+print(server)
+"""
+
+
+def test_a_fabric_at_a_prompt_starts_the_server_of_its_ranks_and_leaves_none_behind():
+    process = run(["-"], text=PROMPT)
+    assert process.stderr == ""
+    assert not psutil.pid_exists(int(process.stdout))
 
 
 def test_a_module_is_run_again():

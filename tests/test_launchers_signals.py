@@ -1,6 +1,7 @@
 """What signals do to the main thread of a rank, and how long fabric waits when a job ends."""
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -8,15 +9,17 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from fabric.errors import RankFailedError
-from fabric.launchers import LAUNCHERS, LaunchSpec
+from fabric.launchers import LAUNCHERS, LaunchSpec, supervisor
 from fabric.launchers.supervisor import (
     COLLECT_TIMEOUT,
     DESCRIBE_TIMEOUT,
     END_GRACE,
     INTERRUPT_GRACE,
+    RankProcess,
 )
 
 TAKEN_BY_ANOTHER_THREAD = """
@@ -30,6 +33,31 @@ try:
     threading.Event().wait()
 finally:
     print("finally")
+"""
+IN_A_CALL_THAT_CANNOT_RAISE = """
+import os, signal, threading
+from fabric.launchers.rank import raise_on_signals
+raise_on_signals(print)
+
+class Object:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{number})
+
+try:
+    Object()
+    threading.Event().wait()
+finally:
+    print("finally")
+"""
+OTHER_ERROR_IN_A_CALL_THAT_CANNOT_RAISE = """
+from fabric.launchers.rank import raise_on_signals
+raise_on_signals(print)
+
+class Object:
+    def __del__(self):
+        raise ValueError("the error of __del__")
+
+Object()
 """
 FORKED = """
 import os, signal, threading
@@ -55,7 +83,7 @@ NEEDS_FULL = pytest.mark.skipif(
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False
     )
 
 
@@ -66,6 +94,20 @@ def test_a_signal_that_does_not_interrupt_the_main_thread_still_runs_its_finally
     process = run(TAKEN_BY_ANOTHER_THREAD.format(number=number))
     assert process.returncode == code
     assert "finally\n" in process.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
+def test_a_signal_in_a_call_that_cannot_raise_still_ends_the_rank(number, code):
+    process = run(IN_A_CALL_THAT_CANNOT_RAISE.format(number=number))
+    assert process.returncode == code
+    assert "finally\n" in process.stdout
+    assert "Exception ignored" not in process.stderr
+
+
+def test_other_errors_of_calls_that_cannot_raise_are_still_printed():
+    process = run(OTHER_ERROR_IN_A_CALL_THAT_CANNOT_RAISE)
+    assert process.returncode == 0
+    assert "ValueError: the error of __del__" in process.stderr
 
 
 def test_a_signal_to_a_process_that_a_rank_forked_does_not_signal_the_rank():
@@ -80,42 +122,97 @@ def test_the_waits_of_fabric_leave_time_within_five_seconds():
     assert poll + INTERRUPT_GRACE <= 3.5
 
 
-def sleep_with_the_lock():
-    ctypes.PyDLL(None).sleep(60)
+def wait_with_the_lock():
+    """Wait in C code that holds the interpreter's lock. No signal ends the wait."""
+    mutex = ctypes.create_string_buffer(64)
+    libc = ctypes.PyDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # waits for itself
 
 
 def compute_with_the_lock():
-    sum(range(10**15))
+    sum(range(7 * 10**7))  # for longer than supervisor.RESPONSE_TIME
 
 
-def clean_up():
+def wait_and_clean_up():
     try:
         threading.Event().wait()
     finally:
-        time.sleep(60)
+        time.sleep(2 * supervisor.RESPONSE_TIME)
 
 
-def seconds_until_the_end(state):
-    """Return the seconds of a launch in which rank 1 fails while rank 0 is in this state."""
+@pytest.fixture
+def ends_by_itself(monkeypatch, tmp_path):
+    """Return a function that says whether a rank in a state ends by itself when rank 1 fails.
 
-    def action():
+    The grace period of the rank has no end.
+    """
+    monkeypatch.setattr(supervisor, "END_GRACE", math.inf)
+    started = tmp_path / "started"
+    ended = tmp_path / "ended"
+
+    def action(state):
         if os.environ["RANK"] == "1":
+            while not started.exists():
+                time.sleep(0.01)
             raise ValueError("the cause")
-        state()
+        try:
+            started.touch()
+            state()
+        finally:
+            ended.touch()
 
-    began = time.monotonic()
-    with pytest.raises(RankFailedError, match="the cause"):
-        LAUNCHERS["fork"].launch(action, (), {}, LaunchSpec(num_processes=2))
-    return time.monotonic() - began
+    def launch(state):
+        with pytest.raises(RankFailedError, match="the cause"):
+            LAUNCHERS["fork"].launch(action, (state,), {}, LaunchSpec(num_processes=2))
+        return ended.exists()
+
+    return launch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which process computes")
-def test_only_a_rank_that_responds_or_computes_has_its_grace_period():
-    unresponsive = seconds_until_the_end(sleep_with_the_lock)
-    computing = seconds_until_the_end(compute_with_the_lock)
-    cleaning_up = seconds_until_the_end(clean_up)
-    assert unresponsive < computing - 0.5
-    assert unresponsive < cleaning_up - 0.3
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [(wait_with_the_lock, False), (compute_with_the_lock, True), (wait_and_clean_up, True)],
+)
+def test_only_a_rank_that_responds_or_computes_has_its_grace_period(
+    ends_by_itself, state, expected
+):
+    assert ends_by_itself(state) is expected
+
+
+# Reads into memory, which is work of the system alone, says so, and sleeps.
+SYSTEM_TIME = """
+import os
+with open("/dev/zero", "rb", buffering=0) as zeros:
+    buffer = bytearray(2**24)
+    while os.times().system < os.times().user + 0.3:
+        zeros.readinto(buffer)
+print("done", flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which process computes")
+def test_the_time_of_a_rank_includes_what_the_system_does_for_it():
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", SYSTEM_TIME],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "done\n"
+        psutil_process = psutil.Process(process.pid)
+        # The line arrives a moment before the process sleeps.
+        while psutil_process.status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
+        seconds = RankProcess(
+            config=None, process=process, control=None, stack_file=None
+        ).processor_seconds()
+        times = psutil_process.cpu_times()
+        process.communicate()
+    assert times.system > times.user
+    assert seconds == pytest.approx(times.user + times.system)
 
 
 EXITS = """
@@ -219,6 +316,6 @@ def test_a_closed_terminal_leaves_the_finally_blocks_their_time():
         assert job.stdout.readline() == "ready\n"
         assert job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGHUP)
-        output, _ = job.communicate(timeout=30)
+        output, _ = job.communicate(timeout=150)
         assert output == "finally\n" * 2
         assert job.returncode == 128 + signal.SIGHUP

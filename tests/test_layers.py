@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The layers from the lowest to the highest. The entries of one layer do not import each other. A
 # file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
-    ["errors", "_torch", "tested_versions", "migration"],
+    ["errors", "_torch", "tested_versions", "migration", "device_modules"],
     ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
     ["store"],
     ["accelerators", "environments"],
@@ -33,10 +33,17 @@ LAYERS = [
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers", "launchers.preemption"],
     ["_plan", "checkpoint.keeper"],
-    ["optim.parameter_lists", "module", "strategies.sequence_parallel", "optim.loss_weights"],
-    ["_session", "optim.ema"],
+    [
+        "optim.parameter_lists",
+        "module",
+        "trained_weights",
+        "strategies.sequence_parallel",
+        "optim.loss_weights",
+    ],
+    ["_session", "optim.ema", "optim.step_guard"],
     ["tools._torch"],
-    ["tools.timeline"],
+    ["tools.records"],
+    ["tools.timeline", "tools.digest", "tools.fingerprint"],
     ["_fabric"],
     ["tools"],
     ["legacy", "testing", "plotting", "__init__"],
@@ -47,8 +54,9 @@ LAYERS = [
 # its package.
 ORDER = {
     "checkpoint": (
-        "encoding state storage atomic agreement file async_save safetensors sharded_reader sharded "
-        "adapters pretrained save_pretrained consolidate restore save_load keeper"
+        "encoding full_tensors state storage atomic agreement file async_save safetensors "
+        "sharded_reader sharded adapters pretrained save_pretrained consolidate restore health "
+        "save_load keeper"
     ),
     "collectives": "buckets objects ops",
     "communicators": "base process_group checked",
@@ -56,20 +64,23 @@ ORDER = {
         "metrics position sharding spec saved_position copies lockstep loader gather accumulate join"
     ),
     "diagnostics": (
-        "call_site stacks recorder checker rank_state deadlocks hang_report published_states "
-        "rank_observer hang_reporter bypass batch_counts uneven_inputs "
+        "digest call_site stacks recorder checker rank_state deadlocks hang_report published_states "
+        "rank_observer hang_reporter drift replicas bypass batch_counts uneven_inputs "
         "clipping_check training_checks equal_draws loss_reduction loss_checks hand_steps"
     ),
-    "launchers": "serialize base rank preemption supervisor logs function script",
-    "loggers": "loggers progress",
-    "optim": "gradients loss_scaler clipping closures parameter_lists loss_weights ema",
+    "launchers": (
+        "serialize base private_file rank preemption supervisor logs fork_server function script "
+        "agent"
+    ),
+    "loggers": "loggers kubeflow progress",
+    "optim": "gradients loss_scaler clipping closures parameter_lists loss_weights ema step_guard",
     "strategies": (
         "init_module base standalone parallel data_parallel ddp "
         "fsdp.wrapping fsdp.state fsdp.unreduced fsdp.sharding fsdp.forward fsdp.api fsdp "
-        "tp_plan agreement split_comparison model_parallel sequence_parallel"
+        "expert_styles tp_plan agreement split_comparison model_parallel sequence_parallel"
     ),
-    "testing": "oracles base generators threads pool conformance contracts plugin",
-    "tools": "_torch timeline throughput plotting doctor dry_run",
+    "testing": "oracles stacks rank_warnings base generators threads patches state time_limits pool conformance contracts plugin",
+    "tools": "_torch records digest fingerprint timeline throughput plotting doctor dry_run run_diff",
 }
 
 # The facade has methods that call tools, and imports the tools inside of these methods.

@@ -27,7 +27,6 @@ from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = [
-    pytest.mark.timeout(90),
     pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning"),
 ]
 

@@ -5,7 +5,10 @@ import csv
 import json
 import math
 import os
+import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError
-from fabric.loggers import CSVLogger, Logger, TensorBoardLogger
+from fabric.loggers import CSVLogger, KubeflowLogger, Logger, TensorBoardLogger
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
@@ -303,6 +306,54 @@ def test_a_run_of_wandb_is_a_logger():
     assert run.calls == [({"lr": 0.1}, True), ({"loss": 0.5}, 1), 0]
 
 
+LOGGERS_AT_EXIT = """
+import atexit
+from fabric import Fabric
+
+class Run:
+    # A run whose package ends it when the program exits, as that of W&B does.
+    def __init__(self):
+        self.has_ended = False
+        atexit.register(self.end)
+
+    def end(self):
+        self.has_ended = True
+
+    def log_metrics(self, metrics, step=None):
+        print(metrics)
+
+    def finalize(self, status):
+        print(status, "after its end" if self.has_ended else "before its end")
+
+class Failing:
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def finalize(self, status):
+        raise ConnectionError("the server is gone")
+
+fabric = Fabric(accelerator="cpu", environment="none")
+fabric.launch()
+fabric.add_logger(Run())
+fabric.add_logger(Failing())
+fabric.log("loss", 0.5)
+"""
+
+
+@pytest.mark.parametrize(("last_line", "status"), [("", "success"), ("1 / 0", "failed")])
+def test_loggers_are_closed_at_exit_before_their_packages_and_decide_no_exit_code(
+    last_line: str, status: str
+) -> None:
+    script = f"{LOGGERS_AT_EXIT}{last_line}"
+    process = subprocess.run(
+        [sys.executable, "-c", script], text=True, capture_output=True, timeout=150, check=False
+    )
+    assert process.returncode == (status == "failed")
+    assert process.stdout.splitlines() == ["{'loss': 0.5}", f"{status} before its end"]
+    assert "a logger has failed at the end of the program" in process.stderr
+    assert "ConnectionError: the server is gone" in process.stderr
+
+
 class SummaryWriterLike:
     """A class with the method by which fabric recognizes a ``SummaryWriter``."""
 
@@ -345,3 +396,83 @@ def test_the_warning_of_no_logger_shows_the_line_that_calls_log():
         fabric.log("loss", 1.0)
     [warning] = caught
     assert Path(warning.filename).name == "test_loggers.py"
+
+
+class RecordingServer(HTTPServer):
+    """A stand-in for Kubeflow's controller, which records the requests."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), RecordingHandler)
+        self.tokens: list[str] = []
+        self.statuses: list[dict] = []
+
+
+class RecordingHandler(BaseHTTPRequestHandler):
+    server: RecordingServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.tokens.append(self.headers["Authorization"])
+        self.server.statuses.append(json.loads(body)["trainerStatus"])
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def trainjob(tmp_path, monkeypatch):
+    """Pretend that this process is a node of a TrainJob, and return the server of its status."""
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with RecordingServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", url)
+        monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(token))
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_trainjob_shows_progress_and_the_latest_metrics(trainjob):
+    logger = KubeflowLogger(total_steps=8)
+    logger.log_metrics({"loss": 0.5}, step=2)
+    logger.log_metrics({"accuracy": 1.0}, step=4)  # too early for another request
+    logger.finalize("failed")
+    # As a script may do after the end of its Fabric, too early for a third request.
+    logger.log_metrics({"loss": 0.25}, step=5)
+    assert trainjob.tokens == ["Bearer secret"] * 2
+    first, last = trainjob.statuses
+    assert first["progressPercentage"] == 25
+    assert "estimatedRemainingSeconds" not in first
+    assert last["progressPercentage"] == 50
+    assert last["estimatedRemainingSeconds"] >= 0
+    values = {metric["name"]: metric["value"] for metric in last["metrics"]}
+    assert values == {"loss": "0.5", "accuracy": "1.0"}
+
+
+def test_a_finished_trainjob_is_at_100_percent(trainjob):
+    with Fabric(accelerator="cpu", loggers=KubeflowLogger(total_steps=1000)) as fabric:
+        fabric.log("loss", 1.0, step=5)
+    assert [status["progressPercentage"] for status in trainjob.statuses] == [0, 100]
+
+
+def test_a_trainjob_without_its_server_goes_on_with_one_warning(trainjob, monkeypatch):
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", "missing")
+    logger = KubeflowLogger(total_steps=8)
+    with pytest.warns(UserWarning, match="could not report the progress"):
+        logger.finalize("success")
+    # A second warning would be an error.
+    logger.finalize("success")
+    assert trainjob.statuses == []
+
+
+def test_a_kubeflow_logger_does_nothing_elsewhere():
+    logger = KubeflowLogger(total_steps=8)
+    logger.log_metrics({"loss": 0.5}, step=2)
+    logger.finalize("success")
+    with pytest.raises(ConfigurationError, match="one step at least"):
+        KubeflowLogger(total_steps=0)

@@ -25,8 +25,6 @@ from fabric.precision import PRECISIONS, LossScale
 from fabric.strategies import DDPStrategy, ModelParallelStrategy
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 BATCH = 8
 CLASSES = 3
 INPUTS = torch.linspace(-1, 1, BATCH * 4).reshape(BATCH, 4)

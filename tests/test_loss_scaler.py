@@ -352,7 +352,6 @@ def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], float, float]:
     return weight.tolist(), scaler.scale, scaler.state_dict()["pending"]
 
 
-@pytest.mark.timeout(60)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     first, second = run_in_ranks(overflow_on_one_rank)
     assert first == ([0.0, 0.0], 2.0**9, 0.0)
@@ -376,7 +375,6 @@ def hold_scaled_gradients_on_one_rank(fabric: Fabric) -> float:
     return scaler.scale
 
 
-@pytest.mark.timeout(60)
 def test_ranks_agree_on_whether_scaled_gradients_are_held():
     scales = run_in_ranks(hold_scaled_gradients_on_one_rank)
     assert scales == [4.0, 4.0]

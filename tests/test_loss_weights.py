@@ -22,8 +22,6 @@ from fabric.errors import ConfigurationError, NonFiniteGradientError, RankFailed
 from fabric.strategies import DDPStrategy, FSDPStrategy
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 # The numbers of tokens of the samples, for each micro-batch of each step. Ranks take every other
 # sample: one rank has no token in the first micro-batch, all ranks have none in one micro-batch,
 # and the last step is shorter.
@@ -389,6 +387,18 @@ def test_optimizers_of_one_loss_share_its_weight(fabric: Fabric) -> None:
     backward(fabric, second, 5.0, 1, optimizer=[second_optimizer])
     assert take_step(first, first_optimizer) == 3.0
     assert take_step(second, second_optimizer) == 2.5
+
+
+def test_a_loss_of_two_optimizers_of_which_one_has_other_gradients_is_refused(
+    fabric: Fabric,
+) -> None:
+    first, first_optimizer = set_up_linear(fabric)
+    second, second_optimizer = set_up_linear(fabric)
+    inputs = torch.ones(1, 1)
+    fabric.backward(first(inputs).sum())
+    loss = (first(inputs) + second(inputs)).sum()
+    with pytest.raises(UsageError, match="gradients of an earlier step"):
+        fabric.backward(loss, optimizer=[first_optimizer, second_optimizer], weight=2)
 
 
 def test_losses_of_two_optimizers_in_turn_are_right_or_refused(fabric: Fabric) -> None:

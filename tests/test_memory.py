@@ -66,7 +66,7 @@ def test_large_blocks_go_back_to_the_system_unless_the_users_variables_keep_them
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=True,
     )
     resident_mebibytes = int(process.stdout)

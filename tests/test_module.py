@@ -267,7 +267,6 @@ def convert_after_setup(fabric: Fabric) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("strategy_class", [FSDPStrategy, DDPStrategy])
 def test_a_change_of_the_dtype_is_refused_where_gradients_are_synchronized(
     strategy_class: type[FSDPStrategy | DDPStrategy],
@@ -347,7 +346,6 @@ def train_on_output_of_method(fabric: Fabric) -> str:
     return outcome(train)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("strategy_class", [FSDPStrategy, DDPStrategy])
 def test_the_error_of_a_method_that_bypasses_the_forward_pass_names_the_method(
     strategy_class: type[FSDPStrategy | DDPStrategy],

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import fabric
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *ROOT.glob("*.md"),
@@ -16,7 +18,7 @@ PAGES = [
     *ROOT.glob("examples/*.md"),
 ]
 README = (ROOT / "README.md").read_text()
-DEADLINE = 120
+DEADLINE = 150
 
 
 def prose(page: Path) -> str:
@@ -53,3 +55,8 @@ def test_the_readme_has_a_script_that_runs_on_two_processes(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{'loss': tensor(")
     assert (tmp_path / "checkpoint.pt").is_file()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_name_the_version(page: str) -> None:
+    assert f"Version {fabric.__version__}:" in (ROOT / page).read_text()

@@ -12,8 +12,6 @@ from fabric import Fabric
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 X = torch.ones(2, 4)
 
 

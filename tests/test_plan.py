@@ -234,7 +234,7 @@ REFUSALS = [
         {"strategy": "dpp"},
         {},
         ConfigurationError,
-        ["'dpp'", "no strategy of that name", 'strategy="dp', "'ddp_spawn'"],
+        ["'dpp'", "no strategy of that name", 'strategy="ddp"', "'ddp_spawn'"],
     ),
     ({"strategy": None}, {}, ArgumentTypeError, ["strategy=None"]),
     ({"strategy": DDPStrategy}, {}, ArgumentTypeError, ["DDPStrategy"]),

@@ -13,8 +13,6 @@ from fabric.errors import RankFailedError
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 X = torch.ones(2, 4)
 DATA = TensorDataset(torch.ones(16, 4))
 

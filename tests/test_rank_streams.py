@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError
 from fabric.strategies import ModelParallelStrategy
 from tests.datasets import samples_of
 from tests.ranks import run_in_ranks
-
-pytestmark = pytest.mark.timeout(90)
 
 SEED = 3
 
@@ -272,3 +270,49 @@ def test_different_random_numbers_are_not_named(
 
 def test_equal_random_numbers_are_not_named_without_the_checks_of_training() -> None:
     assert warnings_of_training(dropout, own_samples, check_training=False) == []
+
+
+# -- the whole work on every process --------------------------------------------------------------
+
+GRAPH = torch.ones(5, 4)
+
+
+def train_on_graph(fabric: Fabric, case: str) -> list[str]:
+    """Train for four steps as a case says, and return the warnings with their files."""
+    torch.manual_seed(SEED)
+    module = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    nodes = GRAPH
+    if case != "whole graph":
+        nodes = GRAPH[fabric.global_rank :: fabric.world_size] + fabric.global_rank
+    loader = None
+    if case == "set-up loader":
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(GRAPH)))
+        nodes = GRAPH
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            output = model(nodes)
+            if case == "loss of gathered outputs":
+                output = fabric.all_gather(output.mean(0), sync_grads=True)
+            fabric.backward(output.mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    # The checks see a loader for as long as it exists.
+    del loader
+    return [f"{warning.filename}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_that_each_do_the_whole_work_are_named_once(strategy: str) -> None:
+    first, second = run_in_ranks(train_on_graph, "whole graph", strategy=strategy)
+    [text] = first + second
+    assert text.startswith(__file__)
+    assert "replicas 0 and 1 of the model had the same outputs and losses in the first 3" in text
+    assert "data[fabric.global_rank :: fabric.world_size]" in text
+    assert "Fabric(devices=1)" in text
+
+
+@pytest.mark.parametrize("case", ["parts", "loss of gathered outputs", "set-up loader"])
+def test_processes_that_share_the_work_are_not_named(case: str) -> None:
+    assert run_in_ranks(train_on_graph, case) == [[], []]

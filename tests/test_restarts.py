@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -173,9 +175,11 @@ class Run:
         self.commands.append(process)
         return process
 
-    def fabric_run(self, processes: int, *options: str) -> subprocess.Popen[str]:
-        python = [sys.executable, "-m", "fabric", "run"]
-        return self.start(*python, "--accelerator=cpu", f"--devices={processes}", *options)
+    def fabric_run(
+        self, processes: int, *options: str, pause: float = 0.0
+    ) -> subprocess.Popen[str]:
+        python = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu"]
+        return self.start(*python, f"--devices={processes}", *options, pause=pause)
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the steps that are logged so far, without a line that is still being written."""
@@ -209,7 +213,23 @@ class Run:
             time.sleep(0.05)
 
     def kill_rank(self, command: subprocess.Popen[str], rank: int) -> None:
-        psutil.Process(command.pid).children()[rank].kill()
+        # The ranks are children of the command, or of its fork server.
+        ranks = []
+        for process in psutil.Process(command.pid).children(recursive=True):
+            if not process.children():
+                ranks.append(process)
+        ranks[rank].kill()
+
+    def wait_for_restart(self, number: int) -> None:
+        """Wait until a step is repeated or made after this number of restarts."""
+        deadline = time.monotonic() + DEADLINE
+        while f"restart {number} of" not in self.errors():
+            assert time.monotonic() < deadline, self.errors()
+            time.sleep(0.05)
+        steps = len(self.steps())
+        while len(self.steps()) < steps + 10:
+            assert time.monotonic() < deadline, self.errors()
+            time.sleep(0.003)
 
     def errors(self) -> str:
         texts = [path.read_text() for path in sorted(self.folder.glob("errors-*"))]
@@ -246,13 +266,98 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(
     run: Run, processes: int, uninterrupted: Steps
 ) -> None:
-    command = run.fabric_run(processes, "--max-restarts=1")
+    # With the pause, the test has a second to kill the rank before the last step.
+    command = run.fabric_run(processes, "--max-restarts=1", pause=0.02)
     last_step = random.Random(1).randrange(20, 50)
     run.wait_for(last_step, processes)
     run.kill_rank(command, processes - 1)
     assert command.wait(DEADLINE) == 0, run.errors()
     run.check(uninterrupted)
     assert "was killed by SIGKILL" in run.errors()
+
+
+class Machines:
+    """Commands on this machine that pose as the machines of one job of the example."""
+
+    def __init__(
+        self,
+        run: Run,
+        *options: str,
+        pause: float = 0.0,
+        devices: tuple[int, int] = (1, 1),
+    ) -> None:
+        self.run = run
+        self.options = options
+        self.pause = pause
+        self.devices = devices
+        # The port is free now, and another process would have to be quick to take it.
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            _, self.port = server.getsockname()
+        self.commands = [self.start(0), self.start(1)]
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        return self.run.start(
+            *[sys.executable, "-m", "fabric", "run", "--accelerator=cpu"],
+            f"--devices={self.devices[node]}",
+            *["--num-nodes=2", f"--node-rank={node}", "--main-address=127.0.0.1"],
+            *[f"--main-port={self.port}", *self.options],
+            pause=self.pause,
+        )
+
+    def exit_codes(self) -> list[int]:
+        return [command.wait(DEADLINE) for command in self.commands]
+
+
+def test_a_rank_and_a_command_that_are_killed_restart_the_ranks_of_all_machines(
+    run: Run, uninterrupted: Steps
+) -> None:
+    machines = Machines(run, "--max-restarts=2", pause=0.01)
+    run.wait_for(20, processes=2)
+    run.kill_rank(machines.commands[1], 0)
+    run.wait_for_restart(1)
+    machines.commands[1].kill()
+    machines.commands[1] = machines.start(1)
+    assert machines.exit_codes() == [0, 0], run.errors()
+    run.check(uninterrupted)
+    errors = run.errors()
+    assert re.search(r"restart 1 of 2: machine 1 \(.*\): rank 1 of 2 was killed by", errors)
+    assert "restart 2 of 2: machine 1" in errors
+    assert "its command ended and was started again" in errors
+    # Errors that follow from a lost rank are not shown.
+    assert "Connection closed by peer" not in errors
+
+
+ENDS = {
+    # The command of a machine that is killed or signaled, the signal, and how the other one ends.
+    "a lost machine": (1, signal.SIGKILL, 1, "the job ends: machine 1", "10 s (--node-timeout)"),
+    "machine 0": (0, signal.SIGKILL, 1, "has ended, and with it the job", ""),
+    "Ctrl-C": (1, signal.SIGINT, 130, "was stopped by a signal", ""),
+    "preemption": (1, signal.SIGTERM, 75, "", ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENDS)
+def test_a_machine_that_ends_for_good_ends_the_others(run: Run, case: str) -> None:
+    node, number, code, *texts = ENDS[case]
+    machines = Machines(run, "--max-restarts=3", "--node-timeout=10", pause=0.05)
+    run.wait_for(3, processes=2)
+    machines.commands[node].send_signal(number)
+    codes = machines.exit_codes()
+    assert codes[1 - node] == code, run.errors()
+    if number != signal.SIGKILL:
+        assert codes[node] == code
+    for text in texts:
+        assert text in run.errors()
+    assert len(run.steps()) < STEPS
+
+
+@pytest.mark.slow
+def test_machines_that_start_different_numbers_of_processes_are_refused(run: Run) -> None:
+    machines = Machines(run, "--node-timeout=10", devices=(1, 2))
+    assert machines.exit_codes() == [1, 1]
+    assert "this machine starts 2 processes, machine 0 1" in run.errors()
+    assert "machine 1 has not joined within 10 s" in run.errors()
 
 
 def seeds(slow: int, soak: int) -> list[Any]:
@@ -266,12 +371,12 @@ def seeds(slow: int, soak: int) -> list[Any]:
     return parameters
 
 
-@pytest.mark.parametrize("seed", seeds(slow=3, soak=50))
+@pytest.mark.parametrize("seed", seeds(slow=2, soak=50))
 def test_a_run_that_was_killed_goes_on_with_fewer_or_more_processes(
     run: Run, seed: int, uninterrupted: Steps
 ) -> None:
     generator = random.Random(seed)
-    command = run.fabric_run(2)
+    command = run.fabric_run(2, pause=0.05)
     run.wait_for(generator.randrange(2, 60), processes=2)
     run.kill_rank(command, generator.randrange(2))
     assert command.wait(DEADLINE) == 137, run.errors()
@@ -307,3 +412,137 @@ def test_torchrun_goes_on_with_a_machine_more_and_with_fewer(
     assert first.wait(DEADLINE) == 0, run.errors()
     assert run.steps()[-1]["processes"] == 1
     run.check(uninterrupted)
+
+
+# -- what a script sees in a rank that is forked from the server of `fabric run` ------------------
+
+# Prints what a script can see of its process. TORCHELASTIC_... is no variable of a library.
+FACTS = """
+import atexit, gc, json, multiprocessing, os, pickle, random, signal, sys, threading, time, warnings
+
+import helper
+
+
+class Local:
+    pass
+
+
+def name_of_class_in_worker(value):
+    return type(value).__module__
+
+
+def main():
+    import numpy
+    import torch
+
+    rank = int(os.environ["RANK"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        module_in_worker = pool.apply(name_of_class_in_worker, (Local(),))
+    process = multiprocessing.current_process()
+    facts = {
+        "names": [__name__, __file__, str(__spec__), helper.__file__, Local.__module__],
+        "pickle": pickle.dumps(Local()).hex(),
+        "module in a worker": module_in_worker,
+        "main": sys.modules["__main__"].__file__,
+        "argv": sys.argv,
+        "path": sys.path,
+        "flags": str(sys.flags),
+        "X options": sys._xoptions,
+        "warn options": sys.warnoptions,
+        "first warning filters": str([rule for rule in warnings.filters if rule[2] is EOFError]),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "process": [process.name, str(multiprocessing.parent_process()), process.daemon],
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": len(multiprocessing.active_children()),
+        "files": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        "streams": [sys.stdin.fileno(), sys.stdout.line_buffering, sys.stdout.encoding],
+        "group": os.getpgrp(),
+        "signals": [str(signal.getsignal(number)).partition(" at ")[0] for number in range(1, 32)],
+        "blocked": [str(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "torch": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "modes": [torch.is_grad_enabled(), str(torch.get_default_dtype()), gc.isenabled()],
+        "numbers": [random.random(), int(numpy.random.randint(2**31)), torch.initial_seed()],
+        "input": sys.stdin.read(),
+    }
+    with open(f"facts-{attempt}-{rank}.new", "w") as file:
+        json.dump(facts, file)
+    os.rename(file.name, f"facts-{attempt}-{rank}")
+    if attempt == 1:
+        atexit.register(print, "exit handler of rank", rank)
+    elif rank == 1:
+        while not os.path.exists("facts-0-0"):
+            time.sleep(0.01)
+        raise ValueError("only once")
+
+
+if __name__ == "__main__":
+    main()
+"""
+FABRIC = SCRIPTS / "fabric"
+INTERPRETER = [sys.executable, "-X", "importtime=0", "-W", "ignore::EOFError", "-m", "fabric"]
+
+
+def facts_of_ranks(folder: Path, script: str) -> list[dict[str, Any]]:
+    """Run a script that fails once on two ranks, and return what it saw: two dicts per start."""
+    folder.mkdir()
+    (folder / "train.py").write_text(script)
+    (folder / "helper.py").touch()
+    command = [*INTERPRETER, "run", "--accelerator=cpu", "--devices=2", "--max-restarts=1"]
+    process = subprocess.run(
+        [*command, "train.py", "--lr", "0.1"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "2", "TMPDIR": str(folder)},
+        input="text",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert sorted(process.stdout.splitlines()) == [f"exit handler of rank {i}" for i in range(2)]
+    assert "ValueError: only once" in process.stderr
+    is_forked = "new interpreter" not in process.stderr
+    assert is_forked == (script is FACTS)
+    facts = []
+    for attempt in range(2):
+        for rank in range(2):
+            text = (folder / f"facts-{attempt}-{rank}").read_text()
+            facts.append(json.loads(text.replace(str(folder), "FOLDER")))
+    return facts
+
+
+@pytest.mark.slow
+def test_a_forked_rank_cannot_be_told_from_one_in_a_new_interpreter(tmp_path: Path) -> None:
+    forked = facts_of_ranks(tmp_path / "forked", FACTS)
+    # A variable that libraries read while they are loaded is a reason for new interpreters.
+    started = facts_of_ranks(tmp_path / "started", FACTS + '# "OMP_NUM_THREADS"')
+    numbers = set()
+    for facts in (*forked, *started):
+        numbers.update(facts.pop("numbers"))
+        facts["environment"].pop("FABRIC_STORE")  # names a file of the command
+        # Set by the import of torch._dynamo, which the first optimizer needs in any interpreter.
+        facts["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)
+        facts.pop("group")
+    assert len(numbers) == 24
+    assert forked == started
+
+
+@pytest.mark.slow
+def test_a_file_with_the_name_of_a_loaded_module_is_imported_by_the_script_next_to_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("import typing_extensions as t; print(t.__file__)")
+    (tmp_path / "typing_extensions.py").touch()
+    process = subprocess.run(
+        # `python -m fabric` would itself import the file.
+        [FABRIC, "run", "--accelerator=cpu", "--devices=1", "--max-restarts=1", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
+    assert process.stdout == f"{tmp_path / 'typing_extensions.py'}\n"
+    assert "the ranks start in new interpreters: the script would import" in process.stderr

@@ -89,6 +89,28 @@ def test_a_payload_in_a_folder_is_never_run(fabric, folder, ran, capsys):
     assert refused_files == len(list(folder.iterdir()))
 
 
+def test_a_file_behind_a_link_in_a_folder_is_used_only_with_the_checksum_of_the_index(
+    fabric: Fabric, folder: Path, tmp_path: Path
+) -> None:
+    [shard] = folder.glob("rank-*")
+    moved = tmp_path / "moved"
+    shard.rename(moved)
+    shard.symlink_to(moved)
+    weight = fabric.load(folder)["model"]["weight"]
+    assert weight.tolist() == [1.0, 1.0]
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for link in (shard, folder / "index.json"):
+        for target in (secret, pipe):
+            link.unlink()
+            link.symlink_to(target)
+            text = outcome(lambda: fabric.load(folder))
+            assert text.startswith(("CheckpointNotFoundError", "DamagedCheckpointError"))
+            assert SECRET not in text
+
+
 def test_a_payload_in_a_file_runs_only_when_the_caller_trusts_it(fabric, tmp_path, ran):
     path = tmp_path / "file.pt"
     torch.save({"config": Payload(ran), "step": 3}, path)
@@ -127,14 +149,17 @@ def test_trust_has_no_meaning_for_a_folder(fabric, folder):
         fabric.load(folder, weights_only=False)
 
 
-# The slow launchers connect their ranks by the same code.
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("fabric run", "popen", "spawn", "forkserver")
-]
-
-
-@pytest.mark.parametrize("launcher", ["fork", *SLOW])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "fork",
+        # These connect their ranks by the same code.
+        pytest.param("fabric run", marks=pytest.mark.slow),
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("popen", marks=[pytest.mark.slow, pytest.mark.soak]),
+        pytest.param("forkserver", marks=[pytest.mark.slow, pytest.mark.soak]),
+    ],
+)
 def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(launcher):
     if launcher == "fabric run":
         command = ["-m", "fabric", "run", "--devices", "2", "--accelerator", "cpu", str(SCRIPT)]
@@ -145,7 +170,7 @@ def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(launcher):
         env={**os.environ, "OMP_NUM_THREADS": "1", "TESTER": str(os.getpid()), "API_KEY": SECRET},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=150,
         check=False,
     )
     assert completed.stderr.rstrip().endswith("ValueError: the cause")

@@ -22,7 +22,6 @@ from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning"),
 ]
 

@@ -13,8 +13,6 @@ from fabric import Fabric
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 
 class Report(NamedTuple):
     """The user warnings of a rank, and its errors, or "fine"."""

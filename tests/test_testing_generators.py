@@ -1,5 +1,6 @@
 """What the hypothesis strategies draw."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,36 @@ def test_reductions_and_dtypes_fit(data: Any) -> None:
     if dtype.is_complex:
         op_of_dtype = data.draw(gen.reduce_ops(dtype))
         assert op_of_dtype in ("sum", "mean")
+
+
+@pytest.mark.parametrize(
+    "is_kind",
+    [
+        torch.isnan,
+        lambda x: x == torch.inf,
+        lambda x: x == -torch.inf,
+        lambda x: (x == 0) & x.signbit(),
+    ],
+    ids=["nan", "inf", "-inf", "-0.0"],
+)
+def test_every_special_value_comes_up_on_request(is_kind: Callable[[Tensor], Tensor]) -> None:
+    special = gen.tensors(torch.bfloat16, (1,), special_values=True)
+    find(special, lambda x: is_kind(x).item(), settings=ONCE)
+    numbers = gen.numbers(special_values=True)
+    find(numbers, lambda x: is_kind(torch.tensor(x)).item(), settings=ONCE)
+
+
+def test_trees_have_special_values_on_request() -> None:
+    def is_nan(trees: PerRank) -> bool:
+        [tree] = trees.values
+        return isinstance(tree, float) and math.isnan(tree)
+
+    find(gen.per_rank_trees(1, special_values=True), is_nan, settings=ONCE)
+
+
+def test_integers_have_means_on_request() -> None:
+    dtype = find(gen.dtypes("mean", integer_means=True), lambda dtype: dtype is torch.int8)
+    assert dtype is torch.int8
 
 
 @FEW

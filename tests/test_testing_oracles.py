@@ -3,16 +3,18 @@
 import math
 from collections import namedtuple
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, assume, find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fabric import Fabric
-from fabric.testing import PerRank, RankPool, assert_same, differences, oracles
+from fabric.testing import PerRank, RankPool, ThreadedWorld, assert_same, differences, oracles
 from fabric.testing import generators as gen
 from fabric.tree import flatten
 
@@ -71,6 +73,52 @@ def test_values_move_between_ranks() -> None:
     assert oracles.gather([1, 2, 3], dst=2) == [None, None, [1, 2, 3]]
 
 
+def test_whole_objects_move_and_are_reduced_by_a_function() -> None:
+    lists = [[1, "a"], [{"x": 2}, None]]
+    assert oracles.all_to_all(lists, objects=True) == [[1, {"x": 2}], ["a", None]]
+    assert oracles.all_gather(lists, objects=True) == [lists, lists]
+    sets = [{1}, {2}, {1, 3}]
+    assert oracles.all_reduce(sets, set.union) == [{1, 2, 3}] * 3
+    texts = [["a", "b"], ["c", "d"]]
+    assert oracles.reduce_scatter(texts, str.__add__) == ["ac", "bd"]
+    with pytest.raises(TypeError, match="objects=True"):
+        oracles.all_to_all([[1, 2], [3, 4]])
+
+
+def test_object_oracles_agree_with_raw_collectives(rank_pool: Callable[[int], RankPool]) -> None:
+    values = [[torch.ones(2), torch.zeros(1)], [torch.tensor([3.0]), torch.tensor([4.0, 5.0])]]
+    shapes = [[(2,), (1,)], [(1,), (2,)]]
+    incoming = PerRank(oracles.all_to_all(shapes, objects=True))
+    assert_same(
+        rank_pool(2).run(gather_raw_objects, PerRank(values)),
+        oracles.all_gather(values, objects=True),
+    )
+    assert_same(
+        rank_pool(2).run(send_raw_objects, PerRank(values), incoming),
+        oracles.all_to_all(values, objects=True),
+    )
+
+
+def gather_raw_objects(fabric: Fabric, value: Any) -> list[Any]:
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, value)
+    return results
+
+
+def send_raw_objects(fabric: Fabric, value: list[Tensor], shapes: Any) -> list[Tensor]:
+    results = [torch.empty(shape) for shape in shapes]
+    requests: list[dist.P2POp] = []
+    for rank, tensor in enumerate(value):
+        if rank == dist.get_rank():
+            results[rank] = tensor
+            continue
+        requests.append(dist.P2POp(dist.isend, tensor, rank))
+        requests.append(dist.P2POp(dist.irecv, results[rank], rank))
+    for work in dist.batch_isend_irecv(requests):
+        work.wait()
+    return results
+
+
 def test_ranks_outside_of_a_group_have_no_result() -> None:
     groups = [[0, 2], [3]]
     actual = oracles.in_groups(oracles.all_reduce, [1, 2, 4, 8], groups, "sum")
@@ -107,6 +155,28 @@ def test_equal_and_close_values_have_no_difference() -> None:
     assert not list(differences(torch.tensor(1.0), torch.tensor(1.001), atol=0.01))
 
 
+def test_the_signs_of_zeros_and_nan_are_told_apart_on_request() -> None:
+    nan = float("nan")
+    assert not list(differences([0.0, torch.zeros(1)], [-0.0, -torch.zeros(1)]))
+    signs = differences([0.0, torch.zeros(2)], [-0.0, torch.tensor([0.0, -0.0])], signed_zeros=True)
+    assert list(signs) == [
+        "[0]: 0.0, expected -0.0",
+        "[1]: 1 of 2 elements of float32 (2,), at [1] 0.0, expected -0.0",
+    ]
+    assert list(differences(1j, complex(-0.0, 1), signed_zeros=True))
+    assert not list(differences([1.0, -0.0, 2], [1.0, -0.0, 2], signed_zeros=True))
+    assert len(list(differences([nan, torch.tensor(nan)], [nan, nan], equal_nan=False))) == 2
+    tensor = torch.tensor([1.0, nan])
+    with pytest.raises(AssertionError, match="nan, expected nan"):
+        assert_same(tensor, tensor, equal_nan=False)
+
+
+def test_no_number_is_close_to_infinity() -> None:
+    infinity = float("inf")
+    assert list(differences(1.0, infinity, rtol=0.1))
+    assert not list(differences(infinity, infinity, rtol=0.1))
+
+
 def test_tensors_of_two_dtypes_are_not_the_same() -> None:
     doubles = torch.ones(1, dtype=torch.float64)
     with pytest.raises(AssertionError, match=r"float64 \(1,\), expected float32 \(1,\)"):
@@ -132,6 +202,64 @@ def test_all_reduce_agrees_with_its_oracle(rank_pool: Callable[[int], RankPool],
         assume(not has_product_beyond_64_bits(trees))
     actual = rank_pool(size).run(lambda fabric, x: fabric.all_reduce(x, reduce_op=op), trees)
     assert_same(actual, oracles.all_reduce(trees.values, op))
+
+
+def maximum_without_nan(fabric: Fabric, x: Tensor) -> Tensor:
+    return reduce(torch.fmax, fabric.all_gather(x))
+
+
+def sum_from_zero(fabric: Fabric, x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for row in fabric.all_gather(x):
+        total += row
+    return total
+
+
+def mean_that_truncates(fabric: Fabric, x: Tensor) -> Tensor:
+    total = fabric.all_reduce(x, reduce_op="sum")
+    return (total // fabric.world_size).float()
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "counterexample"),
+    [
+        (maximum_without_nan, "max", "PerRank([tensor([0.]), tensor([nan])])"),
+        (sum_from_zero, "sum", "PerRank([tensor([-0.]), tensor([-0.])])"),
+        (mean_that_truncates, "mean", "PerRank([tensor([0]), tensor([1])])"),
+    ],
+)
+def test_bugs_of_special_values_are_found_and_shrunk(
+    function: Callable[[Fabric, Tensor], Tensor], op: str, counterexample: str
+) -> None:
+    world = ThreadedWorld(2)
+    dtype = torch.int64 if op == "mean" else torch.float32
+    tensors = gen.per_rank_tensors(2, dtype, (1,), special_values=True)
+
+    def is_wrong(tensors: PerRank) -> bool:
+        actual = world.run(function, tensors)
+        expected = oracles.all_reduce(tensors.values, op)
+        return any(differences(actual, expected, signed_zeros=op == "sum"))
+
+    deterministic = settings(database=None, derandomize=True)
+    assert repr(find(tensors, is_wrong, settings=deterministic)) == counterexample
+
+
+@FEW
+@given(st.data())
+def test_collectives_agree_with_their_oracle_on_special_values(
+    rank_pool: Callable[[int], RankPool], data: Any
+) -> None:
+    op = data.draw(st.sampled_from(["sum", "mean", "min", "max"]))
+    trees = data.draw(gen.per_rank_trees(2, op, special_values=True))
+    actual = rank_pool(2).run(lambda fabric, x: fabric.all_reduce(x, reduce_op=op), trees)
+    has_one_zero = op in ("sum", "mean")
+    assert_same(actual, oracles.all_reduce(trees.values, op), signed_zeros=has_one_zero)
+
+
+def test_the_mean_of_integers_is_not_rounded() -> None:
+    assert oracles.all_reduce([1, 2]) == [1.5, 1.5]
+    integers = [torch.tensor([1]), torch.tensor([2])]
+    assert_same(oracles.all_reduce(integers), [torch.tensor([1.5]), torch.tensor([1.5])])
 
 
 def sum_that_ignores_strides(fabric: Fabric, x: Tensor) -> Tensor:

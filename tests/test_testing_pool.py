@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,8 +20,11 @@ import torch
 
 from fabric import Fabric
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.testing import PerRank, RankPool
+from fabric.testing import PerRank, RankPool, ThreadedWorld
 from tests.faults.jobs import assert_no_files_left
+
+# Seconds in which each rank reaches the line at which it hangs, also on a busy machine.
+TIMEOUT = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +94,11 @@ def test_processes_are_kept_from_call_to_call(pool: RankPool) -> None:
 
 
 def assert_have_ended(process_ids: list[int]) -> None:
-    for pid in process_ids:
-        assert not psutil.pid_exists(pid)
+    """Assert that processes end in time: a killed process may need a moment on a busy machine."""
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in process_ids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def fail_on_second_rank(fabric: Fabric, failure: str) -> None:
@@ -108,24 +116,31 @@ def fail_on_second_rank(fabric: Fabric, failure: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "timeout", "problem", "exit_code"),
+    ("failure", "problem", "exit_code"),
     [
-        ("raise", 30, "raised ValueError: one is wrong", 1),
-        ("kill", 30, "was killed by SIGKILL", -signal.SIGKILL),
-        ("exit", 30, "exited with exit code 3", 3),
-        ("hang", 0.5, "did not return within 0.5 s", -signal.SIGKILL),
+        ("raise", "raised ValueError: one is wrong", 1),
+        ("kill", "was killed by SIGKILL", -signal.SIGKILL),
+        ("exit", "exited with exit code 3", 3),
+        ("hang", "did not return within 2 s", -signal.SIGKILL),
     ],
 )
 def test_a_failing_rank_is_named_and_the_next_call_works(
-    pool: RankPool, failure: str, timeout: float, problem: str, exit_code: int
+    pool: RankPool, failure: str, problem: str, exit_code: int
 ) -> None:
     process_ids = pool.run(process_id)
+    timeout = TIMEOUT if failure == "hang" else None
     with pytest.raises(RankFailedError, match=problem) as caught:
         pool.run(fail_on_second_rank, failure, timeout=timeout)
     error = caught.value
     assert error.rank == 1
     assert error.exit_code == exit_code
-    assert "fail_on_second_rank: rank 1 of 2" in str(error)
+    text = str(error)
+    assert "fail_on_second_rank: rank 1 of 2" in text
+    if failure == "hang":
+        assert "in fail_on_second_rank" in text
+        assert "in barrier" in text
+        assert "rank 0 did not return" in text
+        assert "forkserver" not in text
     assert_have_ended(process_ids)
     assert pool.run(total, 1) == [2, 2]
 
@@ -137,16 +152,6 @@ def test_the_error_of_a_rank_is_the_cause_with_its_traceback(pool: RankPool) -> 
     assert 'raise ValueError("one is wrong")' in caught.value.traceback
 
 
-def test_the_error_of_a_hang_says_where_each_rank_was(pool: RankPool) -> None:
-    with pytest.raises(RankFailedError) as caught:
-        pool.run(fail_on_second_rank, "hang", timeout=0.5)
-    text = str(caught.value)
-    assert "in fail_on_second_rank" in text
-    assert "in barrier" in text
-    assert "rank 0 did not return" in text
-    assert "forkserver" not in text
-
-
 def wait_on_second_rank(fabric: Fabric) -> None:
     if fabric.global_rank == 1:
         fabric.barrier()
@@ -155,9 +160,9 @@ def wait_on_second_rank(fabric: Fabric) -> None:
 def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(
     pool: RankPool,
 ) -> None:
-    problem = r"rank 1 of 2 did not return within 0\.5 s\n  rank 0 returned"
+    problem = r"rank 1 of 2 did not return within 2 s: in .*\n  rank 0 returned"
     with pytest.raises(RankFailedError, match=problem):
-        pool.run(wait_on_second_rank, timeout=0.5)
+        pool.run(wait_on_second_rank, timeout=TIMEOUT)
 
 
 def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(
@@ -249,7 +254,7 @@ def test_a_call_after_the_fork_server_was_killed_finds_new_ranks(pool: RankPool)
     server = psutil.Process(parent_ids[0])
     ranks = [psutil.Process(pid) for pid in pool.run(process_id)]
     server.kill()
-    psutil.wait_procs([server, *ranks], 20)
+    psutil.wait_procs([server, *ranks], 60)
     assert pool.run(total, 1) == [2, 2]
 
 
@@ -268,12 +273,12 @@ def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path)
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == -signal.SIGKILL
     pid_of_rank = int(done.stdout)
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(pid_of_rank).wait(20)
+        psutil.Process(pid_of_rank).wait(60)
     assert_no_files_left(tmp_path)
 
 
@@ -284,10 +289,8 @@ def test_a_call_ends_in_time_when_a_stopped_rank_reads_nothing(pool: RankPool) -
     _, stopped = pool.run(process_id)
     os.kill(stopped, signal.SIGSTOP)
     more_than_a_pipe_holds = bytes(5_000_000)
-    start = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s"):
-        pool.run(lambda fabric, data: None, more_than_a_pipe_holds, timeout=0.5)
-    assert time.monotonic() - start < 10
+    with pytest.raises(RankFailedError, match="rank 1 of 2 did not return within 2 s"):
+        pool.run(lambda fabric, data: None, more_than_a_pipe_holds, timeout=TIMEOUT)
 
 
 def fail_with_a_note(fabric: Fabric) -> None:
@@ -322,6 +325,119 @@ def test_the_next_call_has_the_folder_and_the_environment_of_the_first(
     assert pool.run(folder_and_environment) == before
 
 
+def dedented(fabric: Fabric) -> str:
+    return textwrap.dedent(" a")
+
+
+def test_a_patch_replaces_an_attribute_on_all_ranks_within_its_block(pool: RankPool) -> None:
+    original = textwrap.dedent
+    with pool.patch(textwrap, "dedent", lambda text: original(text) + "!"):
+        assert pool.run(dedented) == ["a!", "a!"]
+        with pool.patch("textwrap", "dedent", str.upper):
+            assert pool.run(dedented) == [" A", " A"]
+        assert pool.run(dedented) == ["a!", "a!"]
+    assert pool.run(dedented) == ["a", "a"]
+    assert dedented(Fabric()) == "a"
+
+
+def test_a_patch_that_could_not_reach_the_ranks_is_refused(pool: RankPool) -> None:
+    with (
+        pytest.raises(UsageError, match="sent by value"),
+        pool.patch(sys.modules[__name__], "dedented", str.upper),
+    ):
+        pass
+    with (
+        pytest.raises(UsageError, match="no such attribute"),
+        pool.patch(textwrap, "indented", str.upper),
+    ):
+        pass
+
+
+def ignore(*args: Any) -> None:
+    pass
+
+
+def test_a_call_says_that_a_module_is_patched_in_the_process_of_the_test_alone(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(textwrap, "dedent", lambda text: "patched")
+    with pytest.warns(UserWarning, match=r"textwrap\.dedent has been replaced in this process"):
+        assert pool.run(dedented) == ["a", "a"]
+    with pool.patch(textwrap, "dedent", str.upper):
+        assert pool.run(dedented) == [" A", " A"]
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", Mock())
+    with pytest.warns(UserWarning, match=r"torch\.distributed\.all_to_all_single has been repl"):
+        pool.run(ignore)
+
+
+def leave_other_settings(fabric: Fabric) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def settings_of_torch(fabric: Fabric) -> tuple[Any, ...]:
+    layer = torch.nn.Linear(1, 1)
+    output = layer(torch.ones(1))
+    return (
+        output.dtype,
+        output.device,
+        output.requires_grad,
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def test_the_next_call_has_the_settings_of_torch_of_the_first(pool: RankPool) -> None:
+    before = pool.run(settings_of_torch)
+    pool.run(leave_other_settings)
+    assert pool.run(settings_of_torch) == before
+
+
+def test_a_call_that_destroys_the_process_group_fails_and_not_the_next(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError, match="destroyed the process group of the pool"):
+        pool.run(lambda fabric: torch.distributed.destroy_process_group())
+    assert pool.run(total, 1) == [2, 2]
+
+
+def environment_of_two(fabric: Fabric) -> tuple[str | None, str | None]:
+    return os.environ.get("OF_THE_TEST"), os.environ.get("LANG")
+
+
+def test_the_environment_travels_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    with RankPool(1) as pool:
+        assert pool.run(environment_of_two) == [(None, "C.UTF-8")]
+        monkeypatch.setenv("OF_THE_TEST", "1")
+        monkeypatch.delenv("LANG")
+        assert pool.run(environment_of_two) == [("1", None)]
+        monkeypatch.undo()
+        monkeypatch.setenv("LANG", "C.UTF-8")
+        assert pool.run(environment_of_two) == [(None, "C.UTF-8")]
+
+
+def add_in_place(fabric: Fabric, batch: dict[str, list[Any]], rank: int) -> None:
+    if fabric.global_rank == rank:
+        batch["x"][1].add_(1)
+
+
+@pytest.mark.parametrize("world", [RankPool, ThreadedWorld])
+def test_an_argument_that_is_changed_in_place_is_an_error_on_request(world: Any) -> None:
+    batch = {"x": [1, torch.zeros(2)], "loader": object()}
+    with world(2, check_inputs=True) as ranks:
+        with pytest.raises(RankFailedError, match="add_in_place has changed its argum") as caught:
+            ranks.run(add_in_place, batch, rank=1)
+        assert caught.value.rank == 1
+        assert "[0]['x'][1]: 2 of 2 elements of float32 (2,), at [0] 1.0, exp" in str(caught.value)
+        ranks.run(add_in_place, batch, rank=2)
+
+
 def fork_a_sleeping_child(fabric: Fabric) -> int:
     child = os.fork()
     if child == 0:
@@ -334,5 +450,5 @@ def test_children_of_a_rank_end_with_it() -> None:
     with RankPool(1) as pool:
         [child] = pool.run(fork_a_sleeping_child)
         process = psutil.Process(child)
-    _, alive = psutil.wait_procs([process], timeout=10)
+    _, alive = psutil.wait_procs([process], timeout=60)
     assert alive == []

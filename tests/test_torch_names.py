@@ -325,6 +325,16 @@ def test_a_parameter_and_a_buffer_are_replaced_without_an_assignment():
     assert module.state_dict().keys() == {"weight", "mean"}
 
 
+def test_a_pickled_tensor_takes_another_storage_without_a_warning():
+    tensor = torch.arange(3)
+    rebuild, (storage, *arguments) = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    assert type(storage) is torch.TypedStorage
+    memory = _torch.untyped_storage(storage).clone()
+    copied = rebuild(_torch.typed_storage(memory, storage.dtype), *arguments)
+    assert torch.equal(copied, tensor)
+    assert copied.data_ptr() == memory.data_ptr()
+
+
 def test_an_unserializable_hook_is_left_out_of_a_pickle_without_a_warning():
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(_torch.unserializable_hook(lambda grad: grad * 2))
@@ -333,6 +343,17 @@ def test_an_unserializable_hook_is_left_out_of_a_pickle_without_a_warning():
     weight.sum().backward()
     assert weight.grad.item() == 2.0
     assert copied.grad.item() == 1.0
+
+
+def test_a_transform_is_known_inside_and_not_afterwards():
+    def transformed(x):
+        assert _torch.current_transform() is not None
+        return x.sum()
+
+    assert _torch.current_transform() is None
+    torch.func.grad(transformed)(torch.ones(2))
+    torch.vmap(transformed)(torch.ones(2, 2))
+    assert _torch.current_transform() is None
 
 
 def test_rows_with_versions_of_their_own_share_memory_and_nothing_else():

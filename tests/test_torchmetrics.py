@@ -87,9 +87,7 @@ def values_of_all_samples(fabric: Fabric) -> Any:
     "options",
     [
         {},
-        SHARDED,
-        {"ranks": 3},
-        {"launcher": "forkserver"},
+        {"ranks": 3, **SHARDED},
     ],
 )
 def test_metrics_count_the_samples_of_all_processes(options: dict[str, Any]) -> None:
@@ -128,17 +126,20 @@ def without_samples_on_one_rank(fabric: Fabric) -> Any:
     assert local._to_sync is False
     values = fabric.compute_metrics(metrics)
     added = fabric.compute_metrics(metrics["sum"]) - stale
-    return values, added
+    without_samples = fabric.compute_metrics(CatMetric())
+    return values, added, without_samples
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_a_process_may_have_no_samples() -> None:
     targets = torch.cat([target for _, target in batches(0, 1)])
     expected = computed_in_one_process()
-    for values, added in run_in_ranks(without_samples_on_one_rank):
+    in_one_process = CatMetric().compute()
+    for values, added, without_samples in run_in_ranks(without_samples_on_one_rank):
         torch.testing.assert_close(values["auroc"], expected["auroc"])
         assert torch.equal(values["cat"].long(), targets)
         assert added == 1
+        assert len(without_samples) == len(in_one_process) == 0
 
 
 def number_of_collectives(fabric: Fabric, count: int) -> int:
@@ -163,6 +164,20 @@ def test_twenty_states_are_sent_together() -> None:
         assert 0 < of_two <= 3
 
 
+class Rows(Metric):
+    """A metric whose rows are gathered one by one, since they have no reduction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx=None)
+
+    def update(self, row: Tensor) -> None:
+        self.rows.append(row)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.rows)
+
+
 def refused(fabric: Fabric) -> list[str]:
     synced = SumMetric()
     running = RunningSum(2)
@@ -171,9 +186,12 @@ def refused(fabric: Fabric) -> list[str]:
     if fabric.global_rank == 0:
         synced.sync(lambda tensor, group: [tensor], distributed_available=lambda: True)
         in_a_group.process_group = object()
+    rows = Rows()
+    for _ in range(1 + fabric.global_rank):
+        rows.update(torch.ones(2))
     errors = []
     no_metric = nn.Linear(1, 1)
-    for metric in (synced, running, in_a_group, no_metric):
+    for metric in (synced, running, in_a_group, no_metric, rows):
         errors.append(outcome(partial(fabric.compute_metrics, metric)))
     errors.append(outcome(lambda: fabric.save("none.pt", {"metric": synced})))
     return errors
@@ -185,6 +203,7 @@ def test_what_cannot_be_computed_raises_on_all_processes() -> None:
         "computes from other states",
         "process_group",
         "no metric",
+        "ranks hold different numbers of states: [[1], [2]]",
         "has the states of all ranks",
     ]
     for errors in run_in_ranks(refused):
@@ -353,8 +372,8 @@ def recipe(fabric: Fabric, code: str, folder: str) -> Any:
 
 
 def test_the_recipe_of_the_docs_does_what_the_page_says(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs/coming-from.md").read_text()
-    _, _, section = page.partition("### torchmetrics")
+    page = (Path(__file__).parents[1] / "docs/how-to/metrics.md").read_text()
+    _, _, section = page.partition("## torchmetrics")
     _, _, section = section.partition("```python\n")
     code, _, _ = section.partition("```")
     expected = computed_in_one_process()

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fabric import Fabric
-from fabric.diagnostics.training_checks import fingerprint
 from fabric.strategies import DDPStrategy
 from tests.models import Net, OneWeight, PartlyUnused
 from tests.ranks import outcome, run_in_ranks
-
-pytestmark = pytest.mark.timeout(90)
 
 X = torch.ones(2, 4)
 # The hooks of other parts of the library: the watchdog and the loss scaler note the steps, too.
@@ -802,35 +799,6 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
         fabric.backward(loss)
         optimizer.step()
     assert count_hooks(optimizer) == 0
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8]
-)
-def test_a_fingerprint_depends_on_every_element_and_its_position(dtype: torch.dtype) -> None:
-    values = torch.arange(1, 7).reshape(2, 3).to(dtype)
-    fingerprints = {
-        *fingerprint([values]),
-        *fingerprint([values.flip(0)]),
-        *fingerprint([values.t()]),
-    }
-    for index in range(6):
-        changed = values.clone()
-        changed.view(-1)[index] += 1
-        fingerprints.update(fingerprint([changed]))
-    assert len(fingerprints) == 9
-    assert fingerprint([values.t().contiguous().t()]) == fingerprint([values])
-
-
-def test_a_fingerprint_depends_on_single_bits_beyond_one_chunk() -> None:
-    values = torch.zeros(2**20 + 3)
-    empty = torch.zeros(0)
-    before = fingerprint([values, empty])
-    for index in (0, 2**20 - 1, 2**20, -1):
-        changed = values.clone()
-        # Minus zero is equal to zero as a number.
-        changed.view(torch.int32)[index] = -(2**31)
-        assert fingerprint([changed, empty]) != before
 
 
 # -- gathered features -----------------------------------------------------------------------------

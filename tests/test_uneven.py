@@ -28,8 +28,6 @@ from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 from tests.sampling import sampled
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Samples(IterableDataset[Tensor]):
     """A number of samples that the dataset does not tell."""

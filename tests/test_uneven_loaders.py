@@ -536,8 +536,8 @@ def test_a_repeat_leaves_random_streams_and_running_statistics(workers: int) -> 
 
 
 def synchronized(fabric: Fabric) -> str:
-    plain = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    model = fabric.setup(plain)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = fabric.setup(fabric.sync_batchnorm(plain))
     loader = rows(fabric, (1, 2), "longest")
     text = outcome(lambda: iter(loader))
     del model

@@ -58,7 +58,7 @@ def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[st
 def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[str, str]:
     """Return the names in the model by those in a file, for the adapter that a load fills.
 
-    The adapter is the only one, or the one that is called ``"default"``.
+    If the model has several adapters, the adapter called ``"default"`` is filled.
 
     Args:
         request: what the user asked for.

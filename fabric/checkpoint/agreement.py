@@ -1,4 +1,4 @@
-"""Agreement of all ranks on whether a step has succeeded, and whether their tensors are equal.
+"""Agreement of all ranks on whether a step has succeeded.
 
 If a step fails on one rank, all ranks raise before any of them continues. The data that a rank
 sends and receives for this does not grow with the number of ranks, except on rank 0, which commits
@@ -6,12 +6,10 @@ a save for all ranks.
 """
 
 import pickle
-import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, TypeVarTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
-from torch import Tensor
 
 from fabric.checkpoint.encoding import tensor_bytes
 from fabric.communicators import Communicator, Reduce
@@ -24,7 +22,12 @@ from fabric.errors import (
     UnsafeCheckpointError,
 )
 
-__all__ = ["find_difference", "gather_on_first", "run_on_all_ranks"]
+__all__ = [
+    "BadTensor",
+    "gather_on_first",
+    "inspect_on_all_ranks",
+    "run_on_all_ranks",
+]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -37,6 +40,31 @@ _ERROR_CLASSES = (
     UnreadableCheckpointError,
     UnsafeCheckpointError,
 )
+
+
+class BadTensor(NamedTuple):
+    """A tensor of a state that is saved, with values that training cannot go on from.
+
+    Attributes:
+        name: the tensor, such as ``"model['weight']"``.
+        value: the first of these values, such as ``"nan"``.
+        rank: the rank that has the tensor, or a shard of it.
+    """
+
+    name: str
+    value: str
+    rank: int
+
+    def __str__(self) -> str:
+        """Return a clause for warnings and errors."""
+        return f"{self.name} has the value {self.value} on rank {self.rank}"
+
+
+class _Attempt(NamedTuple, Generic[T]):
+    """The result of a step on this rank, or its error."""
+
+    result: T | None
+    error: Exception | None
 
 
 def run_on_all_ranks(
@@ -57,22 +85,89 @@ def run_on_all_ranks(
     Raises:
         CheckpointError: ``step`` failed on another rank. A rank that failed raises its own error.
     """
-    rank = communicator.rank
-    size = communicator.size
-    result: Any = None
-    error: Exception | None = None
-    # 0 stands for success. Of the ranks that failed, the first one has the largest priority.
-    priority = 0
+    attempt = _attempt(step, *args)
+    has_error = attempt.error is not None
+    [failed_rank] = _first_ranks_with_true(communicator, [has_error])
+    return _result_of(communicator, request, attempt, failed_rank)
+
+
+def inspect_on_all_ranks(
+    communicator: Communicator,
+    request: str,
+    step: Callable[[*Ts], tuple[T, BadTensor | None]],
+    *args: *Ts,
+) -> tuple[T, BadTensor | None]:
+    """Run a step as :func:`run_on_all_ranks` does, and agree on the bad tensor that it returns.
+
+    Collective. The arguments and errors are those of :func:`run_on_all_ranks`. Whether a rank has a
+    bad tensor travels in the same message as whether the step has failed. If there is one, one rank
+    broadcasts it.
+
+    Returns:
+        The first result of this rank, and the bad tensor of the first rank that has one, the same
+        on all ranks. None if no rank has one.
+    """
+    attempt = _attempt(step, *args)
+    has_error = attempt.error is not None
+    bad_tensor = None
+    if attempt.result is not None:
+        _, bad_tensor = attempt.result
+    has_bad_tensor = bad_tensor is not None
+    failed_rank, bad_rank = _first_ranks_with_true(communicator, [has_error, has_bad_tensor])
+    result, _ = _result_of(communicator, request, attempt, failed_rank)
+    if bad_rank is None:
+        return result, None
+    return result, communicator.broadcast_object(bad_tensor, bad_rank)
+
+
+def _attempt(step: Callable[[*Ts], T], *args: *Ts) -> _Attempt[T]:
+    """Return the result of ``step(*args)``, or its error."""
     try:
-        result = step(*args)
-    except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows of it
-        error = caught
-        priority = size - rank
-    priorities = torch.tensor([priority], device=communicator.device)
-    largest_priority = int(communicator.all_reduce(priorities, Reduce.MAX).item())
-    if largest_priority == 0:
+        return _Attempt(step(*args), error=None)
+    except Exception as error:  # noqa: BLE001 - raised again, once every rank knows of it
+        return _Attempt(None, error)
+
+
+def _first_ranks_with_true(communicator: Communicator, answers: Sequence[bool]) -> list[int | None]:
+    """Return for each of some questions the first rank whose answer is true. Collective.
+
+    All answers travel in one message.
+
+    Args:
+        communicator: the ranks.
+        answers: this rank's answers. Every rank answers the same questions.
+
+    Returns:
+        The first ranks, the same on all ranks. None for a question that no rank answers with true.
+    """
+    size = communicator.size
+    # 0 stands for false. Of the ranks that answer with true, the first has the largest priority.
+    priorities = [0] * len(answers)
+    for index, answer in enumerate(answers):
+        if answer:
+            priorities[index] = size - communicator.rank
+    message = torch.tensor(priorities, device=communicator.device)
+    first_ranks: list[int | None] = []
+    for largest_priority in communicator.all_reduce(message, Reduce.MAX).tolist():
+        first_rank = None
+        if largest_priority > 0:
+            first_rank = size - largest_priority
+        first_ranks.append(first_rank)
+    return first_ranks
+
+
+def _result_of(
+    communicator: Communicator, request: str, attempt: _Attempt[T], failed_rank: int | None
+) -> T:
+    """Return the result of an attempt, or raise on every rank if it failed on any. Collective.
+
+    ``failed_rank`` is the first rank on which it failed, the same on all ranks, or None.
+    """
+    if failed_rank is None:
+        # The result of a step may be None, so there is nothing to assert.
+        result: Any = attempt.result
         return result
-    failed_rank = size - largest_priority
+    error = attempt.error
     # The class that the other ranks raise. Callers catch the classes in _ERROR_CLASSES, so these
     # have to be the same on all ranks.
     error_class = CheckpointError
@@ -83,50 +178,8 @@ def run_on_all_ranks(
     text, error_class = communicator.broadcast_object(message, failed_rank)
     if error is not None:
         raise error
-    problem = f"it failed on rank {failed_rank} of {size}: {text}"
-    raise error_class(f"{request} on rank {rank}", problem)
-
-
-def find_difference(communicator: Communicator, tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor that differs between ranks, the same on all ranks.
-
-    Collective. The ranks compare the names and shapes, and two sums of each tensor. Differences
-    of less than a hundredth are not reported, since kernels of different devices round differently.
-
-    Args:
-        communicator: the ranks.
-        tensors: the tensors of this rank, by name.
-
-    Returns:
-        The name. None if all tensors are equal.
-    """
-    shapes = [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    checksum = zlib.crc32("\n".join(shapes).encode())
-    # The maximum of the negative checksums is the negative of the smallest checksum.
-    checksums = torch.tensor([checksum, -checksum], device=communicator.device)
-    largest, largest_negative = communicator.all_reduce(checksums, Reduce.MAX).tolist()
-    if largest != -largest_negative:
-        return "the names or shapes of tensors"
-    if not tensors:
-        return None
-    sums = torch.stack(list(map(_sums_of, tensors.values()))).to(communicator.device)
-    highest = communicator.all_reduce(sums.clone(), Reduce.MAX)
-    lowest = -communicator.all_reduce(-sums, Reduce.MAX)
-    # The second sum of each tensor is the sum of the absolute values.
-    tolerance = highest[:, 1:] / 100
-    differs = (highest - lowest > tolerance).any(dim=1).tolist()
-    for name, is_different in zip(tensors, differs, strict=True):
-        if is_different:
-            return name
-    return None
-
-
-def _sums_of(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor, and the sum of its absolute values, on the CPU."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    values = tensor.detach().float()
-    return torch.stack([values.sum(), torch.linalg.vector_norm(values, 1)]).cpu()
+    problem = f"it failed on rank {failed_rank} of {communicator.size}: {text}"
+    raise error_class(f"{request} on rank {communicator.rank}", problem)
 
 
 def gather_on_first(communicator: Communicator, value: T) -> list[T]:

@@ -71,7 +71,7 @@ class PendingSave:
         Raises:
             CheckpointError: the save failed, here or on another process.
         """
-        error = self.exception()
+        error = self.exception()  # waits for the end of the save
         if error is not None:
             raise error
 
@@ -133,14 +133,15 @@ class StagingBuffers:
             # deepcopy() uses these copies of tensors, and copies all other objects itself.
             return copy.deepcopy(state, copied_tensors)
         finally:
-            # This also runs after an error, since the next copy must not take the values of this
-            # one.
+            # Also after an error: the entries in self._copies would make the next copy return the
+            # values of this one.
             self._release_buffers()
 
     def _release_buffers(self) -> None:
         """Make the buffers of the present copy available to the next copy, and end the copy.
 
-        Buffers that this copy did not use are freed: the next state is likely to be like this one.
+        Buffers that this copy did not use are freed. The next state usually has the same sizes as
+        this one, and does not need them either.
         """
         self._unused_buffers.clear()
         for storage_copy in self._copies.values():
@@ -168,7 +169,8 @@ class StagingBuffers:
         if is_dtensor:
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
-            # False, since the default is True, which nn.Parameter refuses for integers.
+            # nn.Parameter refuses requires_grad=True, its default, for integers. The tensor's own
+            # value is set below.
             copied = nn.Parameter(copied, requires_grad=False)
         # torch.save() writes the attributes that were set on a tensor, too.
         vars(copied).update(copy.deepcopy(vars(tensor)))

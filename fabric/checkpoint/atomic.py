@@ -49,13 +49,17 @@ _SYSTEM_ERRORS = frozenset(
 
 
 @contextmanager
-def atomic_write(path: Location) -> Iterator[BinaryIO]:
+def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[BinaryIO]:
     """Yield a binary file whose content replaces ``path`` when the block ends without an error.
 
     When the block raises, or the process dies at any point, ``path`` keeps its old content. Missing
     parent folders are created. The mode of the new file follows the umask, and not the mode of the
-    old file. If ``path`` is a symbolic link, the file that it points to is replaced, and the link
-    stays. See ``[Note: atomic publish]``.
+    old file. See ``[Note: atomic publish]``.
+
+    Args:
+        path: the file.
+        follow_symlinks: what is replaced if ``path`` is a symbolic link. True, the default,
+            replaces the file that the link points to, and the link stays. False replaces the link.
 
     Raises:
         CheckpointError: ``path`` is a folder or a device, or the file system refuses (permissions,
@@ -67,7 +71,9 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
         with write_errors(request), path.replace() as file:
             yield file
         return
-    target = Path(os.path.realpath(path))
+    target = path
+    if follow_symlinks:
+        target = Path(os.path.realpath(path))
     with write_errors(request):
         _check_is_file(request, target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +105,8 @@ def _check_is_file(request: str, target: Path) -> None:
 
     ``request`` is what the user asked for, for the error.
     """
-    if target.is_file() or not target.exists():
+    # A link that is not followed is replaced, whatever it points to.
+    if target.is_file() or target.is_symlink() or not target.exists():
         return
     kind = "device or a pipe"
     if target.is_dir():

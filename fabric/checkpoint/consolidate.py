@@ -22,6 +22,7 @@ from fabric.checkpoint.encoding import Chunk
 from fabric.checkpoint.file import FullCheckpoint
 from fabric.checkpoint.pretrained import (
     INDEX_OF_WEIGHTS,
+    check_shard_size,
     encode_index,
     group_by_size,
     weights_name,
@@ -64,8 +65,10 @@ def consolidate(
         CheckpointError: the checkpoint is damaged, or the file cannot be written, or the folder of
             weights exists. What was there before is untouched.
         ConfigurationError: ``key`` does not name a model, is missing although there are several
-            models, or is given for a file that holds all entries.
+            models, or is given for a file that holds all entries. ``max_shard_gb`` is not positive.
     """
+    if max_shard_gb is not None:
+        check_shard_size(max_shard_gb)
     source = locate(directory)
     if output is None:
         output = _default_output(source, is_folder=max_shard_gb is not None)
@@ -177,6 +180,9 @@ def _tensors_of_model(request: str, entry: Mapping[str, Any]) -> dict[str, Tenso
 
 def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
     """Allocate a tensor in a memory-mapped file without a name. See ``[Note: bounded memory]``.
+
+    The system can write such a tensor to the disk when memory is short. The file vanishes with the
+    tensor, however the process ends.
 
     Args:
         request: what the user asked for, for errors.

@@ -106,7 +106,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
     first_names: dict[Any, str] = {}
 
     def convert(path: KeyPath, item: PlainValue) -> Json:
-        """Return the JSON of a tensor: its stored name or, if it needs that, its values.
+        """Return the JSON of a tensor: its stored name, or its values if it is not stored apart.
 
         Other values are refused.
         """
@@ -251,8 +251,9 @@ def from_json(
 
     Args:
         value: JSON.
-        read_tensor: ``read_tensor(name, existing)`` returns the tensor stored under ``name``. Here
-            ``existing`` is the value at the same path of the argument ``existing``, or None.
+        read_tensor: ``read_tensor(name, destination)`` returns the tensor stored under ``name``.
+            ``destination`` is the value in ``existing`` that has the same path, or None. If
+            ``read_tensor`` is None, the JSON has to hold the values of all tensors.
         existing: a value of the same structure to read into, or None. Stored tensors that its dicts
             lack are left out of the result.
     """
@@ -261,7 +262,8 @@ def from_json(
         return [from_json(item, read_tensor) for item in value]
     if not isinstance(value, dict):
         return value
-    # The tag is the first key. Only a dict with attributes has a second key.
+    # The tag is the first key. A dict with attributes (such as a state dict, which has _metadata)
+    # has a second key for the attributes.
     tag, content = next(iter(value.items()))
     if tag == "$tensor" and read_tensor is not None:
         return read_tensor(content, existing)
@@ -374,6 +376,7 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     kind = type(value)
     expression = "state"
     for key in path:
+        # An ellipsis stands for a step without a key, such as into a set.
         if key is not ...:
             expression += f"[{key!r}]"
     problem = "this object needs pickle, which fabric does not load"
@@ -382,9 +385,9 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
         problem = "this collection contains itself"
     suggestion = (
         f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "
-        "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(), or its own entry "
-        "for what has load_state_dict(). Classes that torch.serialization.add_safe_globals allows "
-        "fit into one file: checkpoint_io=FullCheckpoint()"
+        "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(); or an object with "
+        "load_state_dict() as an entry of the state itself. For classes that "
+        "torch.serialization.add_safe_globals allows: checkpoint_io=FullCheckpoint()"
     )
     if isinstance(value, argparse.Namespace):
         last_key = path[-1] if path else "args"

@@ -9,10 +9,15 @@ these steps:
 1. The metrics are written to a file with the name of the checkpoint and ``.json``.
 2. The checkpoint is written and committed.
 3. The text files ``latest`` and ``best`` get the names of these two checkpoints.
-4. Older checkpoints are removed, each one before its metrics.
+4. Older checkpoints are removed, each one before its metrics. The checkpoints that the text files
+   named before step 3 stay until the next save: another process may have read a name and not opened
+   the checkpoint yet.
 
 Whenever a job dies, the two text files name checkpoints that exist, and the next job knows from the
 names alone what to remove.
+
+The name of a save whose state has bad values ends with ``-unhealthy``. In place of metrics, its
+``.json`` has the bad tensor. The text files never name it.
 """
 
 import fcntl
@@ -31,7 +36,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Protocol, final
 
-from fabric.checkpoint.agreement import run_on_all_ranks
+from fabric.checkpoint.agreement import BadTensor, run_on_all_ranks
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.atomic import atomic_write, clear_temporaries, read_errors, write_errors
 from fabric.checkpoint.file import CheckpointIO, FullCheckpoint
@@ -43,6 +48,7 @@ from fabric.checkpoint.storage import Location, RemotePath, locate
 from fabric.communicators import Communicator
 from fabric.environments import RayEnvironment
 from fabric.errors import (
+    ArgumentTypeError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigurationError,
@@ -57,7 +63,9 @@ _Best = tuple[str, Literal["min", "max"]] | None  # see Checkpoints
 _Metrics = dict[str, float]
 
 _LOCK = ".lock"
-_NAME = r"(?P<checkpoint>\d{8}-step-\d+)"
+_TEXTS = ("latest", "best")
+_UNHEALTHY = "-unhealthy"
+_NAME = rf"(?P<checkpoint>\d{{8}}-step-\d+(?:{_UNHEALTHY})?)"
 # A checkpoint, its metrics, or a temporary file of one of these.
 _FILE = re.compile(rf"\.?{_NAME}(?:\.json)?(?:\.[0-9a-f]{{12}}\.tmp)?")
 
@@ -71,6 +79,20 @@ class _Session(Protocol):
         ``phase`` is what is being done, for hang reports.
         """
         ...
+
+
+class _FolderContent(NamedTuple):
+    """The committed checkpoints of a folder, the oldest first.
+
+    Attributes:
+        metrics: the metrics of the healthy ones by name.
+        unhealthy: for the name of each unhealthy one, a clause about its bad tensor.
+        texts: the checkpoint that each text file names, by the name of the file.
+    """
+
+    metrics: dict[str, _Metrics]
+    unhealthy: dict[str, str]
+    texts: dict[str, str]
 
 
 class _Step(NamedTuple):
@@ -88,13 +110,15 @@ class Checkpoints:
     collective: every process must call them.
 
     A checkpoint is removed only after a newer one has been committed. A job that is killed at any
-    moment leaves at least one checkpoint that loads, if there was one, and at most ``keep + 2``
-    besides those that :meth:`restore` has skipped. The next job removes everything else that it
-    leaves. Other files in the folder are not touched. Of several checkpoints of the same step the
-    newest is kept. *Newest* means saved last, even if a run has gone back to an earlier step.
+    moment leaves at least one checkpoint that loads, if there was one, and at most ``keep + 3``
+    besides unhealthy ones and those that :meth:`restore` has skipped. The next job removes
+    everything else that it leaves. Other files in the folder are not touched. Of several
+    checkpoints of the same step the newest is kept. *Newest* means saved last, even if a run has
+    gone back to an earlier step.
 
     The folder has two text files for shell scripts, ``latest`` and ``best``, with the names of
-    these checkpoints.
+    these checkpoints. What a text names stays until the save after the next one, so that a reader
+    of the text has the time of a save to open the checkpoint.
 
     Args:
         running_session: returns the session of the job, which is started if necessary. The argument
@@ -103,6 +127,7 @@ class Checkpoints:
         keep: how many checkpoints to keep, besides the best one.
         best: the name of a metric, and whether the best value is the least (``"min"``) or the
             largest (``"max"``). None keeps no best checkpoint.
+        healthy: whether saves of NaN or infinite values are set apart, see :meth:`save`.
 
     Raises:
         ConfigurationError: ``keep`` or ``best`` is not valid.
@@ -115,6 +140,7 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         keep: int,
         best: _Best,
+        healthy: bool,
     ) -> None:
         """Lock the folder and remove what killed jobs left. ``fabric.checkpoints`` calls it.
 
@@ -124,6 +150,7 @@ class Checkpoints:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._running_session = running_session
         self._keep = keep
+        self._sets_unhealthy_apart = healthy
         # The last background save, which may be running.
         self._pending: PendingSave | None = None
         # Names of checkpoints that the next _publish() removes.
@@ -156,29 +183,36 @@ class Checkpoints:
             if mode == "min":
                 self._is_as_good = operator.le
         # The folder is None on all ranks but rank 0, which alone writes into it.
-        self._folder, metrics = run_on_all_ranks(
+        self._folder, content_on_first = run_on_all_ranks(
             communicator, self._request, self._open_folder, job_files
         )
+        content: _FolderContent = communicator.broadcast_object(content_on_first, 0)
         # The metrics of each checkpoint by name, the oldest first. The same on all ranks.
-        self._metrics: dict[str, _Metrics] = communicator.broadcast_object(metrics, 0)
+        self._metrics = content.metrics
+        # For the name of each unhealthy checkpoint, a clause about its bad tensor. A job that was
+        # killed may have left two of them, which the next save of one removes.
+        self._unhealthy = content.unhealthy
+        # What the text files name, and what they named before they changed last. The latter stays:
+        # a reader of a text may not have opened the checkpoint yet.
+        self._texts = content.texts
+        self._named_before: set[str] = set()
         # The number of the last save. The name of each checkpoint begins with its number.
-        newest_name = max(self._metrics, default="0")
+        newest_name = max([*self._metrics, *self._unhealthy], default="0")
         self._number = int(newest_name.partition("-")[0])
         # Write the text files again: a killed job may have left the names of older checkpoints.
         self._publish(communicator)
 
-    def _open_folder(self, job_files: ExitStack) -> "tuple[_RunFolder | None, dict[str, _Metrics]]":
+    def _open_folder(self, job_files: ExitStack) -> "tuple[_RunFolder | None, _FolderContent]":
         """Lock the folder on rank 0, and remove what killed jobs left.
 
         Args:
             job_files: is closed at the end of the job. The lock file is added to it.
 
         Returns:
-            The folder, and the metrics of its checkpoints, the oldest first. On other ranks None
-            and an empty dict.
+            The folder, and its checkpoints. On other ranks None and no checkpoints.
         """
         if self._communicator.rank != 0:
-            return None, {}
+            return None, _FolderContent(metrics={}, unhealthy={}, texts={})
         with write_errors(self._request):
             folder = _RunFolder(self._request, self._path, self._io, job_files)
             return folder, folder.recover()
@@ -223,6 +257,12 @@ class Checkpoints:
         Collective. With ``async_`` both run in the background, and the next save, ``teardown`` and
         the end of the process wait for them.
 
+        A state with bad values is *unhealthy*: a trained parameter or a tensor of an optimizer that
+        is NaN or infinite on any process, or a buffer or frozen parameter that is NaN. With
+        ``healthy`` it is saved beside the checkpoints, under a name that ends with ``-unhealthy``,
+        and rank 0 warns. It removes no checkpoint but the last unhealthy one, and is neither
+        :attr:`latest` nor :attr:`best`. :meth:`restore` passes over it; ``fabric.load`` loads it.
+
         Args:
             step: a number of at least 0, the same on every process. :meth:`restore` returns it.
             state: names and objects, as for ``Fabric.save``. Include what the loop needs to resume,
@@ -241,40 +281,67 @@ class Checkpoints:
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
         with self._running_session("save").checkpoints(phase="save") as coordinator:
             step_here = run_on_all_ranks(
-                self._communicator, request, self._validate, request, step, metrics
+                self._communicator, request, self._parse_step, request, step, metrics
             )
             # Rank 0 decides on the name and the metrics.
             step_on_first: _Step = self._communicator.broadcast_object(step_here, 0)
             self._warn_if_never_best(request, step_on_first.metrics)
-            self._number += 1
-            name = f"{self._number:08}-step-{step_on_first.number}"
 
             def check() -> None:
                 """Raise unless a save is allowed now, and all ranks save the same step."""
                 coordinator.check()
-                self._check_same(request, step_here, step_on_first)
+                self._check_same_on_ranks(request, step_here, step_on_first)
 
             # A coordinator for this save alone. It calls check() on each rank before it reads the
-            # state, and enters the context commit(communicator) around the writing.
-            commit = partial(self._commit, name, step_on_first.metrics)
-            saving_coordinator = replace(coordinator, check=check, commit=commit)
-            self._pending = saving_coordinator.save(self._path / name, state, async_=async_)
+            # state.
+            saving_coordinator = replace(
+                coordinator, check=check, finds_bad_tensors=self._sets_unhealthy_apart
+            )
+            self._number += 1
+            name = f"{self._number:08}-step-{step_on_first.number}"
+            snapshot = saving_coordinator.take_snapshot(self._path / name, state)
+            bad_tensor = snapshot.bad_tensor
+            if bad_tensor is None:
+                commit = partial(self._commit, name, step_on_first.metrics)
+            else:
+                name += _UNHEALTHY
+                self._warn_of_unhealthy_save(request, name, bad_tensor)
+                snapshot = replace(snapshot, location=self._path / name)
+                commit = partial(self._commit_unhealthy, name, bad_tensor)
+            self._pending = saving_coordinator.write(snapshot, async_, commit)
         return self._pending
 
-    def _validate(self, request: str, step: int, metrics: Mapping[str, Any] | None) -> _Step:
+    def _warn_of_unhealthy_save(self, request: str, name: str, bad_tensor: BadTensor) -> None:
+        """Warn on rank 0 that a save is set apart as ``name``. ``request`` is the user's call."""
+        if self._communicator.rank != 0:
+            return
+        # The place of the warning is the call of save(), two levels above this method.
+        warnings.warn(
+            f"{request}: {bad_tensor}, so the state is saved as {name}, which is never the latest "
+            "or best checkpoint and is not restored. To save any values alike: "
+            "fabric.checkpoints(..., healthy=False)",
+            stacklevel=3,
+        )
+
+    def _parse_step(self, request: str, step: int, metrics: Mapping[str, Any] | None) -> _Step:
         """Return a step as an int and its metrics as floats.
 
         ``request`` is the user's call, for the error.
 
         Raises:
+            ArgumentTypeError: the step is not an integer.
             ConfigurationError: the step is negative, or ``metrics`` is not None and lacks the
                 metric of the best checkpoint.
         """
         values: _Metrics = {}
         if metrics is not None:
             values = metrics_as_floats(metrics)
-        # index() refuses a float, and accepts an integer of numpy.
-        number = operator.index(step)
+        try:
+            number = operator.index(step)  # refuses a float, and accepts an integer of numpy
+        except TypeError as error:
+            raise ArgumentTypeError(
+                request, problem=f"the step is {step!r}", expected="an integer of at least 0"
+            ) from error
         # A save without any metrics is allowed, and is never the best one.
         lacks_best_metric = (
             metrics is not None
@@ -305,7 +372,7 @@ class Checkpoints:
             stacklevel=3,
         )
 
-    def _check_same(self, request: str, step_here: _Step, step_on_first: _Step) -> None:
+    def _check_same_on_ranks(self, request: str, step_here: _Step, step_on_first: _Step) -> None:
         """Raise a ConfigurationError if this rank saves another step or best metric than rank 0.
 
         Otherwise ranks would disagree on which checkpoints to keep. Other metrics may differ.
@@ -338,20 +405,45 @@ class Checkpoints:
         metrics_files: dict[str, str] = {}
         if metrics:
             metrics_files[f"{name}.json"] = _metrics_as_json(metrics)
-        # Writes the metrics. It also removes older checkpoints, as the call after the save does,
-        # since a killed job may have left one checkpoint too many.
+        # It also removes older checkpoints, as the call after the save does, since a killed job may
+        # have left one checkpoint too many.
         self._rotate(communicator, metrics_files)
-        # If the block raises, the name stays here, and the next save removes what was written.
+        with self._removed_next_unless_saved(name, communicator):
+            yield
+        self._metrics[name] = metrics
+        self._rotate(communicator)
+        values = {"step": _step_number(name), **metrics}
+        # Does nothing outside of Ray. Collective in a job of Ray.
+        _report_to_ray(values, self._path / name, communicator.rank)
+
+    @contextmanager
+    def _commit_unhealthy(
+        self, name: str, bad_tensor: BadTensor, communicator: Communicator
+    ) -> Iterator[None]:
+        """Have the block save an unhealthy state, and then remove the last one. Collective.
+
+        No healthy checkpoint is removed. The arguments are like those of :meth:`_commit`.
+        """
+        self._publish(communicator, {f"{name}.json": json.dumps(bad_tensor._asdict())})
+        with self._removed_next_unless_saved(name, communicator):
+            yield
+        self._stale_names.extend(self._unhealthy)
+        self._unhealthy = {name: str(bad_tensor)}
+        self._publish(communicator)
+        # Ray would restore the checkpoint.
+        _report_to_ray({"step": _step_number(name)}, None, communicator.rank)
+
+    @contextmanager
+    def _removed_next_unless_saved(self, name: str, communicator: Communicator) -> Iterator[None]:
+        """Have the next save remove the checkpoint ``name`` if the block does not save it whole.
+
+        Collective over ``communicator``.
+        """
         self._stale_names.append(name)
         yield
         # A format of the user's may write in the background, and wait() raises its error.
         run_on_all_ranks(communicator, self._request, self._io.wait)
         self._stale_names.remove(name)
-        self._metrics[name] = metrics
-        self._rotate(communicator)
-        values = {"step": _step_number(name), **metrics}
-        # Does nothing outside of Ray. Collective in a job of Ray.
-        _report_to_ray(self._path / name, values, is_first=communicator.rank == 0)
 
     def _rotate(
         self, communicator: Communicator, metrics_files: Mapping[str, str] | None = None
@@ -368,7 +460,14 @@ class Checkpoints:
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
         sound = [name for name in newest if name not in self._passed_over]
+        texts = self._latest_and_best()
+        if texts != self._texts:
+            # The checkpoints that the text files name until now stay until the next save: another
+            # process may have read a name, and not opened the checkpoint yet.
+            self._named_before = set(self._texts.values())
+            self._texts = texts
         retained: set[str | None] = {*sound[-self._keep :], *self._passed_over}
+        retained |= self._named_before
         # Adds None if there is no best checkpoint, which does no harm: no checkpoint is named None.
         retained.add(self._best_checkpoint())
         for name in list(self._metrics):
@@ -390,10 +489,9 @@ class Checkpoints:
             """Write and remove on rank 0, which alone has a ``_RunFolder``."""
             if self._folder is None:
                 return
-            texts = self._latest_and_best()
             if metrics_files is not None:
-                texts.update(metrics_files)
-            self._folder.publish(texts, self._stale_names)
+                self._folder.write(metrics_files)
+            self._folder.publish(self._latest_and_best(), self._stale_names)
 
         # Raises on every rank if rank 0 fails. The next call then removes the stale checkpoints.
         run_on_all_ranks(communicator, self._request, publish_on_first_rank)
@@ -445,19 +543,21 @@ class Checkpoints:
         """Restore ``state`` from the newest intact checkpoint, as ``Fabric.load`` does.
 
         Collective; all processes restore the same checkpoint. Damaged checkpoints are skipped, with
-        a warning on rank 0, and stay in the folder until the job ends. The restored one counts as
-        the newest from then on.
+        a warning on rank 0, and stay in the folder until the job ends. Newer unhealthy ones, see
+        :meth:`save`, are skipped with a warning, too. The restored one counts as the newest from
+        then on.
 
         Returns:
             The step of the checkpoint. None if there is no checkpoint.
 
         Raises:
-            UnreadableCheckpointError: the system has failed to read a checkpoint, each of three
-                times. The checkpoint may be intact, so it is not skipped. Nothing has been changed.
-            CheckpointError: no checkpoint is intact, or the newest intact one does not fit
-                ``state``. Nothing has been changed.
+            UnreadableCheckpointError: three attempts to read a checkpoint have failed with an error
+                of the operating system. The checkpoint may be intact, so it is not skipped. Nothing
+                has been changed.
+            CheckpointError: there is no intact, healthy checkpoint, or the newest such checkpoint
+                does not fit ``state``. Nothing has been changed.
         """
-        # A sentence about each damaged checkpoint, which _load_newest() adds.
+        # A sentence about each checkpoint that is passed over, which _load_newest() adds.
         problems: list[str] = []
         with self._running_session("load").checkpoints(phase="load") as coordinator:
             # A pending save may be writing the newest checkpoint.
@@ -485,13 +585,13 @@ class Checkpoints:
             coordinator: loads a checkpoint on all ranks. A damaged one raises the same class of
                 error on all ranks, so that all ranks skip the same checkpoints.
             state: names and objects to restore.
-            problems: gets a sentence about each newer checkpoint that is not intact.
+            problems: gets a sentence about each newer checkpoint that is damaged or unhealthy.
 
         Returns:
             The name, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: no checkpoint is intact, or the newest intact one does not fit.
+            CheckpointError: no checkpoint is intact and healthy, or the newest one does not fit.
         """
         for name in reversed(list(self._metrics)):
             try:
@@ -503,13 +603,31 @@ class Checkpoints:
                 self._metrics[name] = {}
             else:
                 self._passed_over.discard(name)
+                problems.extend(self._problems_of_unhealthy(newer_than=name))
                 return name
+        problems.extend(self._problems_of_unhealthy(newer_than=""))
         if problems:
             request = f"restore from {str(self._path)!r}"
             raise CheckpointError(
-                request, problem=join_names(problems), expected="a checkpoint that is intact"
+                request,
+                problem=join_names(problems),
+                expected="a checkpoint that is intact and healthy",
+                suggestion="fabric.load(path, state) for one of them, or an empty folder to start "
+                "again",
             )
         return None
+
+    def _problems_of_unhealthy(self, newer_than: str) -> list[str]:
+        """Return a sentence about each unhealthy checkpoint that is newer than the one of a name.
+
+        An unhealthy checkpoint holds bad values, such as nan, and is not restored from.
+        """
+        problems: list[str] = []
+        for name, reason in self._unhealthy.items():
+            # The order of the names is the order of the saves.
+            if name > newer_than:
+                problems.append(f"{self._path / name} is passed over: {reason}")
+        return problems
 
 
 def _check_arguments(request: str, keep: int, best: _Best) -> None:
@@ -558,8 +676,8 @@ def _metrics_of_json(content: bytes) -> _Metrics:
 
 
 def _step_number(name: str) -> int:
-    """Return the step of a checkpoint, which is the last component of its name."""
-    return int(name.rpartition("-")[2])
+    """Return the step of a checkpoint from its name."""
+    return int(name.split("-")[2])
 
 
 class _RunFolder:
@@ -588,30 +706,32 @@ class _RunFolder:
         self._has_custom_io = not isinstance(io, FullCheckpoint | ShardedCheckpoint)
         # Raises if another job has locked the folder.
         self._lock = _FolderLock(request, path, job_files)
-        # The content of each text file that this object has written, by name.
-        self._written: dict[str, str] = {}
+        # The content of each text file by its name, such as "best": the name of a checkpoint.
+        self._texts: dict[str, str] = {}
 
-    def recover(self) -> dict[str, _Metrics]:
-        """Remove what killed jobs left: temporary files, and saves that were not committed.
-
-        Returns:
-            The metrics of the committed checkpoints by name, the oldest first.
-        """
-        clear_temporaries(self._path, rf"(?:latest|best|{_NAME}(?:\.json)?)")
+    def recover(self) -> _FolderContent:
+        """Remove what killed jobs left: temporary files, and saves that were not committed."""
+        clear_temporaries(self._path, rf"(?:{'|'.join(_TEXTS)}|{_NAME}(?:\.json)?)")
         # A checkpoint is found by any of its files: a killed job may have left only some of them.
         names: set[str] = set()
         for entry in self._path.iterdir():
             match = _FILE.fullmatch(entry.name)
             if match is not None:
                 names.add(match["checkpoint"])
-        metrics: dict[str, _Metrics] = {}
+        for title in _TEXTS:
+            path = self._path / title
+            if path.is_file():
+                self._texts[title] = path.read_bytes().decode(errors="replace").strip()
+        content = _FolderContent(metrics={}, unhealthy={}, texts=dict(self._texts))
         # The order of the names is the order of the saves.
         for name in sorted(names):
-            if self._is_committed(name):
-                metrics[name] = self._read_metrics(name)
-            else:
+            if not self._is_committed(name):
                 self._remove(name)
-        return metrics
+            elif name.endswith(_UNHEALTHY):
+                content.unhealthy[name] = self._read_reason(name)
+            else:
+                content.metrics[name] = self._read_metrics(name)
+        return content
 
     def _is_committed(self, name: str) -> bool:
         """Return whether a checkpoint was committed. Finish the cleanup of an interrupted save.
@@ -620,6 +740,10 @@ class _RunFolder:
         the sharded format is committed if it has an index.
         """
         path = self._path / name
+        # No save leaves a link. The user has moved the checkpoint to another disk, which may not be
+        # mounted now. Nothing is cleaned up behind the link.
+        if isinstance(path, Path) and path.is_symlink():
+            return True
         if self._has_custom_io or not path.is_dir():
             return path.exists()
         # First remove the temporary index of a killed save: while it exists, clean() does not
@@ -650,25 +774,48 @@ class _RunFolder:
             )
             return {}
 
-    def publish(self, texts: Mapping[str, str], stale_names: Iterable[str]) -> None:
-        """Write text files, and then remove stale checkpoints.
+    def _read_reason(self, name: str) -> str:
+        """Return a clause about the bad tensor of an unhealthy checkpoint."""
+        path = self._path / f"{name}.json"
+        try:
+            with read_errors(f"read {str(path)!r}"):
+                content = path.read_bytes()
+            return str(BadTensor(**json.loads(content)))
+        # The file is missing or damaged. Its only use is this clause.
+        except (CheckpointError, ValueError, TypeError):
+            return "its values are NaN or infinite"
 
-        Args:
-            texts: the content of text files by name. A text that this object has written before
-                is not written again.
-            stale_names: the names of the checkpoints to remove.
+    def write(self, contents: Mapping[str, str]) -> None:
+        """Write files, which appear whole. ``contents`` has the text of each file by name.
 
         Raises:
             CheckpointError: another owner has taken the folder.
         """
         self._lock.check()
-        # The texts come first: a checkpoint is removed only when no text names it.
-        for name, text in texts.items():
-            if text == self._written.get(name):
-                continue
-            with atomic_write(self._path / name) as file:
-                file.write(f"{text}\n".encode())
-            self._written[name] = text
+        for name, text in contents.items():
+            # A link of that name is replaced, and not the file that it points to.
+            with atomic_write(self._path / name, follow_symlinks=False) as file:
+                file.write(text.encode())
+
+    def publish(self, texts: Mapping[str, str], stale_names: Iterable[str]) -> None:
+        """Have the text files name other checkpoints, and then remove stale checkpoints.
+
+        Args:
+            texts: the name of a checkpoint by the name of a text file. Another text file is
+                removed.
+            stale_names: the names of the checkpoints to remove.
+
+        Raises:
+            CheckpointError: another owner has taken the folder.
+        """
+        changes: dict[str, str] = {}
+        for title, name in texts.items():
+            if name != self._texts.get(title):
+                changes[title] = f"{name}\n"
+        self.write(changes)
+        for title in self._texts.keys() - texts.keys():
+            (self._path / title).unlink()
+        self._texts = dict(texts)
         for name in stale_names:
             self._remove(name)
 
@@ -681,7 +828,10 @@ class _RunFolder:
         # Any: a custom format takes a Path, and gets a RemotePath for a path with a scheme.
         path: Any = self._path / name
         with suppress(FileNotFoundError):
-            if self._has_custom_io:
+            if isinstance(path, Path) and path.is_symlink():
+                # What the link points to is not a file of this run.
+                path.unlink()
+            elif self._has_custom_io:
                 self._io.remove(path)
             # The job that saved the checkpoint may have used the other format.
             elif path.is_dir():
@@ -715,18 +865,18 @@ class _FolderLock:
         self._request = request
         self._folder = folder
         self._process = f"process {os.getpid()} on {os.uname().nodename}"
-        # The number tells apart the objects of one process. It stands on a line of its own.
+        # The number tells apart the keepers of one process. It stands on a line of its own.
         self._owner = f"{self._process}\n{secrets.token_hex(6)}".encode()
         if isinstance(folder, RemotePath):
-            # An object store has no locks. The last object owns the folder, and earlier ones notice
-            # that the content has changed.
+            # An object store has no locks. The keeper that was made last owns the folder, and
+            # earlier ones notice that the content has changed.
             with atomic_write(folder / _LOCK) as file:
                 file.write(self._owner)
             return
         folder.mkdir(parents=True, exist_ok=True)
         # The file stays open, and so locked, until the job ends. The mode "a" keeps the content,
         # which names the present owner. The file is not buffered: others see a new owner at once.
-        self._file = open(folder / _LOCK, "a+b", buffering=0)  # noqa: SIM115
+        self._file = open(folder / _LOCK, "a+b", buffering=0, opener=_open_no_link)  # noqa: SIM115
         job_files.enter_context(self._file)
         try:
             # lockf() and not flock(): forked processes, such as the workers of a loader, would keep
@@ -771,16 +921,24 @@ class _FolderLock:
         return os.pread(self._file.fileno(), 1024, 0)
 
 
-def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) -> None:
-    """Report a checkpoint and its metrics to Ray Train, if this process is one of its workers.
+def _open_no_link(path: str, flags: int) -> int:
+    """Return a descriptor of a file, as ``os.open`` does, or raise if ``path`` is a symbolic link.
+
+    The lock file is truncated, which must not reach a file outside of the folder.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, mode=0o666)
+
+
+def _report_to_ray(metrics: dict[str, float], path: Location | None, rank: int) -> None:
+    """Report metrics and a checkpoint to Ray Train, if this process is one of its workers.
 
     Collective: Ray waits for the report of every worker. The checkpoint stays where it is. Ray gets
     a folder with a ``checkpoint.json`` that contains its path.
 
     Args:
-        path: the checkpoint.
         metrics: the metrics, which Ray requires from every worker.
-        is_first: whether this is rank 0, which alone reports the folder.
+        path: the checkpoint, which rank 0 reports. None for none.
+        rank: the rank of this process.
     """
     if RayEnvironment().detect(os.environ) is None:
         return
@@ -790,8 +948,8 @@ def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) ->
         from ray import train  # pyright: ignore[reportMissingImports]
     # report() copies the folder, which can then be removed.
     with TemporaryDirectory() as folder:
-        Path(folder, "checkpoint.json").write_text(json.dumps({"path": str(path)}))
         checkpoint = None
-        if is_first:
+        if rank == 0 and path is not None:
+            Path(folder, "checkpoint.json").write_text(json.dumps({"path": str(path)}))
             checkpoint = train.Checkpoint.from_directory(folder)
         train.report(metrics, checkpoint=checkpoint)

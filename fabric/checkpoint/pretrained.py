@@ -22,6 +22,7 @@ __all__ = [
     "WEIGHTS_FILES",
     "Rename",
     "add_tied_names",
+    "check_shard_size",
     "drop_tied_names",
     "encode_index",
     "group_by_size",
@@ -237,12 +238,21 @@ def encode_index(file_names: Mapping[str, str], total_bytes: int | None = None) 
 
     Args:
         file_names: the file that holds a tensor, by the name of the tensor.
-        total_bytes: the size of all tensors, which the libraries show. None leaves it out.
+        total_bytes: the size of all tensors, which readers such as transformers show. None leaves
+            it out.
     """
     metadata = {}
     if total_bytes is not None:
         metadata["total_size"] = total_bytes
     return json.dumps({"metadata": metadata, "weight_map": file_names}, indent=2).encode()
+
+
+def check_shard_size(max_shard_gb: float) -> None:
+    """Raise a ConfigurationError if the size of the largest file is not a number above 0."""
+    if not max_shard_gb > 0:  # also for NaN
+        raise ConfigurationError(
+            f"max_shard_gb={max_shard_gb!r}", expected="a size in GB of more than 0"
+        )
 
 
 def group_by_size(tensors: Mapping[str, Tensor], max_bytes: float) -> list[dict[str, Tensor]]:

@@ -27,8 +27,10 @@ from fabric.checkpoint.adapters import adapter_names, adapters_of
 from fabric.checkpoint.agreement import run_on_all_ranks
 from fabric.checkpoint.atomic import sync_folder, write_errors
 from fabric.checkpoint.encoding import tensor_bytes
+from fabric.checkpoint.full_tensors import BUCKET_BYTES, ShardGatherer
 from fabric.checkpoint.pretrained import (
     INDEX_OF_WEIGHTS,
+    check_shard_size,
     drop_tied_names,
     encode_index,
     group_by_size,
@@ -39,7 +41,7 @@ from fabric.checkpoint.sharded import write_on_all_ranks
 from fabric.checkpoint.state import StateDicts
 from fabric.checkpoint.storage import locate
 from fabric.communicators import Communicator
-from fabric.errors import CheckpointError, ConfigurationError
+from fabric.errors import CheckpointError
 
 __all__ = ["PretrainedSave"]
 
@@ -70,11 +72,13 @@ class PretrainedSave:
     Args:
         communicator: all ranks of the job.
         state_dicts: reads the module.
+        gatherer: gathers the shards of the module.
         request: what the user asked for, for errors.
     """
 
     communicator: Communicator
     state_dicts: StateDicts
+    gatherer: ShardGatherer
     request: str
 
     def save(
@@ -98,20 +102,20 @@ class PretrainedSave:
             files = self._plan_files(weights, max_shard_gb)
         # Closing the stack renames the folder on rank 0. After an error it removes the folder.
         with ExitStack() as stack:
-            folder = self._write(self._begin, stack, path)
+            folder = self._run_step(self._begin, stack, path)
             folder = self.communicator.broadcast_object(folder, 0)
             assert folder is not None, "rank 0 returns the folder, or raises"
             for file in files:
                 self._write_file(folder, file, weights)
             if adapters:
                 self._write_adapters(folder, user_module, weights, adapters)
-            # Not _write(): an error of the user's config is not an error of the file system.
+            # Not _run_step(): an error of the user's config is not an error of the file system.
             run_on_all_ranks(
                 self.communicator, self.request, self._finish, folder, files, user_module
             )
-            self._write(stack.close)
+            self._run_step(stack.close)
 
-    def _write(self, step: Callable[[*Ts], T], *args: *Ts) -> T:
+    def _run_step(self, step: Callable[[*Ts], T], *args: *Ts) -> T:
         """Return ``step(*args)``, or raise on every rank if it fails on any. Collective."""
         return write_on_all_ranks(self.communicator, self.request, step, *args)
 
@@ -124,21 +128,8 @@ class PretrainedSave:
             ConfigurationError: the module has no tensors, or a meta tensor; or ``max_shard_gb`` is
                 not positive.
         """
-        if not max_shard_gb > 0:
-            raise ConfigurationError(
-                f"max_shard_gb={max_shard_gb!r}", expected="a size in GB of more than 0"
-            )
-        weights: dict[str, Tensor] = {}
-        for name, value in self.state_dicts.of_module(module).items():
-            if isinstance(value, Tensor):
-                weights[name] = value
-        if not weights:
-            problem = f"{type(module).__name__} has no parameters and no buffers"
-            raise ConfigurationError(self.request, problem)
-        for name, value in weights.items():
-            if value.is_meta:
-                problem = f"{name} is a meta tensor, which has no values"
-                raise ConfigurationError(self.request, problem, expected="a module with values")
+        check_shard_size(max_shard_gb)
+        weights = self.state_dicts.tensors_of(self.request, module)
         return drop_tied_names(module, weights)
 
     def _plan_files(self, weights: Mapping[str, Tensor], max_shard_gb: float) -> list[_WeightsFile]:
@@ -173,12 +164,13 @@ class PretrainedSave:
         """Write one file. Collective: all ranks gather the values that one rank writes."""
         is_writer = self.communicator.rank == file.writer
         with ExitStack() as stack:
-            output = self._write(_open_file, stack, folder, file, is_writer)
-            for name in file.tensors:
-                # One full tensor at a time, to bound the memory.
-                full = self.state_dicts.gather_shards({name: weights[name]})[name]
-                self._write(_write_values, output, full)
-            self._write(_flush, output)
+            output = self._run_step(_open_file, stack, folder, file, is_writer)
+            tensors = {name: weights[name] for name in file.tensors}
+            # The tensors come in the order of the header. On other ranks than the writer, `full` is
+            # None, and nothing is written.
+            for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
+                self._run_step(_write_values, output, full)
+            self._run_step(_flush, output)
 
     def _write_adapters(
         self,
@@ -196,7 +188,8 @@ class PretrainedSave:
             names: set[str] = set()
             if self.communicator.rank == 0:
                 for adapter in adapters:
-                    names.update(adapter_names(user_module, weights, adapter).values())
+                    name_by_saved_name = adapter_names(user_module, weights, adapter)
+                    names.update(name_by_saved_name.values())
             return sorted(names)
 
         def save_on_first_rank() -> None:
@@ -207,8 +200,7 @@ class PretrainedSave:
         names = run_on_all_ranks(self.communicator, self.request, find_names_on_first_rank)
         names = self.communicator.broadcast_object(names, 0)
         adapter_weights = {name: weights[name] for name in names}
-        is_first = self.communicator.rank == 0
-        tensors = self.state_dicts.copy_full_tensors(adapter_weights, is_first)
+        tensors = self.gatherer.copy_to_first_rank(adapter_weights)
         run_on_all_ranks(self.communicator, self.request, save_on_first_rank)
 
     def _finish(self, folder: Path, files: list[_WeightsFile], user_module: nn.Module) -> None:
@@ -240,9 +232,10 @@ def _open_file(
     return output
 
 
-def _write_values(output: BinaryIO | None, tensor: Tensor) -> None:
+def _write_values(output: BinaryIO | None, tensor: Tensor | None) -> None:
     """Write the values of a full tensor. Do nothing if another rank writes the file."""
     if output is not None:
+        assert tensor is not None, "the rank that writes the file gets the tensors"
         output.write(tensor_bytes(tensor))
 
 

@@ -261,8 +261,9 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
         # Called for its error: an index that is not fabric's must not be replaced.
         read_index(request, target)
     try:
-        # The exit of atomic_write() replaces the index.
-        with atomic_write(target / INDEX) as index:
+        # The exit of atomic_write() replaces the index. If the index is a link, as in a cache of
+        # downloads, the link is replaced.
+        with atomic_write(target / INDEX, follow_symlinks=False) as index:
             if not is_new:
                 clean(target)
             elif isinstance(target, Path):
@@ -274,7 +275,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
     finally:
         # After the commit, clean() removes the files of older saves and renames the new files.
         # After an error, it removes the new files. Files that cannot be removed or renamed now are
-        # still found, and the next save tries again.
+        # found by the clean() of the next save, which tries again.
         with suppress(OSError):
             clean(target)
             if is_new and not is_committed:
@@ -346,7 +347,9 @@ def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
         return []
     chunks = local_chunks(tensor)
     if rank == 0:
-        return chunks  # with empty chunks: a tensor without elements has to be in some file
+        # A tensor without elements has to be in some file. Rank 0, which is among the writers of
+        # every tensor, writes it.
+        return chunks
     return [chunk for chunk in chunks if chunk.tensor.numel() > 0]
 
 
@@ -375,10 +378,11 @@ def _is_writer(tensor: Any, rank: int) -> bool:
 def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
     """Yield a data file to write, which is on the disk after the block.
 
-    A local file gets the suffix ``.tmp``, which :func:`clean` removes after the commit. An object
-    store cannot rename a file, so that a remote file gets its final name at once.
+    A local file gets the suffix ``.tmp``. :func:`clean` renames it to its final name after the
+    commit. An object store cannot rename a file, so that a remote file gets its final name at once.
     """
     if isinstance(folder, RemotePath):
+        # The object appears, or replaces an earlier one, when the file is closed.
         with (folder / name).replace() as file:
             yield file
         return
@@ -476,7 +480,13 @@ def _write_index(save: _FolderSave, content: Mapping[str, Any]) -> None:
 
 
 def remove_folder(folder: Location) -> None:
-    """Delete the files of all saves in a folder, and the folder if it holds nothing else."""
+    """Delete the files of all saves in a folder, and the folder if it holds nothing else.
+
+    If ``folder`` is a symbolic link, only the link is deleted.
+    """
+    if isinstance(folder, Path) and folder.is_symlink():
+        folder.unlink()
+        return
     with suppress(FileNotFoundError):
         # The index is removed first, so that an interrupted removal leaves no checkpoint.
         (folder / INDEX).unlink()

@@ -24,7 +24,6 @@ from fabric._torch import COMPILED_MODULE, has_custom_state_loading
 from fabric.checkpoint.encoding import (
     PLAIN_COLLECTIONS,
     KeyPath,
-    memory_key,
     to_json,
     unsupported,
 )
@@ -105,8 +104,29 @@ class StateDicts:
         prepared = self.prepared_module(module)
         return uncompiled_state(self.strategy.get_module_state_dict(prepared, sharded=True))
 
+    def tensors_of(self, request: str, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors of a module by name, with shards as DTensors.
+
+        ``request`` is what the user asked for, for errors.
+
+        Raises:
+            ConfigurationError: the module has no tensors, or a meta tensor.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, value in self.of_module(module).items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.is_meta:
+                problem = f"{name} is a meta tensor, which has no values"
+                raise ConfigurationError(request, problem, expected="a module with values")
+            tensors[name] = value
+        if not tensors:
+            problem = f"{type(module).__name__} has no parameters and no buffers"
+            raise ConfigurationError(request, problem)
+        return tensors
+
     def load_module(self, module: nn.Module, content: State, strict: bool) -> None:
-        """Load a state as :meth:`of_module` returns it, or a full one, into a module.
+        """Load a state into a module. Its tensors are full, or sharded as in :meth:`of_module`.
 
         ``strict`` is whether a name that is missing on either side is an error.
         """
@@ -146,31 +166,6 @@ class StateDicts:
         to_json(content, _refuse_loop)
         return content
 
-    def copy_full_tensors(self, module_state: State, is_first: bool) -> PlainState:
-        """Return the full tensors of a module's state, copied to the CPU. Collective.
-
-        Args:
-            module_state: the result of :meth:`of_module`.
-            is_first: whether this is rank 0. Other ranks get an empty dict.
-        """
-        full_state: Any = {}
-        if is_first:
-            # A shallow copy keeps the versions of layers that torch attaches to a state dict.
-            full_state = copy.copy(module_state)
-        copies: dict[Any, Any] = {}
-        for name, value in module_state.items():
-            # One full tensor at a time, to bound the memory. Every rank takes part.
-            full = self.gather_shards({name: value})[name]
-            if not is_first:
-                continue
-            # Values with the same memory, such as tied weights, get the same copy. A tensor that
-            # is empty here, or of another library's class, has no memory key and shares no copy.
-            key = memory_key(value) or name
-            if key not in copies:
-                copies[key] = map_tensors(_copy_to_cpu, full)
-            full_state[name] = copies[key]
-        return full_state
-
     def back_up(self, state: MutableState, names: Iterable[str], undo: ExitStack) -> None:
         """Have ``undo`` restore entries to their present state, and the random states.
 
@@ -205,10 +200,6 @@ class StateDicts:
                 undo.callback(operator.setitem, state, name, value)
         # The user's state_dict() may have drawn random numbers.
         set_rng_state(random_states)
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _clone_unless_lazy(tensor: Tensor) -> Tensor:

@@ -174,6 +174,10 @@ class Bucket:
             leaves[position] = result.reshape(shape)
         if self.numbers:
             results = self._numbers_from(sections[-1], num_ranks)
+            if len(results) == len(leaves):
+                # A shortcut for a collection of numbers alone, whose order is that of the leaves.
+                leaves[:] = results
+                return
             for position, number in zip(self.number_positions, results, strict=True):
                 leaves[position] = number
 
@@ -223,6 +227,8 @@ class Bucket:
             A section for each tensor, in order. If the bucket has numbers, the last section holds
             all of them.
         """
+        if not self.tensors:
+            return [buffer]  # the section of the numbers
         num_chunks = self.num_chunks or 1
         lengths = [tensor.numel() // num_chunks for tensor in self.tensors]
         if self.numbers:
@@ -438,6 +444,7 @@ def _check_range(number: _Number, structure: Structure, position: int) -> None:
     ``structure`` and ``position`` give the name of the leaf in the error.
     """
     if number.dtype is torch.int64 and not -(2**63) <= number.value < 2**63:
+        # The path is empty if the number is not in a collection.
         path = leaf_paths(structure)[position] or "a number"
         raise ConfigurationError(
             f"a collective over {path}", problem="it is beyond 64 bits", suggestion="float(x)"

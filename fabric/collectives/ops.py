@@ -18,9 +18,9 @@ forward pass. A leaf that requires no gradient is returned without a gradient, e
 in one buffer with leaves that require a gradient.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +40,6 @@ __all__ = [
     "broadcast",
     "reduce_scatter",
 ]
-
-
-class _BufferedBucket(NamedTuple):
-    """A bucket, and the buffer with its leaves that is sent."""
-
-    bucket: Bucket
-    buffer: Tensor
 
 
 def all_reduce(communicator: Communicator, tree: Tree, op: Reduce, *, numbers: bool = True) -> Tree:
@@ -120,12 +113,16 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
         leaves, structure = flatten(received)
         _allocate_tensors(leaves, tree, device)
         buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
-    buffered = [
-        _BufferedBucket(bucket, bucket.new_buffer(communicator.device)) for bucket in buckets
-    ]
-    template = Collective(Operation.BROADCAST, peer=src, call=call)
+    collectives = []
+    for bucket in buckets:
+        # Only the collectives hold the buffers. See _run_for_buckets().
+        collectives.append(
+            Collective(
+                Operation.BROADCAST, bucket.new_buffer(communicator.device), peer=src, call=call
+            )
+        )
     # Replaces the tensors among the leaves by the received ones.
-    _run_for_buckets(communicator, template, buffered, leaves)
+    _run_for_buckets(communicator, collectives, buckets, leaves)
     return unflatten(structure, leaves)
 
 
@@ -145,11 +142,14 @@ def all_gather_ragged(
         concat: whether to concatenate the tensors of all ranks. Default: False, which returns a
             list of tensors in place of each tensor.
     """
-    with _raise_on_all_ranks(communicator, Operation.ALL_GATHER):
+    try:
         leaves, structure = flatten(tree)
         buckets = pack(leaves, structure)
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
+    except Exception as error:
+        _answer_without_call(communicator, Operation.ALL_GATHER, error)
+        raise
     # The text travels as a signature with the exchange of the lengths, so that the ranks notice if
     # their calls differ. The arguments are for errors and hang reports, and made only there. The
     # lengths are read at once.
@@ -247,7 +247,7 @@ def _exchange(
         is_signed: whether the first message carries a signature, by which the ranks notice that
             their calls differ. Default: True.
     """
-    with _raise_on_all_ranks(communicator, operation):
+    try:
         leaves, structure = flatten(tree)
         if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
             buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
@@ -255,12 +255,14 @@ def _exchange(
             buckets = pack(leaves, structure, sends_numbers)
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
-        buffered = [
-            _BufferedBucket(bucket, bucket.new_buffer(communicator.device, op))
-            for bucket in buckets
-        ]
+        buffers = []
+        for bucket in buckets:
+            buffers.append(bucket.new_buffer(communicator.device, op))
+    except Exception as error:
+        _answer_without_call(communicator, operation, error)
+        raise
 
-    reduction_text = "" if op is None else f"{op.value} of "
+    reduction_text = "" if op is None else f"{op} of "
     # Read now, because describe_arguments() may be called later, while autograd is off.
     has_grads = sync_grads and torch.is_grad_enabled()
 
@@ -274,17 +276,16 @@ def _exchange(
     # The ranks compare this text. A single rank has nothing to compare.
     text = None
     if is_signed and communicator.size > 1:
-        text = f"{operation.value}({reduction_text}{describe(structure, leaves, buckets)})"
+        text = f"{operation}({reduction_text}{describe(structure, leaves, buckets)})"
+    # Results for Python numbers are read from the device at once, those for tensors later.
+    reads_result = any(bucket.numbers for bucket in buckets)
     call = CallDescription(
-        operation.value,
-        arguments=describe_arguments,
-        text=text,
-        # Results for Python numbers are read from the device at once, those for tensors later.
-        reads_result=any(bucket.numbers for bucket in buckets),
+        operation, arguments=describe_arguments, text=text, reads_result=reads_result
     )
-    template = Collective(operation, reduce=op, call=call)
+    collectives = [Collective(operation, buffer, op, call=call) for buffer in buffers]
+    del buffers  # only the collectives hold them, see _run_for_buckets()
     # Replaces the leaves in the buckets by their results.
-    _run_for_buckets(communicator, template, buffered, leaves, detach=not sync_grads)
+    _run_for_buckets(communicator, collectives, buckets, leaves, detach=not sync_grads)
     if op is Reduce.PRODUCT:
         _check_product_of_integers(communicator, buckets)
     return unflatten(structure, leaves)
@@ -292,8 +293,8 @@ def _exchange(
 
 def _run_for_buckets(
     communicator: Communicator,
-    template: Collective,
-    buffered: list[_BufferedBucket],
+    collectives: list[Collective],
+    buckets: Sequence[Bucket],
     leaves: list[Leaf],
     detach: bool = False,
 ) -> None:
@@ -301,60 +302,60 @@ def _run_for_buckets(
 
     Args:
         communicator: the ranks.
-        template: the collective without its buffer. Only the first message carries the signature of
-            the call.
-        buffered: the buckets with their buffers. The list is emptied, so that the memory of a
-            buffer is freed as soon as its results have been copied.
+        collectives: the collective of each bucket. Only the first one sends the signature of its
+            call. The list is emptied, so that the memory of a buffer is freed as soon as its
+            results have been copied.
+        buckets: the buckets.
         leaves: the leaves of the collection. The list is changed in place.
         detach: whether to cut the results off from the graph. Default: False.
     """
-    # The results of these two operations have a row for each rank, which unpack() separates.
-    num_ranks = None
-    if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
-        num_ranks = communicator.size
-    while buffered:
-        bucket, buffer = buffered.pop(0)
-        collective = template._replace(buffer=buffer.detach())
-        if buffer.requires_grad and not detach:
-            # Records the collective in the graph. The backward pass makes a collective, too. The
-            # buffer is passed twice, since autograd sees only arguments that are tensors.
+    for position, bucket in enumerate(buckets):
+        collective = collectives.pop(0)
+        if position > 0 and collective.call is not None:
+            # Without a text, the communicator sends no signature.
+            call_without_signature = collective.call._replace(text=None)
+            collective = collective._replace(call=call_without_signature)
+        buffer = collective.buffer
+        if detach and buffer.requires_grad:
+            buffer = buffer.detach()
+            collective = collective._replace(buffer=buffer)
+        if buffer.requires_grad:
+            # Records the collective in the graph. The backward pass makes a collective, too.
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
+        # The results of these two operations have a row for each rank, which unpack() separates.
+        num_ranks = None
+        if collective.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
+            num_ranks = communicator.size
         bucket.unpack(result, leaves, num_ranks)
-        if buffered and template.call is not None:
-            # Without a text, the communicator sends no signature.
-            call_without_signature = template.call._replace(text=None)
-            template = template._replace(call=call_without_signature)
 
 
-@contextmanager
-def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Iterator[None]:
-    """Let the other ranks raise, too, if this rank raises in the block and cannot make its call.
+def _answer_without_call(
+    communicator: Communicator, operation: Operation, error: Exception
+) -> None:
+    """Let the other ranks raise, since this rank cannot make its call. Collective.
 
-    The block prepares this rank's call and has no collectives. If it raises, this rank answers the
-    first collective of the other ranks with a signature that cannot match, so that they do not
-    wait forever. Then this rank raises its own error.
+    The error was raised while this rank prepared its call, before any collective. So this rank
+    answers the first collective of the other ranks with a signature that cannot match, and they do
+    not wait forever. Then the caller raises its own error.
     """
-    try:
-        yield
-    except Exception as error:
-        if communicator.size == 1:
-            raise
-        # Shown in reports in place of the call's arguments.
-        arguments_text = f"nothing: {type(error).__name__}: {error}"
-        buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
-        # The empty text becomes a checksum that matches no other. See [Note: Signatures] in
-        # communicators/checked.py.
-        call = CallDescription(
-            operation.value, arguments=lambda: arguments_text, text="", reads_result=True
-        )
-        # The first message of a call has the same size for every operation, so this rank can answer
-        # any call of the others by an all-gather of an empty buffer.
-        mismatched_collective = Collective(Operation.ALL_GATHER, buffer, call=call)
-        with suppress(Exception):  # the error of the mismatch, in place of which this rank raises
-            communicator.run(mismatched_collective)
-        raise
+    if communicator.size == 1:
+        return
+    # Shown in reports in place of the call's arguments.
+    arguments_text = f"nothing: {type(error).__name__}: {error}"
+    buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
+    # The empty text becomes a checksum that matches no other. See [Note: Signatures] in
+    # communicators/checked.py.
+    call = CallDescription(
+        operation.value, arguments=lambda: arguments_text, text="", reads_result=True
+    )
+    # The first message of a call has the same size for every operation, so this rank can answer
+    # any call of the others by an all-gather of an empty buffer.
+    mismatched_collective = Collective(Operation.ALL_GATHER, buffer, call=call)
+    # The error of the mismatch, or torch's for a lost rank. The caller raises its own error.
+    with suppress(RuntimeError):
+        communicator.run(mismatched_collective)
 
 
 def _describe_tensors(leaves: list[Leaf]) -> list[Leaf]:

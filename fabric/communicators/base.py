@@ -4,7 +4,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ _ERROR_PREFIX = b"\0"
 ReduceName = Literal["mean", "avg", "sum", "min", "max", "product", "band", "bor", "bxor"]
 
 
-class Reduce(Enum):
+class Reduce(StrEnum):
     """The reductions over ranks. The mean is the sum divided by the number of ranks.
 
     The bitwise reductions are for integers and booleans. ``Reduce(x)`` takes a name in any case,
@@ -103,7 +103,7 @@ BITWISE = {
 MIN_MAX_PRODUCT = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
 
 
-class Operation(Enum):
+class Operation(StrEnum):
     """The kinds of collectives and messages, each a method of :class:`Communicator`."""
 
     ALL_REDUCE = "all_reduce"
@@ -175,7 +175,10 @@ class Collective(NamedTuple):
             new_group, the sorted ranks. For a barrier, None.
         reduce: the reduction of all_reduce and reduce_scatter. None for other operations.
         peer: the source or destination, if the operation has one, else None.
-        rows: for scatter, the tensor whose rows are sent. None on ranks other than the source.
+        rows: for scatter, the tensor whose rows are sent. None on ranks other than the source. For
+            all_gather, ``size`` copies of the buffer if the caller has them, else None.
+        output: for all_gather, a tensor of shape ``(size, *buffer.shape)`` that the communicator
+            may write its result to. None, the default, if the result is a new tensor.
         name: the name of a barrier. Empty for other operations.
         call: the call of the user that makes the collective. None, the default, if unknown.
     """
@@ -185,6 +188,7 @@ class Collective(NamedTuple):
     reduce: Reduce | None = None
     peer: int | None = None
     rows: Tensor | None = None
+    output: Tensor | None = None
     name: str = ""
     call: CallDescription | None = None
 

@@ -8,23 +8,22 @@ carries the data, too, and each rank reduces the rows in rank order. Otherwise t
 follows. In groups of more than 16 ranks, where the rows would take much memory, a max-reduction of
 the checksum and its negative precedes each call. Every rank sees whether all checksums agree, so
 either all ranks raise or none does. A rank that cannot make its call sends a checksum that no call
-has.
+has. On the CPU the rows of a call are kept for the next call with the same text, so that a call in
+a loop only copies its data.
 
 On an accelerator, reading a checksum waits for the device. So the checksums are kept in
 :class:`PendingSignatures`, and are read where the program waits for the device anyway.
 """
 
 import sys
-from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
-from fabric._torch import FakeTensor, real_tensors
+from fabric._torch import FakeTensor, current_transform
 from fabric.communicators.base import Collective, Communicator, Operation, Reduce
 from fabric.communicators.process_group import fold
 from fabric.diagnostics.call_site import user_call
@@ -33,10 +32,8 @@ from fabric.errors import CollectiveMismatchError
 __all__ = [
     "CheckedCommunicator",
     "PendingSignatures",
-    "SignedMessage",
     "call_site",
     "checksums_agree",
-    "signed",
 ]
 
 _CPU = torch.device("cpu")
@@ -46,21 +43,13 @@ _FAILED = 1 << 32  # the checksum of a rank that cannot make its call. Every crc
 # The layout of a row: the checksum as an int64, padding up to 16 bytes that aligns complex128, and
 # then the data, if it fits.
 _ROW_BYTES = 8192
+# The largest buffer of tensors, in bytes, for which rows are kept for the next call.
+_MAX_REUSED_BYTES = 512
 _DATA_START = 16
 _MAX_GATHERED_GROUP = 16  # larger groups reduce their checksums instead of gathering rows
-
-
-class SignedMessage(NamedTuple):
-    """The first message of a call.
-
-    Attributes:
-        collective: the collective that carries the checksum.
-        carries_data: whether the collective also carries the data of the call, so that no second
-            collective is needed.
-    """
-
-    collective: Collective
-    carries_data: bool
+_MAX_UNUSED_ROWS = 16  # that a communicator keeps for later calls
+# The operations whose result each rank can compute from the data of all ranks.
+_WITH_RESULT_FROM_ROWS = (Operation.ALL_REDUCE, Operation.ALL_GATHER)
 
 
 class _PendingSignature(NamedTuple):
@@ -112,10 +101,51 @@ class PendingSignatures:
                 raise _mismatch_error(signature.call_text)
 
 
+class _Rows:
+    """The rows of the signed messages of one call, and views of them.
+
+    See ``[Note: Signatures]``. A call in a loop uses the same rows again, since to make the views
+    takes longer than to copy a few numbers.
+
+    Args:
+        text: everything in which the ranks have to agree.
+        buffer: a buffer of the call. Its dtype and device count.
+        num_elements: the number of elements that a row carries. 0 if it carries no data.
+        group_size: the number of ranks.
+
+    Attributes:
+        copies: the row of this rank, once for each rank. Of 64-bit integers.
+        row: the first of the copies.
+        copied_data: the data in ``copies``, of shape ``(group_size, num_elements)``.
+        received: the rows of all ranks, in rank order.
+        checksums: the checksum of each rank in ``received``.
+        data: the data of each rank in ``received``, of shape ``(group_size, num_elements)``.
+        data_by_rank: the rows of ``data``.
+    """
+
+    def __init__(self, text: str, buffer: Tensor, num_elements: int, group_size: int) -> None:
+        """Allocate rows with the checksum and without data. Not a collective."""
+        shape = (group_size, _ROW_BYTES // 8)
+        # The data begins at a multiple of the size of every dtype.
+        start = _DATA_START // buffer.itemsize
+        # Tensors of inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.copies = torch.zeros(shape, dtype=torch.int64, device=buffer.device)
+            self.copies[:, 0].fill_(_checksum(text))
+            self.row = self.copies[0]
+            self.copied_data = self.copies.view(buffer.dtype).narrow(1, start, num_elements)
+            self.received = torch.empty_like(self.copies)
+            self.checksums = self.received[:, 0]
+            self.data = self.received.view(buffer.dtype).narrow(1, start, num_elements)
+            self.data_by_rank = self.data.unbind()
+
+
 class CheckedCommunicator(Communicator):
     """A wrapper of any communicator that raises on all ranks if their calls differ.
 
-    See ``[Note: Signatures]``. Calls without a text to compare are passed on unchanged.
+    A *signature* is a checksum of everything that must be the same on all ranks. It travels in the
+    *row* that each rank sends first, if possible together with the data of the call. See
+    ``[Note: Signatures]``. Calls without a text to compare are passed on unchanged.
 
     Args:
         inner: the communicator that transfers the data.
@@ -129,6 +159,10 @@ class CheckedCommunicator(Communicator):
         self.device = inner.device
         self._inner = inner
         self._pending = pending
+        # Reading a checksum waits for an accelerator, but not for the CPU.
+        self._is_on_cpu = inner.device == _CPU
+        # Rows that are not in use, by the text of the call and the dtype and length of the data.
+        self._unused_rows: dict[tuple[str, torch.dtype, int], _Rows] = {}
 
     @override
     def run(self, collective: Collective) -> Any:
@@ -141,18 +175,88 @@ class CheckedCommunicator(Communicator):
         call = collective.call
         if call is None or call.text is None:
             return self._inner.run(collective)
-        message = signed(collective, call.text, group_size=self.size)
-        message_result = self._inner.run(message.collective)
-        self._check(collective, call.text, message_result)
-        if message.carries_data:
-            return _result_from_rows(collective, rows=message_result)
-        return self._inner.run(collective)
+        if self.size > _MAX_GATHERED_GROUP:
+            self._compare(collective, self._reduce_checksums(collective, call.text))
+            return self._inner.run(collective)
+        return self._run_with_rows(collective, call.text)
 
     @override
     def close(self) -> None:
         self._inner.close()
 
-    def _check(self, collective: Collective, text: str, message_result: Tensor) -> None:
+    def _run_with_rows(self, collective: Collective, text: str) -> Any:
+        """Gather a row of each rank, and run the collective unless the rows carry its data.
+
+        Args:
+            collective: the collective of this rank.
+            text: everything in which the ranks have to agree.
+        """
+        buffer = collective.buffer
+        has_result_from_rows = collective.operation in _WITH_RESULT_FROM_ROWS
+        carries_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
+        num_elements = buffer.numel() if carries_data else 0
+        key = (text, buffer.dtype, num_elements)
+        rows = None
+        are_rows_reused = self._can_reuse_rows(collective)
+        if are_rows_reused:
+            # Removed while in use, since another thread may make the same call at the same time.
+            rows = self._unused_rows.pop(key, None)
+        if rows is None:
+            rows = _Rows(text, buffer, num_elements, self.size)
+        if carries_data:
+            rows.copied_data.copy_(buffer)
+        gather = Collective(
+            Operation.ALL_GATHER,
+            rows.row,
+            rows=rows.copies,
+            output=rows.received,
+            call=collective.call,
+        )
+        received = self._inner.run(gather)
+        if received is not rows.received:
+            rows.received.copy_(received)
+        self._compare(collective, rows.checksums)
+        if not carries_data:
+            result = self._inner.run(collective)
+        elif collective.reduce is None:
+            # This is an all_gather. The result is a copy, since the rows are used again.
+            result = rows.data.clone()
+        else:
+            result = fold(collective.reduce, rows.data_by_rank)
+        if are_rows_reused:
+            if len(self._unused_rows) == _MAX_UNUSED_ROWS:
+                self._unused_rows.clear()
+            self._unused_rows[key] = rows
+        return result
+
+    def _can_reuse_rows(self, collective: Collective) -> bool:
+        """Return whether rows may serve this call and later calls like this one."""
+        buffer = collective.buffer
+        if isinstance(buffer, FakeTensor):
+            return False  # rows that are made in a dry run have no values
+        # Rows are kept for Python numbers and for small tensors, such as metrics, where the time
+        # counts. Kept for activations, they would take memory that fabric.plan does not know of.
+        has_numbers = collective.call is not None and collective.call.reads_result
+        if buffer.nbytes > _MAX_REUSED_BYTES and not has_numbers:
+            return False
+        # On an accelerator, calls in several streams would use the same rows at the same time. And
+        # a transform of torch.func cannot write to rows that were made outside of it.
+        return self._is_on_cpu and current_transform() is None
+
+    def _reduce_checksums(self, collective: Collective, text: str) -> Tensor:
+        """Return the largest checksum of the ranks, and the negative of the least one.
+
+        Args:
+            collective: the collective of this rank.
+            text: everything in which the ranks have to agree.
+        """
+        # Filled in place, since a tensor made from Python numbers would wait for an accelerator.
+        checksums = torch.full((2,), _checksum(text), device=collective.buffer.device)
+        checksums[1].neg_()
+        reduction = Collective(Operation.ALL_REDUCE, checksums, Reduce.MAX, call=collective.call)
+        return self._inner.run(reduction)
+
+    def _compare(self, collective: Collective, checksums: Tensor) -> None:
         """Compare the checksums of all ranks, or keep them to be compared later.
 
         On the CPU they are compared at once. On an accelerator, where reading them waits for the
@@ -161,25 +265,21 @@ class CheckedCommunicator(Communicator):
 
         Args:
             collective: the collective of this rank.
-            text: everything in which the ranks have to agree, for the error.
-            message_result: the result of the signed message: one row per rank or, in a large group,
-                the largest checksum and the negative of the least one.
+            checksums: see :func:`checksums_agree`.
         """
-        has_rows = message_result.dim() > 1
-        # Each row begins with the checksum of its rank.
-        checksums = message_result.select(1, 0) if has_rows else message_result
         # In a dry run there are no other ranks, and the checksums have no values.
         if isinstance(checksums, FakeTensor):
             return
-        is_on_cpu = self.device == _CPU
         # The usual case comes first, since making the text for an error takes longer than
         # comparing.
-        if is_on_cpu and checksums_agree(checksums):
+        if self._is_on_cpu and checksums_agree(checksums):
             return
+        call = collective.call
+        assert call is not None, "a signature without a call"
+        text = (call.text or "")[:_MAX_SHOWN_CHARACTERS]
         location = f"{call_site(collective)} (rank {self.rank} of {self.size})"
-        self._pending.add(checksums, f"{text[:_MAX_SHOWN_CHARACTERS]} at {location}")
-        waits_for_device = collective.call is not None and collective.call.reads_result
-        if is_on_cpu or waits_for_device or len(self._pending) > _MAX_PENDING:
+        self._pending.add(checksums, f"{text} at {location}")
+        if self._is_on_cpu or call.reads_result or len(self._pending) > _MAX_PENDING:
             self._pending.check()
 
 
@@ -191,42 +291,9 @@ def call_site(collective: Collective) -> object:
     call = collective.call
     if call is not None and call.call_site is not None:
         return call.call_site
-    # user_call() returns None in the threads in which autograd runs backward passes: their stack
-    # has no frame of user code.
-    return user_call(sys._getframe(1)) or "a backward pass"
-
-
-def signed(collective: Collective, text: str, group_size: int) -> SignedMessage:
-    """Return the message that carries a call's checksum and, if it fits, the call's data.
-
-    See ``[Note: Signatures]``.
-
-    Args:
-        collective: the call.
-        text: everything in which the ranks have to agree. Empty if this rank cannot make its call.
-        group_size: the number of ranks that make the call.
-
-    Returns:
-        An all-gather of one row per rank: the checksum and, if it fits, the data. In a group of
-        more than 16 ranks, a max-reduction of the checksum and its negative, without the data.
-    """
-    buffer = collective.buffer
-    # Names may contain lone surrogates, which strict UTF-8 refuses.
-    checksum = crc32(text.encode(errors="surrogatepass")) if text else _FAILED
-    row = _empty_row(checksum, buffer.device).clone()  # a copy, since the row is cached
-    if group_size > _MAX_GATHERED_GROUP:
-        # Under MAX, these become the largest checksum and the negative of the least one. They are
-        # equal but for the sign if all checksums are equal.
-        checksums = torch.stack([row[0], -row[0]])
-        reduction = Collective(Operation.ALL_REDUCE, checksums, Reduce.MAX, call=collective.call)
-        return SignedMessage(reduction, carries_data=False)
-    # The operations whose result each rank can compute from the data of all ranks.
-    has_result_from_rows = collective.operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
-    carries_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
-    if carries_data:
-        _data_of(row, buffer).copy_(buffer)
-    gather = Collective(Operation.ALL_GATHER, row, call=collective.call)
-    return SignedMessage(gather, carries_data)
+    # The three innermost callers are functions of fabric in any case. user_call() returns None in
+    # the threads in which autograd runs backward passes: their stack has no frame of user code.
+    return user_call(sys._getframe(3)) or "a backward pass"
 
 
 def checksums_agree(checksums: Tensor) -> bool:
@@ -236,41 +303,16 @@ def checksums_agree(checksums: Tensor) -> bool:
         checksums: the checksum of each rank or, after a max-reduction, the largest checksum and the
             negative of the least one. Checksums are never negative.
     """
-    magnitudes = {abs(checksum) for checksum in checksums.tolist()}
+    magnitudes = set(map(abs, checksums.tolist()))
     return len(magnitudes) == 1
 
 
-def _result_from_rows(collective: Collective, rows: Tensor) -> Tensor:
-    """Return the result of a collective whose data came with the checksums.
-
-    Args:
-        collective: an all_reduce or all_gather of a flat buffer.
-        rows: the gathered rows, as int64 of shape ``(ranks, row length)``. Each row has the
-            checksum, the data of one rank, and padding.
-
-    Returns:
-        The reduced data or, for an all_gather, the data of each rank, of shape ``(ranks, length of
-        the buffer)``.
-    """
-    data_by_rank = _data_of(rows, collective.buffer)
-    if collective.reduce is None:
-        # This is an all_gather. The result is a copy, since a view would keep the whole rows in
-        # memory.
-        return data_by_rank.clone()
-    return fold(collective.reduce, data_by_rank.unbind())
-
-
-def _data_of(rows: Tensor, buffer: Tensor) -> Tensor:
-    """Return the data of a call in one row or in several rows, as a view.
-
-    Args:
-        rows: the rows, as int64. The last dimension is the length of a row.
-        buffer: the buffer of the call, which is flat.
-    """
-    # torch allows this view, since the start of the data and the length of a row are multiples of
-    # the size of every dtype.
-    start = _DATA_START // buffer.itemsize
-    return rows.view(buffer.dtype).narrow(-1, start, buffer.numel())
+def _checksum(text: str) -> int:
+    """Return the checksum of a text. The empty text has a checksum that no other text has."""
+    if not text:
+        return _FAILED
+    # Names may contain lone surrogates, which strict UTF-8 refuses.
+    return crc32(text.encode(errors="surrogatepass"))
 
 
 def _mismatch_error(call_text: str) -> CollectiveMismatchError:
@@ -291,17 +333,3 @@ def _mismatch_error(call_text: str) -> CollectiveMismatchError:
         "dtypes",
         suggestion=suggestion,
     )
-
-
-@lru_cache(maxsize=64)
-def _empty_row(checksum: int, device: torch.device) -> Tensor:
-    """Return a row of a signed message with a checksum and no data. Callers must not write to it.
-
-    Rows are cached, since a loop makes the same calls again, and it is faster to copy a row on the
-    device than to transfer a checksum from the CPU.
-    """
-    # Real tensors in a dry run, too: a call after the dry run may get the same row from the cache.
-    with real_tensors():
-        checksum_tensor = torch.tensor([checksum], device=device)
-        num_elements = _ROW_BYTES // checksum_tensor.element_size()
-        return pad(checksum_tensor, (0, num_elements - 1))

@@ -86,7 +86,7 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.ALL_REDUCE:
                 return self._all_reduce(buffer, op)
             case Operation.ALL_GATHER:
-                return self._all_gather(buffer)
+                return self._all_gather(buffer, collective.rows, collective.output)
             case Operation.REDUCE_SCATTER:
                 return self._reduce_scatter(buffer, op)
             case Operation.ALL_TO_ALL:
@@ -125,15 +125,34 @@ class ProcessGroupCommunicator(Communicator):
         """
         return self._is_gloo and self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
 
-    def _all_gather(self, buffer: Tensor) -> Tensor:
-        """Return the buffers of all ranks, of shape ``(size, *buffer.shape)``. Collective."""
-        output = buffer.new_empty((self.size, *buffer.shape))
-        if self._is_gathered_directly(buffer):
-            # An all-to-all of one copy of the buffer for each rank is an all-gather.
-            copies = buffer.expand_as(output).contiguous()
-            dist.all_to_all_single(output, copies, group=self._group)
-        else:
+    def _all_gather(
+        self, buffer: Tensor, copies: Tensor | None = None, output: Tensor | None = None
+    ) -> Tensor:
+        """Return the buffers of all ranks. Collective.
+
+        Args:
+            buffer: the buffer of this rank.
+            copies: one copy of the buffer for each rank. None, the default, if there is none yet.
+            output: the tensor to receive into, of shape ``(size, *buffer.shape)``. None, the
+                default, is a new one.
+        """
+        if output is None:
+            output = buffer.new_empty((self.size, *buffer.shape))
+        if not self._is_gathered_directly(buffer):
             dist.all_gather_single(output.view(-1), buffer.reshape(-1), group=self._group)
+        elif buffer.is_complex():
+            # Backends have no complex numbers.
+            self._all_gather(torch.view_as_real(buffer), output=torch.view_as_real(output))
+        else:
+            # An all-to-all of one copy of the buffer for each rank is an all-gather.
+            if copies is None:
+                copies = torch.stack([buffer] * self.size)
+            # The default group is looked up here, since a reference would keep it connected.
+            group = self._group or dist.group.WORLD
+            assert group is not None, "the default process group was destroyed"
+            # The method of the group, since the checks of dist.all_to_all_single() take as long as
+            # a message of a few bytes. Without lengths, all rows have one length.
+            group.all_to_all_single(output, copies, [], []).wait()
         return output
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
@@ -157,8 +176,9 @@ class ProcessGroupCommunicator(Communicator):
             return not self._is_gloo
         if not self._is_gloo:
             return False
-        # gloo gathers a small buffer in one round of messages. A reduction by gloo takes two
-        # rounds, unless the buffer is tiny.
+        # Counted in rounds of messages, gloo reduces a tiny buffer in one round, and any larger
+        # buffer in two. An all-gather takes one round as long as buffers are sent directly, which
+        # includes buffers that are larger than tiny.
         is_tiny = buffer.nbytes <= _MAX_ONE_ROUND_BYTES
         return not is_tiny and self._is_gathered_directly(buffer)
 
@@ -276,6 +296,7 @@ class ProcessGroupCommunicator(Communicator):
         if lowest_src == highest_src:
             return length
         if lowest_src != _NO_SOURCE:
+            # Every rank broadcasts, but not from the same source.
             raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest_src, highest_src])
         operation = "gather" if src == _NO_SOURCE else "broadcast"
         raise CollectiveMismatchError(

@@ -10,12 +10,13 @@ and loops in which ranks have different numbers of batches.
 from fabric.data.accumulate import Windows, check_no_window, open_micro_batch
 from fabric.data.gather import gather_batch
 from fabric.data.join import JoinedPasses, follow_last_rank
-from fabric.data.loader import DataParallelJob, FabricDataLoader, LoaderOptions
+from fabric.data.loader import BatchSource, DataParallelJob, FabricDataLoader, LoaderOptions
 from fabric.data.lockstep import Lockstep, without_repeats
 from fabric.data.spec import ActiveLoop, Uneven
 
 __all__ = [
     "ActiveLoop",
+    "BatchSource",
     "DataParallelJob",
     "FabricDataLoader",
     "JoinedPasses",

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Generic
 
-from fabric.data.loader import FabricDataLoader
+from fabric.data.loader import Batch_co, FabricDataLoader
 from fabric.data.position import EpochPosition, MicroBatch
 from fabric.data.spec import ActiveLoop
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
@@ -12,7 +12,7 @@ from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 __all__ = ["Windows", "check_no_window", "open_micro_batch"]
 
 
-class Windows:
+class Windows(Generic[Batch_co]):
     """A loop over a set-up loader in windows of ``steps`` micro-batches; ``fabric.accumulate``.
 
     Each ``iter()`` iterates the loader once, and yields pairs ``(batch, last)``. ``last`` is true
@@ -43,14 +43,15 @@ class Windows:
             how that is handled.
     """
 
-    def __init__(self, loader: FabricDataLoader, steps: int) -> None:
+    def __init__(self, loader: FabricDataLoader[Batch_co], steps: int) -> None:
         """Check the arguments. ``fabric.accumulate`` calls it; ``iter()`` begins the loop."""
         call_text = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
         if not isinstance(loader, FabricDataLoader):
             raise ArgumentTypeError(
                 call_text,
-                problem="the loader is not set up",
-                suggestion="fabric.setup_dataloaders(loader)",
+                problem="it is not a loader, or not set up",
+                suggestion="loader = fabric.setup_dataloaders(loader), and then "
+                "for batch, last in fabric.accumulate(loader, steps=4): ...",
             )
         # type(...), since True is an instance of int.
         if type(steps) is not int or steps < 1:
@@ -74,13 +75,13 @@ class Windows:
         """Number of batches that the latest iteration skipped; see the loader's ``resumed_at``."""
         return self.loader.resumed_at
 
-    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+    def __iter__(self) -> Iterator[tuple[Batch_co, bool]]:
         # This method is not a generator, so that the iteration begins when iter() is called, as an
         # iteration of the loader does.
-        position, batches = self.loader._begin(finds_final=True)
-        return self._pairs(position, batches)
+        position, batches = self.loader._begin_iteration(marks_last_batch=True)
+        return self._yield_pairs(position, batches)
 
-    def _pairs(self, position: EpochPosition, batches: Any) -> Iterator[tuple[Any, bool]]:
+    def _yield_pairs(self, position: EpochPosition, batches: Any) -> Iterator[tuple[Any, bool]]:
         """Yield each batch, and whether it is the last one of a window.
 
         Args:

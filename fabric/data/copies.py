@@ -95,7 +95,7 @@ class OverlappedCopies:
         for a copy only in the cases that the class describes.
         """
         buffers = _buffers_in(batch)
-        if not all(map(_can_be_tracked, buffers)):
+        if not all(map(_may_be_copied_on_side_stream, buffers)):
             # Copied on the compute stream, on which everything that uses the batch runs later.
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
@@ -104,6 +104,7 @@ class OverlappedCopies:
                 return to_device(batch, self._device)
             batch = map_tensors(methodcaller("pin_memory"), batch)
         compute_stream = self._cuda.current_stream(self._device)
+        # Waits if the CPU is several steps ahead, since each batch takes memory.
         self._limit_steps_ahead(compute_stream)
         with self._cuda.stream(self.side_stream):
             moved = to_device(batch, self._device, non_blocking=True)
@@ -116,8 +117,8 @@ class OverlappedCopies:
                 return to_device(batch, self._device)
         for buffer in moved_buffers:
             # A user's ``to`` may leave a tensor on the CPU, where no stream uses its memory.
-            is_on_cpu = isinstance(buffer, Tensor) and buffer.device.type != self._device.type
-            if not is_on_cpu:
+            is_left_behind = isinstance(buffer, Tensor) and buffer.device.type != self._device.type
+            if not is_left_behind:
                 buffer.record_stream(compute_stream)
         return moved
 
@@ -147,7 +148,7 @@ def _buffers_in(batch: Any) -> list[Any]:
     return buffers
 
 
-def _can_be_tracked(buffer: Any) -> bool:
+def _may_be_copied_on_side_stream(buffer: Any) -> bool:
     """Return whether a tensor or object may be copied on another stream than the compute stream.
 
     Its values must be ready (no kernel is writing them), and ``record_stream`` must cover all
@@ -155,6 +156,8 @@ def _can_be_tracked(buffer: Any) -> bool:
     """
     if isinstance(buffer, Tensor):
         is_on_cpu = buffer.device.type == "cpu"
+        # Autograd would record the copy of a tensor that requires gradients, and would run the
+        # backward of the copy on the side stream.
         return is_on_cpu and buffer.layout is torch.strided and not buffer.requires_grad
     return hasattr(buffer, "record_stream")
 

@@ -169,6 +169,7 @@ def _check_concurrent_loops(
     """
     for loop in active_loops:
         is_candidate = loop is not latest and (loader is None or loop.spec is loader._spec)
+        # The other loop has yielded a batch since the batch before the latest.
         takes_turns = loop.batch_number > latest.number_before
         if is_candidate and takes_turns and not _count_same_samples(loop, latest):
             suggestion = "fabric.gather_for_metrics(results, loader=loader)"
@@ -185,7 +186,10 @@ def _check_concurrent_loops(
 
 
 def _count_same_samples(first: ActiveLoop, second: ActiveLoop) -> bool:
-    """Return whether the results of the latest batches of two loops are gathered alike."""
+    """Return whether the results of two loops' latest batches would be gathered in the same way.
+
+    Then it does not matter of which of the two batches the results are.
+    """
     for loop in (first, second):
         if _find_order_problem(loop.spec) is not None:
             return False
@@ -238,19 +242,18 @@ def _layout(loop: ActiveLoop) -> _BatchLayout:
 
 def _is_uneven(spec: LoaderSpec) -> bool:
     """Return whether ranks may have batches of different lengths, or none."""
-    # worker_seed_streams is set if fabric shards an iterable dataset in rounds. Under "longest" the
-    # last round may be incomplete, so that only some ranks have a sample of it.
-    has_equal_batches = spec.has_equal_counts and spec.worker_seed_streams is None
+    # Under "longest" the last round may be incomplete, so that only some ranks have a sample of it.
+    has_equal_batches = spec.has_equal_counts and not spec.is_sharded_in_rounds
     return spec.ends_in_lockstep and not has_equal_batches
 
 
 def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     """Return the size of the batch that the user has received last.
 
-    The result is ``_UNKNOWN`` on one rank, and for an iterable dataset in complete rounds: no
-    sample is repeated there.
+    The result is ``_UNKNOWN`` where the size is not needed, since no sample is repeated: on one
+    rank, and for an iterable dataset in complete rounds.
     """
-    if spec.num_replicas == 1 or spec.worker_seed_streams is not None:
+    if spec.num_replicas == 1 or spec.is_sharded_in_rounds:
         return _UNKNOWN
     order_length = _order_length(spec)
     position_before = replace(position, received_batches=position.received_batches - 1)
@@ -284,7 +287,8 @@ def _find_order_problem(spec: LoaderSpec) -> str | None:
 
     Entries are repeated where the ranks would otherwise get unequal numbers of samples.
     """
-    if spec.num_replicas == 1 or spec.worker_seed_streams is not None or _is_uneven(spec):
+    has_no_repetitions = spec.num_replicas == 1 or spec.is_sharded_in_rounds or _is_uneven(spec)
+    if has_no_repetitions:
         return None
     is_sharded_by_fabric = spec.shard_count > 1
     if is_sharded_by_fabric:
@@ -304,7 +308,11 @@ def _find_order_problem(spec: LoaderSpec) -> str | None:
 
 
 def _check_order(spec: LoaderSpec) -> None:
-    """Raise a UsageError if it is not known which samples of a loader are repeated."""
+    """Raise a UsageError if the order of a loader does not show which samples are repeated.
+
+    Samples are repeated so that all ranks get equally many. ``gather_for_metrics`` has to drop the
+    repetitions.
+    """
     problem = _find_order_problem(spec)
     if problem is None:
         return
@@ -313,8 +321,8 @@ def _check_order(spec: LoaderSpec) -> None:
         problem=f"the {type(spec.order_source).__name__} {problem}: which samples are repetitions "
         "is not known",
         expected="a loader that fabric shards, with a sampler that has a length",
-        suggestion='setup_dataloaders(DataLoader(dataset)), uneven="drop"; or keep the repetitions '
-        "with fabric.all_gather(x, concat=True)",
+        suggestion="setup_dataloaders(DataLoader(dataset)); or setup_dataloaders(..., "
+        'uneven="drop"); or keep the repetitions with fabric.all_gather(x, concat=True)',
     )
 
 

@@ -67,6 +67,7 @@ class JoinedPasses:
         Raises:
             UsageError: another block of ``fabric.join`` is open.
         """
+        # Only fabric.join pauses the detector.
         is_inside_join = detector.is_paused
         if is_inside_join:
             raise UsageError(
@@ -74,7 +75,7 @@ class JoinedPasses:
             )
         phase_checks = recorder.phase_checks
         recorder.phase_checks = ()
-        # Placed first, so that this error is raised instead of an error of a later check.
+        # The first of the checks: if a later one would fail, too, the user gets this error.
         recorder.checks = (self._refuse_collective, *recorder.checks)
         bypass.on_forward.append(self._on_forward)
         try:
@@ -102,10 +103,11 @@ class JoinedPasses:
             )
 
     def _on_forward(self, guard: BypassGuard) -> None:
-        """Raise unless joined modules run in the order in which ranks without batches shadow them.
+        """Raise a UsageError unless the joined modules run in the order of ``fabric.join``.
 
-        A rank without batches issues the collectives of a forward and a backward pass, module by
-        module. In another order, collectives of different modules would be matched.
+        For a batch that it does not have, a rank issues the collectives of a forward and a backward
+        pass of each module, in that order. If another rank ran its modules in another order,
+        collectives of different modules would be matched.
 
         Called before each forward pass of a guarded module in the block.
 
@@ -159,8 +161,9 @@ def follow_last_rank(
         objects: the optimizers of the joined modules, and the loss scaler if there is one. Their
             order is the same on all ranks.
     """
-    # The source is the highest of the ranks that have made the most passes. A single maximum finds
-    # it, since this number is ordered by passes first and by rank second.
+    # The source is a rank that has made the most passes, and the highest of these ranks. A single
+    # maximum finds the source: the number below is larger for more passes, and, for equally many
+    # passes, for a higher rank.
     passes_and_rank = passes * communicator.size + communicator.rank
     highest = all_reduce(communicator, passes_and_rank, Reduce.MAX)
     source = highest % communicator.size  # the rank that is part of the number

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypedDict, get_args
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from typing_extensions import TypeVar
 
 from fabric._torch import reset_iterator
 from fabric.data.copies import mover
@@ -31,10 +32,34 @@ from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import RandomStreams, WorkerSeeding
 
-__all__ = ["DataParallelJob", "FabricDataLoader", "LoaderOptions"]
+__all__ = ["BatchSource", "DataParallelJob", "FabricDataLoader", "LoaderOptions"]
 
-# For type checkers it is a DataLoader, so that functions that take one accept it.
-_Base = DataLoader[Any] if TYPE_CHECKING else object
+# The type of the batches. torch's DataLoader does not declare it.
+Batch_co = TypeVar("Batch_co", covariant=True, default=Any)
+
+if TYPE_CHECKING:
+    # For type checkers it is a DataLoader, so that functions that take one accept it.
+    _Base = DataLoader[Any]
+else:
+
+    class _Base:
+        """The base at run time: a class of its own, which Generic may follow."""
+
+
+class BatchSource(Protocol[Batch_co]):
+    """A DataLoader for type checkers. A subclass may declare the type of its batches."""
+
+    @property
+    def dataset(self) -> Any:
+        """The data of the loader."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples of a batch."""
+        ...
+
+    def __iter__(self) -> Iterator[Batch_co]: ...
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -106,8 +131,11 @@ class _EpochTarget(NamedTuple):
     known_epoch: Any
 
 
-class FabricDataLoader(_Base):
+class FabricDataLoader(_Base, Generic[Batch_co]):
     """A DataLoader that yields this rank's batches on its device, and that can save its position.
+
+    The *position* says where a loop is: the epoch, the number of batches that the user has received
+    of it, and the random states from which the order of the samples was drawn.
 
     Made by ``fabric.setup_dataloaders``. It iterates like the user's own loader; each ``iter()``
     begins a new epoch. Attributes are read from and written to the prepared copy. A loader with a
@@ -132,7 +160,7 @@ class FabricDataLoader(_Base):
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: BatchSource[Batch_co],
         job: DataParallelJob,
         *,
         device: torch.device | None,
@@ -187,6 +215,7 @@ class FabricDataLoader(_Base):
                 its sampler shards by itself, but for another rank or number of ranks.
         """
         _check_arguments(loader, uneven)
+        assert isinstance(loader, DataLoader), "another object was refused"
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         reset_iterator(prepared)
@@ -199,9 +228,9 @@ class FabricDataLoader(_Base):
             name=name,
         )
         spec = shard_loader(prepared, shard_request)
-        # The workers of rank 0 keep torch's streams. Those of a sharded iterable dataset need the
-        # same streams on all ranks.
-        if seed_workers and job.rank > 0 and spec.worker_seed_streams is None:
+        # The workers of rank 0 keep torch's streams. The workers of a sharded iterable dataset need
+        # the same streams on all ranks.
+        if seed_workers and job.rank > 0 and not spec.is_sharded_in_rounds:
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
             # Past the __setattr__ of a user's class.
             object.__setattr__(prepared, "worker_init_fn", seeding)
@@ -232,19 +261,22 @@ class FabricDataLoader(_Base):
             _epoch_targets=_find_epoch_targets(spec),
         )
 
-    def __iter__(self) -> Any:
-        _, batches = self._begin()
+    # torch declares a private class of iterators.
+    def __iter__(self) -> Iterator[Batch_co]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, batches = self._begin_iteration()
         return batches
 
-    def _begin(self, *, finds_final: bool = False) -> tuple[EpochPosition, Iterator[Any]]:
+    def _begin_iteration(
+        self, *, marks_last_batch: bool = False
+    ) -> tuple[EpochPosition, Iterator[Any]]:
         """Begin an iteration. ``iter(loader)`` and ``iter(fabric.accumulate(...))`` call it.
 
         The order of the steps matters: the user's ``set_epoch`` decides the epoch, and the other
         ranks must learn of the iteration before anything is drawn or fetched.
 
         Args:
-            finds_final: whether ``position.is_final`` has to be true while the user has the last
-                batch. If not, it may stay false.
+            marks_last_batch: whether ``position.is_final`` has to be true while the user has the
+                last batch. If not, it may stay false.
 
         Returns:
             The position, which the iteration updates, and the batches.
@@ -263,7 +295,7 @@ class FabricDataLoader(_Base):
             batches = self._resume_batches(position)
             if loaded_position.get("dataset_has_ended", False):
                 batches = self._skip_remaining_epoch(batches, loaded_position["dataset"])
-        batches = self._look_ahead(batches, position, finds_final)
+        batches = self._look_ahead(batches, position, marks_last_batch)
         if self._move_batch is not None:
             batches = map(self._move_batch, batches)
         batches = self._job.around_batches(batches)
@@ -284,6 +316,7 @@ class FabricDataLoader(_Base):
             position = EpochPosition(self._next_epoch)
         else:
             skipped_entries = entries_to_skip(saved, self._spec)
+            # The same order is drawn again, from the random states before its first draw.
             position = EpochPosition(
                 saved["epoch"], skipped_entries, states_to_replay=saved["drawn"]
             )
@@ -304,7 +337,7 @@ class FabricDataLoader(_Base):
         if self._job.detector is None:
             return
         spec = self._spec
-        has_equal_batches = spec.worker_seed_streams is not None or self._ends_in_lockstep()
+        has_equal_batches = spec.is_sharded_in_rounds or self._ends_in_lockstep()
         if has_equal_batches:
             batch_count = 0  # a number that is the same on all ranks
         elif isinstance(spec.dataset, IterableDataset):
@@ -357,7 +390,8 @@ class FabricDataLoader(_Base):
             if generator not in replayed_generators:
                 generators.append(generator)
         streams = RandomStreams(global_streams=("torch",), generators=tuple(generators))
-        if spec.worker_seed_streams is not None:
+        if spec.is_sharded_in_rounds:
+            # The dataset of Fabric, which wraps the user's dataset.
             dataset: Any = self.loader.dataset
             # Reading a sample would change the streams, and the dataset's own state would count it.
             dataset.read_first_sample_in_iter(False)
@@ -373,9 +407,9 @@ class FabricDataLoader(_Base):
     def _skip_remaining_epoch(self, batches: Iterator[Any], dataset_state: Any) -> Iterator[Any]:
         """Return no batches, for a position after the last batch of an iterable dataset.
 
-        At its end a dataset has one of two states. From the state of an end, it yields nothing when
-        it is iterated, and then begins the next epoch. From the state of the next start, it would
-        yield the next epoch at once, so that it gets this state again for the next ``iter()``.
+        After the last batch, some datasets say that they are at the end of an epoch. Iterating them
+        once yields nothing, and takes them to the next epoch. Other datasets say that they are at
+        the start of the next epoch already.
 
         Args:
             batches: an iterator over the dataset.
@@ -385,20 +419,21 @@ class FabricDataLoader(_Base):
         states_before = all_streams.state()
         first_batches = list(islice(batches, 1))
         if first_batches:
+            # A batch of the next epoch. The next iter() has to begin with it.
             self._spec.dataset.load_state_dict(dataset_state)
         all_streams.restore(states_before)
         return iter(())
 
     def _look_ahead(
-        self, batches: Iterator[Any], position: EpochPosition, finds_final: bool
+        self, batches: Iterator[Any], position: EpochPosition, marks_last_batch: bool
     ) -> Iterator[Any]:
         """Return the batches, wrapped so that the end of the loop is known before it is reached.
 
         A loop that ends on all ranks together has to look ahead, and so does a loop for which
-        ``finds_final`` is true. For any other loop the batches are returned as they are.
+        ``marks_last_batch`` is true. For any other loop the batches are returned as they are.
         """
         in_lockstep = self._ends_in_lockstep()
-        if not in_lockstep and not finds_final:
+        if not in_lockstep and not marks_last_batch:
             return batches
         remaining = RemainingBatches(
             batches,
@@ -410,7 +445,7 @@ class FabricDataLoader(_Base):
             return remaining.take_all()
         # The loop has as many batches as the rank with the fewest, or as the rank with the most.
         choose = min if self._spec.uneven == "shortest" else max
-        return self._job.lockstep.batches(remaining, choose, finds_final=finds_final)
+        return self._job.lockstep.batches(remaining, choose, marks_last_batch=marks_last_batch)
 
     def _ends_in_lockstep(self) -> bool:
         return self._spec.ends_in_lockstep and self._job.lockstep.size > 1
@@ -461,8 +496,8 @@ class FabricDataLoader(_Base):
         """Number the next epoch, and tell the sampler, batch sampler and dataset.
 
         Only objects with a method ``set_epoch`` are told. The call is not needed for consecutive
-        numbers: each ``iter()`` counts up, from 0 or from a loaded state. A position inside another
-        epoch, loaded or reached, is discarded.
+        numbers: each ``iter()`` counts up, from 0 or from a loaded state. If a loaded position is
+        in this epoch, the next iteration continues from it. Otherwise the epoch starts anew.
 
         Args:
             epoch: number of the epoch, 0 or more.
@@ -747,6 +782,17 @@ def _draw_seed_apart(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterato
     yield from chain(first_batches, batches)
 
 
+def _loader_suggestion(data: Any) -> str:
+    """Return what to write for an object that is passed as a loader, and is none."""
+    if isinstance(data, list | tuple):
+        return "fabric.setup_dataloaders(*loaders)"
+    if isinstance(data, Dataset):
+        return "fabric.setup_dataloaders(DataLoader(dataset, batch_size=...))"
+    if isinstance(data, Iterator):
+        return "loader = fabric.setup_dataloaders(loader) first, and then iter(loader) or the like"
+    return "fabric.to_device(batch) in the loop over anything else"
+
+
 def _check_arguments(loader: Any, uneven: str) -> None:
     """Raise unless ``loader`` is a DataLoader that can be set up, and ``uneven`` is a policy."""
     if isinstance(loader, FabricDataLoader):
@@ -760,7 +806,7 @@ def _check_arguments(loader: Any, uneven: str) -> None:
             f"setup_dataloaders({type(loader).__name__})",
             expected="a torch.utils.data.DataLoader, with batch_size=None for a dataset that makes "
             "whole batches",
-            suggestion="fabric.to_device(batch) in the loop over anything else",
+            suggestion=_loader_suggestion(loader),
         )
     policies = get_args(Uneven)
     if uneven not in policies:
@@ -779,7 +825,11 @@ def _dataset_keeps_position(loader: DataLoader[Any], spec: LoaderSpec) -> bool:
 
 
 def _find_epoch_targets(spec: LoaderSpec) -> list[_EpochTarget]:
-    """Return the objects of the user with a ``set_epoch``, which get the number of each epoch."""
+    """Return the objects of the user with a ``set_epoch``, which get the number of each epoch.
+
+    They are the object that makes the order of the samples, the sampler in it if it is a batch
+    sampler, and the dataset.
+    """
     inner_sampler = getattr(spec.order_source, "sampler", None)
     targets: list[_EpochTarget] = []
     for target in (spec.order_source, inner_sampler, spec.dataset):

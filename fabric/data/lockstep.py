@@ -69,11 +69,11 @@ class RemainingBatches:
         self.position = position
         self._batches = batches
         self._read_state = read_state
-        # The batch that was fetched ahead, or _END_OF_BATCHES. Empty if nothing was.
+        # The batch that was fetched ahead, or _END_OF_BATCHES. Empty if nothing was fetched ahead.
         self._fetched: list[Any] = []
 
     def has_next(self) -> bool:
-        """Return whether this rank has another batch. If the number is unknown, fetch it."""
+        """Return whether this rank has another batch. Fetches the batch if ``count`` is None."""
         if self.count is None:
             return self.peek() is not _END_OF_BATCHES
         return self.count > 0
@@ -145,6 +145,10 @@ class _Flag(NamedTuple):
 class Lockstep:
     """Ends loops on all ranks together; see ``[Note: Uneven ranks]``.
 
+    Ranks may have different numbers of batches. Before each batch, all ranks exchange a *flag*:
+    whether they have another batch. A loop ends when the first rank runs out, or when every rank
+    has run out. Until then a rank without batches gets its last batch again, a *repeat*.
+
     Args:
         size: number of ranks.
         connect: returns the CPU communicator of all ranks, in a group for the given name. The first
@@ -167,9 +171,10 @@ class Lockstep:
         self._thread = ThreadPoolExecutor(1, "fabric-batches")
 
     def check_modules(self) -> None:
-        """Raise a UsageError if a repeat would enter statistics computed over all ranks.
+        """Raise a UsageError if a module has a SyncBatchNorm.
 
-        Called at the start of a loop under ``"longest"``.
+        Called at the start of a loop under ``"longest"``, in which a rank without batches repeats
+        its last batch.
         """
         for module in self._modules:
             if has_sync_batch_norm(module):
@@ -185,7 +190,7 @@ class Lockstep:
         remaining: RemainingBatches,
         choose: Callable[[Iterable[int]], int],
         *,
-        finds_final: bool,
+        marks_last_batch: bool,
     ) -> Iterator[Any]:
         """Yield equally many batches on all ranks. Collective.
 
@@ -198,9 +203,9 @@ class Lockstep:
             remaining: the batches of this rank.
             choose: ``min`` ends the loop on all ranks when the first rank runs out of batches.
                 ``max`` ends it when all ranks have run out.
-            finds_final: whether ``position.is_final`` has to be true while the user has the last
-                batch. Then the exchange is awaited before the batch is yielded, so that they do not
-                overlap. If not, ``is_final`` stays false.
+            marks_last_batch: whether ``position.is_final`` has to be true while the user has the
+                last batch. Then the exchange is awaited before the batch is yielded, so that they
+                do not overlap. If not, ``is_final`` stays false.
         """
         loop_number = next(self._loop_numbers)
         batch_number = 0  # of the current batch, from 1
@@ -221,7 +226,7 @@ class Lockstep:
             next_exchange = None
             if total is None:
                 next_exchange = self._start_exchange(loop_number, batch_number, remaining)
-            if finds_final:
+            if marks_last_batch:
                 has_next = _wait_for_next(next_exchange, batch_number, total, choose)
                 remaining.position.is_final = not has_next
             if is_repeat:
@@ -230,8 +235,8 @@ class Lockstep:
             else:
                 yield batch
             has_batch = _wait_for_next(next_exchange, batch_number, total, choose)
-        # If ``choose`` is min, this rank may have batches left. If none should be left, finish()
-        # checks that the loader has really ended.
+        # If ``choose`` is min, this rank may have batches left. If it has none by its count,
+        # finish() checks that the loader has really ended.
         if not remaining.has_next():
             remaining.finish()
 
@@ -282,7 +287,7 @@ class Lockstep:
         batch = None
         if group.rank == source:
             batch = remaining.peek()
-        # On the CPU: the loader moves the batch to the device of this rank.
+        # The batch stays on the CPU. The loader then moves it to the device as any other batch.
         return broadcast(group, batch, source, torch.device("cpu"))
 
     def _submodules(self) -> Iterator[nn.Module]:
@@ -330,7 +335,8 @@ def _total_batches(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -
 
     Args:
         flags: the flags of all ranks at the start of the loop.
-        choose: ``min`` or ``max``.
+        choose: ``min`` if the loop ends with the first rank that runs out of batches, ``max`` if it
+            ends with the last one.
     """
     counts = [flag.remaining_count for flag in flags]
     if _UNKNOWN in counts:
@@ -355,7 +361,8 @@ def _wait_for_next(
         next_exchange: the exchange about the next batch. None if ``total`` is known.
         batch_number: number of the current batch, from 1.
         total: number of batches that each rank yields. None if flags are exchanged.
-        choose: ``min`` or ``max``.
+        choose: ``min`` if the loop ends with the first rank that runs out of batches, ``max`` if it
+            ends with the last one.
     """
     if next_exchange is not None:
         return _all_continue(next_exchange.result(), choose)
@@ -380,12 +387,12 @@ def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -
     flags: list[_Flag] = []
     for loop, batch, has_next, remaining_count in rows:
         if [loop, batch] != place_of_rank0:
-            _refuse_progress(rows)
+            _raise_different_batches(rows)
         flags.append(_Flag(has_next, remaining_count))
     return flags
 
 
-def _refuse_progress(rows: list[list[int]]) -> NoReturn:
+def _raise_different_batches(rows: list[list[int]]) -> NoReturn:
     """Raise the error for ranks that are at different batches. ``rows`` are messages by rank."""
     descriptions: list[str] = []
     for rank, (loop, batch, *_) in enumerate(rows[:_MAX_SHOWN_RANKS]):

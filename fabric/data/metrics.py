@@ -81,7 +81,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
             ranks_by_tensor = zip(*tensors_by_rank, strict=True)
             states = list(map(_GatheredState, sent[index], ranks_by_tensor))
             _use_gathered_states(metric, states, call_text=call_text, undo=undo)
-        # Within the block: at its end the metrics get back their own collectives.
+        # Within the block, at whose end the metrics get back their own collectives.
         return metrics.compute()
 
 
@@ -195,7 +195,7 @@ def load_rank_states(
                 problem,
                 expected="the same metrics on as many ranks, or a checkpoint from after "
                 "metric.reset()",
-                suggestion="strict=False to leave it as it is",
+                suggestion="strict=False to leave the metrics as they are",
             )
         if problem:
             continue

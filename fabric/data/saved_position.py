@@ -45,10 +45,13 @@ def saved_position(
     """
     return {
         "format": _FORMAT,
+        # What has to be the same in the loader that loads the position, such as the batch size.
         **spec.summary(),
         "epoch": position.epoch,
         "begun": has_begun,
+        # How many entries of the order all ranks together have received.
         "cursor": spec.cursor(position),
+        # The random states from which the order of this epoch was drawn.
         "drawn": dict(position.drawn_states),
         "generators": [generator.get_state() for generator in spec.generators],
         "dataset": dataset_state.state,

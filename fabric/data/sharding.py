@@ -5,7 +5,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice, zip_longest
+from itertools import chain, islice, zip_longest
 from operator import is_not, itemgetter
 from typing import Any, TypeVar
 
@@ -44,7 +44,8 @@ class SynchronizedStreams:
         self.streams = streams
         self._from_rank0 = from_rank0
         self._name = name
-        self._draws = count()
+        # No itertools.count, which Python 3.14 cannot copy: samplers are copied by their users.
+        self._num_draws = 0
 
     def draw(self, action: Callable[[], T], saved: State | None = None) -> tuple[State, T]:
         """Run ``action``, which draws numbers, from a saved state or from rank 0's state.
@@ -77,7 +78,8 @@ class SynchronizedStreams:
         has_streams = bool(self.streams)
         if self._from_rank0 is None or not has_streams:
             return local_state, action()
-        key = f"loader/{self._name}/epoch/{next(self._draws)}"
+        key = f"loader/{self._name}/epoch/{self._num_draws}"
+        self._num_draws += 1
         received = self._from_rank0(key, pickle.dumps(local_state))
         state: State = pickle.loads(received)  # noqa: S301 - from a rank of this job
         self.streams.restore(state)
@@ -90,6 +92,9 @@ class SynchronizedStreams:
 
 class ShardedSampler:
     """This rank's shard of a sampler's order; torch's iterator takes its indices from it.
+
+    The *order* is what the user's sampler yields in one epoch. An *entry* is one item of the order:
+    a sample or, from a batch sampler, a whole batch.
 
     See ``[Note: Data]`` in ``position.py``. With one replica everything is drawn when torch's own
     loop would draw it. With several, the order of a sampler with a length is drawn at once at the
@@ -130,7 +135,7 @@ class ShardedSampler:
         self._streams = streams
         self._batch_sampler = batch_sampler
 
-    def without_batches(self, position: EpochPosition) -> "ShardedSampler":
+    def copy_without_batches(self, position: EpochPosition) -> "ShardedSampler":
         """Return a copy for one iteration, which yields the entries without grouping them."""
         shard = copy.copy(self)
         shard.position = position
@@ -159,9 +164,10 @@ class ShardedSampler:
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over this rank's entries, or over batches of them.
 
-        torch's iterator calls it once at the start of an epoch. The order is drawn once the first
-        item is asked for, and the random states before the draw are recorded in the position. What
-        the sampler draws in ``__iter__`` itself is drawn, and recorded, at once.
+        torch's iterator calls it once at the start of an epoch. Random numbers are drawn in two
+        phases. Those that the sampler draws in its own ``__iter__`` are drawn now (``_BEGIN``). The
+        order is drawn when the first item is asked for (``_DRAW``). The random states before each
+        phase are recorded in the position.
         """
         # The position is read now: before the first item is asked for, another iteration may begin
         # and replace the attribute.
@@ -174,7 +180,7 @@ class ShardedSampler:
         if self._batch_sampler is not None:
             return iter(self._batches(position))
         # A copy with this position, so that later changes of this object do not touch the iterator.
-        shard = self.without_batches(position)
+        shard = self.copy_without_batches(position)
         # Some samplers draw their random numbers in __iter__. If __iter__ is a generator function,
         # it runs no code before the first item, so that there is nothing to record yet.
         sampler_iter = getattr(type(self.sampler), "__iter__", None)
@@ -182,13 +188,11 @@ class ShardedSampler:
             order = iter(self.sampler)
         else:
             order = shard._draw_and_record(_BEGIN, partial(iter, self.sampler))
-        draw_entries = partial(
-            shard._draw_and_record, _DRAW, partial(shard._entries_of_rank, order)
-        )
-        # This iterator calls draw_entries() when the first item is asked for, and yields its
-        # entries. It is a chain and not a generator function, since Python would resume the latter
-        # for every item.
-        return chain.from_iterable(draw() for draw in [draw_entries])
+
+        def draw_entries() -> Iterable[Any]:
+            return shard._draw_and_record(_DRAW, partial(shard._entries_of_rank, order))
+
+        return _call_at_first_item(draw_entries)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's own batch sampler or sampler.
@@ -204,11 +208,26 @@ class ShardedSampler:
             return getattr(self.sampler, name)
         return getattr(self._batch_sampler, name)
 
+    def draw_entries_again(self, position: EpochPosition, count: int) -> list[Any]:
+        """Return the first ``count`` entries of this rank in an iteration that has begun.
+
+        They are drawn from the random states that the iteration has recorded. The streams are left
+        as they are. Not a collective.
+        """
+        again = EpochPosition(
+            position.epoch, position.skipped_entries, states_to_replay=position.drawn_states
+        )
+        streams = self._streams.streams
+        present_state = streams.state()
+        entries = list(islice(self.copy_without_batches(again), count))
+        streams.restore(present_state)
+        return entries
+
     def _batches(self, position: EpochPosition) -> Any:
         """Return a copy of the user's batch sampler that groups the entries of this shard."""
         # Any, since torch declares no ``sampler`` for a batch sampler.
         batch_sampler: Any = copy.copy(self._batch_sampler)
-        batch_sampler.sampler = self.without_batches(position)
+        batch_sampler.sampler = self.copy_without_batches(position)
         return batch_sampler
 
     def _draw_and_record(self, phase: str, action: Callable[[], T]) -> T:
@@ -312,6 +331,16 @@ class ShardedSampler:
             streams.restore(global_state)
 
 
+def _call_at_first_item(function: Callable[[], Iterable[T]]) -> Iterator[T]:
+    """Return an iterator that calls a function when its first item is asked for.
+
+    The iterator yields what the function returns. It is a chain and not a generator function, since
+    Python would resume a generator for every item.
+    """
+    calls = (call() for call in [function])
+    return chain.from_iterable(calls)
+
+
 class InterleavedIterable(IterableDataset[Any]):
     """One rank's samples of an iterable dataset that every rank iterates.
 
@@ -345,6 +374,7 @@ class InterleavedIterable(IterableDataset[Any]):
             _rank=rank,
             _num_replicas=num_replicas,
             _includes_incomplete=includes_incomplete,
+            # Whether iter() reads the first sample, see read_first_sample_in_iter().
             _reads_first_sample=False,
         )
 

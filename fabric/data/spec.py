@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,6 +67,9 @@ class ShardRequest:
 class LoaderSpec:
     """How the batches of a loader are made; fixed at setup.
 
+    The *order* is what the user's sampler or dataset yields in one epoch, in *entries*: samples, or
+    whole batches. This rank gets the entries of its *shard* of the order.
+
     Attributes:
         dataset: the user's own dataset.
         batch_size: samples in one rank's batch. None without automatic batching.
@@ -103,13 +107,17 @@ class LoaderSpec:
         return self.uneven in _LOCKSTEP_POLICIES
 
     @property
+    def is_sharded_in_rounds(self) -> bool:
+        """Whether fabric shards an iterable dataset: in rounds of one sample for each rank."""
+        return self.worker_seed_streams is not None
+
+    @property
     def shard_count(self) -> int:
         """Number of shards that fabric makes of the order: ``num_replicas`` or 1.
 
         It is 1 if fabric does not shard. The sampler or the dataset may shard by itself then.
         """
-        fabric_shards_iterable = self.worker_seed_streams is not None
-        if fabric_shards_iterable:
+        if self.is_sharded_in_rounds:
             return self.num_replicas
         if self.sharded_sampler is not None:
             return self.sharded_sampler.num_replicas
@@ -117,14 +125,17 @@ class LoaderSpec:
 
     @property
     def has_equal_counts(self) -> bool:
-        """Whether all ranks get equally many batches, however many there are."""
+        """Whether all ranks are sure to get the same number of batches, even if it is unknown."""
+        # The user's object that makes the order.
         sampler = self.order_source
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
         # A subclass of DistributedSampler that inherits its length has the same length on all
         # ranks.
         is_distributed = getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
-        return self.shard_count > 1 or is_distributed
+        # If fabric shards, it repeats or drops samples until all shards are equally long.
+        is_sharded_by_fabric = self.shard_count > 1
+        return is_sharded_by_fabric or is_distributed
 
     @property
     def entries_per_batch(self) -> int:
@@ -148,6 +159,28 @@ class LoaderSpec:
         if remaining_entries > 0 and not self.drop_last:
             return full_batches + 1
         return full_batches
+
+    def samples_of_batches(self, position: EpochPosition, batches: range) -> list[Any] | None:
+        """Return the indices of the samples in batches that this rank has received.
+
+        The order is drawn a second time from the same random states. Not a collective.
+
+        Args:
+            position: the position of the loop.
+            batches: the numbers of the batches in the loop, from 0.
+
+        Returns:
+            The indices, or what the user's sampler yields. None if fabric does not know them, as in
+            an iterable dataset.
+        """
+        if self.sharded_sampler is None:
+            return None
+        size = self.entries_per_batch
+        entries = self.sharded_sampler.draw_entries_again(position, batches.stop * size)
+        received = entries[batches.start * size :]
+        if self.unit != "batches":
+            return received
+        return list(chain.from_iterable(received))
 
     def repeated_entries(self, position: EpochPosition) -> int:
         """Return how many entries an iteration repeats so that all shards are equally long."""
@@ -316,8 +349,8 @@ def _shard_iterable(
 def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     """Shard the order of a map-style dataset, unless the sampler shards by itself.
 
-    On one rank the sampler is replaced as well, so that fabric can save and replay the order. But a
-    stateful loader that saves more than an order keeps its own sampler on one rank.
+    On one rank the sampler is replaced as well, so that fabric can save and replay the order. The
+    exception is a stateful loader, see :func:`_saves_more_than_order`.
 
     Args:
         loader: the prepared loader. Its sampler or batch sampler is replaced.
@@ -444,7 +477,7 @@ def _install_sampler(
     if sharded_sampler.num_replicas > 1 and order.batch_sampler is not None:
         # torch iterates the batch sampler. Users and subclasses may read ``loader.sampler``, which
         # is then sharded, too, as with a DistributedSampler.
-        sampler = sharded_sampler.without_batches(EpochPosition(0))
+        sampler = sharded_sampler.copy_without_batches(EpochPosition(0))
         _replace_attribute(loader, "sampler", sampler)
 
 

@@ -148,6 +148,10 @@ _NO_CALLS = _Record(started={}, calls=(), end_reason="")
 class CollectiveChecker:
     """Compares the calls of this rank with those of the others; see ``[Note: Progress]``.
 
+    Each rank publishes a *record*: the number of calls that it has started in each group, and its
+    latest call. A rank waits in a call until the records of all members of the group show the same
+    call.
+
     After the first error the ranks are out of sync, so every further call on this rank raises.
 
     Args:
@@ -199,10 +203,10 @@ class CollectiveChecker:
             self._publish(_Record(started, (*record.calls, published_call), end_reason=""))
         # The wait is outside of the lock, so that other threads can make calls meanwhile.
         try:
-            self._wait(full_call, entry.number)
+            self._wait_for_members(full_call, entry.number)
         except dist.DistError as error:
             host = "the process that hosted it, rank 0 as a rule"
-            self._raise_and_stop(full_call, f"the store of the job is gone, and {host}: {error}")
+            self._raise_and_close(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
             # The shorter record is not published: the other ranks need this call until this rank
             # starts its next call. The call is found by identity, since another thread may be in an
@@ -250,7 +254,7 @@ class CollectiveChecker:
             with suppress(dist.DistError):
                 self._publish(self._record._replace(end_reason=end_reason))
 
-    def _wait(self, call: Call, number: int) -> None:
+    def _wait_for_members(self, call: Call, number: int) -> None:
         """Wait until all members have started the same call as this rank.
 
         Args:
@@ -277,7 +281,7 @@ class CollectiveChecker:
                 ended_processes = self._ended_processes(missing)
                 ranks_to_read = range(self._size)
             records = self._read(ranks_to_read)
-            calls = _calls(records, call.group, number)
+            calls = _calls_with_number(records, call.group, number)
             if difference(calls):  # an empty text if the calls agree
                 self._raise_difference(call, number)
             if is_searching:
@@ -291,8 +295,8 @@ class CollectiveChecker:
             # The records are read one after the other. A first read may miss the record of the rank
             # that raised first, so the error is raised only after a search.
             if stopped and is_searching:
-                self._raise_stopped(call, stopped[0], records)
-            self._check_missing(call, missing, ended_processes, records)
+                self._raise_for_ended_member(call, stopped[0], records)
+            self._raise_if_process_ended(call, missing, ended_processes, records)
             now = monotonic()
             if missing and now - start_time > self._timeout:
                 self._raise_timeout(call, missing, records)
@@ -314,7 +318,7 @@ class CollectiveChecker:
                 ended[rank] = pid
         return ended
 
-    def _check_missing(
+    def _raise_if_process_ended(
         self,
         call: Call,
         missing: Collection[int],
@@ -335,9 +339,11 @@ class CollectiveChecker:
             if rank in missing:
                 latest = _latest(records[rank])
                 problem = f"rank {rank} does not call: its process (pid {pid}) has ended; {latest}"
-                self._raise_and_stop(call, problem)
+                self._raise_and_close(call, problem)
 
-    def _raise_stopped(self, call: Call, rank: int, records: Mapping[int, _Record]) -> NoReturn:
+    def _raise_for_ended_member(
+        self, call: Call, rank: int, records: Mapping[int, _Record]
+    ) -> NoReturn:
         """Raise the error for a member that makes no further calls.
 
         Args:
@@ -346,7 +352,7 @@ class CollectiveChecker:
             records: the records, by rank. The record of the member has the reason.
         """
         reason = records[rank].end_reason
-        self._raise_and_stop(call, f"rank {rank} makes no further calls: {reason}")
+        self._raise_and_close(call, f"rank {rank} makes no further calls: {reason}")
 
     def _raise_timeout(
         self, call: Call, missing: Collection[int], records: Mapping[int, _Record]
@@ -361,7 +367,7 @@ class CollectiveChecker:
         latest_calls = _table({rank: _latest(records[rank]) for rank in missing})
         ranks = ranks_in_words(missing)
         problem = f"after {self._timeout:g} s {ranks} did not call:{latest_calls}"
-        self._raise_and_stop(call, problem)
+        self._raise_and_close(call, problem)
 
     def _raise_difference(self, call: Call, number: int) -> NoReturn:
         """Raise the error for calls that differ.
@@ -384,7 +390,7 @@ class CollectiveChecker:
         deadline = monotonic() + _ANSWER_TIMEOUT
         calls: dict[int, Call] = {}
         while monotonic() < deadline:
-            calls = _calls(self._read(call.members), call.group, number)
+            calls = _calls_with_number(self._read(call.members), call.group, number)
             has_digests = any(
                 _DIGEST_PREFIX in member_call.arguments for member_call in calls.values()
             )
@@ -393,7 +399,7 @@ class CollectiveChecker:
             sleep(_MIN_PAUSE)
         ranks = ranks_in_words(call.members)
         problem = f"{ranks} make different calls:{_table(calls)}"
-        self._raise_and_stop(
+        self._raise_and_close(
             call,
             problem=f"{problem}\n  They differ in {difference(calls)}",
             expected="the same calls in the same order on every rank of a group, on data of one "
@@ -428,7 +434,7 @@ class CollectiveChecker:
             lines = {}
             for rank, next_rank in pairwise(cycle):
                 lines[rank] = f"{records[rank].calls[0]}, waits for rank {next_rank}"
-            self._raise_and_stop(
+            self._raise_and_close(
                 call,
                 problem=f"ranks wait for each other in different calls:{_table(lines)}",
                 expected="calls of several groups, messages, and phases such as a backward pass, "
@@ -454,10 +460,10 @@ class CollectiveChecker:
                     pending.append(awaited_rank)
         return awaited_by
 
-    def _raise_and_stop(
+    def _raise_and_close(
         self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION
     ) -> NoReturn:
-        """Raise, and make no further calls, since the ranks are out of sync now.
+        """Raise, and refuse all further calls of this rank, since the ranks are out of sync now.
 
         Args:
             call: the call of this rank.
@@ -593,7 +599,7 @@ def _window(text: str, start: int, length: int) -> str:
     return window
 
 
-def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int, Call]:
+def _calls_with_number(records: Mapping[int, _Record], group: str, number: int) -> dict[int, Call]:
     """Return the calls with one number in one group, by rank.
 
     Ranks that have not started the call, or have started a later call of the group, are left out.
@@ -602,6 +608,7 @@ def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int,
     for rank, record in records.items():
         if record.count(group) != number:
             continue
+        # The calls of a record are in the order in which they were made: the last one counts.
         for call in record.calls:
             if call.group == group:
                 calls[rank] = call

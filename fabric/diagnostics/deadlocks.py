@@ -20,25 +20,31 @@ CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the pro
 
 
 def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
-    """Return the ranks that can never go on. See ``[Note: Deadlocks]``."""
+    """Return the ranks that can never go on. See ``[Note: Deadlocks]``.
+
+    All waiting ranks are candidates at first. Those that can still go on are taken out, until none
+    is left that can.
+    """
     ended: set[int] = set()
-    deadlocked: set[int] = set()
+    waiting: set[int] = set()
     for rank, state in states.items():
         if state.has_ended:
             ended.add(rank)
         elif state.awaited is not None:
-            deadlocked.add(rank)
-    absent_ranks = _absent_ranks(states, deadlocked)
-    # A rank can go on if all ranks that it waits for may still come. Whatever then waits only for
-    # this rank can go on, too.
-    may_go_on = deadlocked
-    while may_go_on:
-        may_go_on = set()
+            waiting.add(rank)
+    # For each waiting rank, the ranks without which its call cannot end.
+    absent_ranks = _absent_ranks(states, waiting)
+    deadlocked = waiting
+    while True:
+        # A rank can go on if all ranks that it waits for may still come.
+        may_go_on: set[int] = set()
         for rank in deadlocked:
             if absent_ranks[rank].isdisjoint(deadlocked | ended):
                 may_go_on.add(rank)
+        if not may_go_on:
+            return deadlocked
+        # In the next round, the ranks that wait only for these ranks can go on, too.
         deadlocked = deadlocked - may_go_on
-    return deadlocked
 
 
 def _absent_ranks(

@@ -1,10 +1,15 @@
-"""The check that data-parallel replicas draw different random numbers.
+"""The check that data-parallel replicas draw different random numbers, and do different work.
 
 [Note: Equal draws] With one seed, all ranks draw the same dropout masks and the same noise, so that
 the job sees only as much randomness as a single process. Two replicas compare their random streams
 in the first training passes of each module. They draw the same numbers in two cases: the forward
 pass draws from equal streams, or numbers were drawn from equal streams since the pass before, and
 the outputs of both replicas are equal.
+
+[Note: Equal work] Without a set-up loader, nothing may divide the data: every rank then does the
+whole work, as with a graph that is one batch. Two replicas compare digests of the outputs of all
+modules, and of the losses, in the first backward passes. The losses alone do not tell: a loss of
+gathered embeddings is equal on all ranks.
 
 The replicas compare through the store and never by a collective, as in ``training_checks.py``. The
 replica that comes first writes its numbers, and the other replica warns if its numbers are equal.
@@ -13,14 +18,14 @@ replica that comes first writes its numbers, and the other replica warns if its 
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from fabric.diagnostics.training_checks import fingerprint
+from fabric.diagnostics.digest import digests
 from fabric.hooks import Hooks
 from fabric.seed import stream_digests
 from fabric.store import JobStore
@@ -39,7 +44,7 @@ class _Draws(NamedTuple):
         replica: index of the replica.
         process: id of its process. Ranks that are threads of one process share their streams.
         streams: digests of the streams that numbers were drawn from, by name.
-        outputs: fingerprints of the outputs. Empty if the forward pass itself drew.
+        outputs: digests of the outputs. Empty if the forward pass itself drew.
     """
 
     replica: int
@@ -49,19 +54,28 @@ class _Draws(NamedTuple):
 
 
 class EqualDrawsCheck:
-    """Warns if two replicas draw the same random numbers. See ``[Note: Equal draws]``.
+    """Warns if two replicas draw the same random numbers, or compute the same results.
+
+    See ``[Note: Equal draws]`` and ``[Note: Equal work]``.
 
     Args:
         store: the store in which the replicas compare their streams.
         replica: index of the data-parallel replica of this rank.
+        loaders: the set-up loaders. Later ones are seen, too.
         backward: the hooks around backward passes.
     """
 
-    def __init__(self, store: JobStore, replica: int, backward: Hooks) -> None:
+    def __init__(
+        self, store: JobStore, replica: int, loaders: Collection[object], backward: Hooks
+    ) -> None:
         """Add a function that ends the check after the first backward passes."""
         self.store = store
         self.replica = replica
         self.has_warned = False
+        self._loaders = loaders
+        # Digests from the first passes: of the outputs of all modules, and of the losses.
+        self._outputs: list[int] = []
+        self._losses: list[int] = []
         self._module_count = 0
         self._backwards = 0
         self._is_closed = False
@@ -80,6 +94,7 @@ class EqualDrawsCheck:
         """
         number = self._module_count
         self._module_count += 1
+        # Two replicas are enough: a mistake in the seeds shows in any two.
         if self._is_closed or self.replica not in _COMPARED_REPLICAS:
             return
         passes = _TrainingPasses(self, module, title, key=f"equal draws/{number}")
@@ -97,10 +112,42 @@ class EqualDrawsCheck:
             forward.before.remove(passes.before)
             forward.after.remove(passes.after)
 
+    def record_output(self, output: Any) -> None:
+        """Record the output of a training pass, unless a set-up loader divides the data."""
+        if not self._loaders:
+            self._outputs += digests(_tensors_in(output))
+
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         self._backwards += 1
+        if error is None and not self._loaders and self.replica in _COMPARED_REPLICAS:
+            self._losses += digests([loss])
+            self._compare_work()
         if self._backwards >= _CHECKED_PASSES or self.has_warned:
             self.close()
+
+    def _compare_work(self) -> None:
+        """Warn if the other replica has computed the same results in all first passes."""
+        # Losses that do not change are no training, and may be equal for any reason.
+        has_trained = len(set(self._losses)) == _CHECKED_PASSES
+        if not has_trained or not self._outputs or self.has_warned:
+            return
+        results = [*self._outputs, *self._losses]
+        content = json.dumps([self.replica, results]).encode()
+        first_replica, first_results = json.loads(self.store.set_if_absent("equal work", content))
+        if first_replica == self.replica or first_results != results:
+            return
+        self.has_warned = True
+        lower_replica, higher_replica = _COMPARED_REPLICAS
+        warnings.warn(
+            f"replicas {lower_replica} and {higher_replica} of the model had the same outputs and "
+            f"losses in the first {_CHECKED_PASSES} backward passes, and no loader is set up: each "
+            "process does the whole work. Give each its part of the data, "
+            "data[fabric.global_rank :: fabric.world_size] or fabric.setup_dataloaders(loader). "
+            "Data that is one whole, such as a graph, needs one process, Fabric(devices=1); "
+            "Fabric(check_training=False) if this is meant",
+            # The line of fabric.backward(): past this method, _after_backward() and backward().
+            stacklevel=4,
+        )
 
 
 class _TrainingPasses:
@@ -141,6 +188,7 @@ class _TrainingPasses:
         if streams_before is None or error is not None:
             return
         self._count += 1
+        self._check.record_output(output)
         streams = stream_digests()
         drawn_inside = _changed(streams_before, streams)
         drawn_outside: dict[str, str] = {}
@@ -150,13 +198,17 @@ class _TrainingPasses:
         if drawn_inside:
             self._compare(drawn_inside, outputs=[])
         elif drawn_outside:
-            leaves, _ = flatten(output)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            tensors = _tensors_in(output)
             if tensors:
-                self._compare(drawn_outside, outputs=fingerprint(tensors))
+                self._compare(drawn_outside, outputs=digests(tensors))
 
     def _compare(self, streams: dict[str, str], outputs: list[int]) -> None:
-        """Warn if the other replica has written the same numbers for this pass."""
+        """Warn if the other replica has drawn the same numbers in this pass.
+
+        Args:
+            streams: the digests of the streams that were drawn from, by name.
+            outputs: the digests of the outputs, if the numbers were drawn outside of the pass.
+        """
         check = self._check
         draws = _Draws(check.replica, os.getpid(), streams, outputs)
         key = f"{self._key}/{self._count}"
@@ -181,6 +233,19 @@ class _TrainingPasses:
             # The line of the forward pass: past this method, after() and FabricModule.__call__.
             stacklevel=4,
         )
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors in the output of a forward pass, without sparse and nested ones.
+
+    The bytes of these cannot be read in one piece.
+    """
+    leaves, _ = flatten(output)
+    tensors: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            tensors.append(leaf)
+    return tensors
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A check of loops that change parameters by hand, without the step of an optimizer.
+"""A check of changes of parameters that no step of a set-up optimizer makes.
 
 [Note: Steps by hand] After ``fabric.backward`` gradients may still be multiplied by the loss scale,
 not be divided by the loss weights, or not be averaged over the ranks. The step of an optimizer and
@@ -13,6 +13,11 @@ limit for weights, changes parameters in other directions. The second case: the 
 equal on all ranks, and differs. The ranks compare their samples through the store and never by a
 collective. A rank with other values than the first rank writes them under the key "other", which
 the first rank reads before its next backward pass.
+
+The step of an optimizer that is not set up is checked like a change by hand where it changes an
+``nn.Parameter`` of the loss that no set-up module has: nothing averages its gradient over the
+ranks. And an optimizer that steps within a backward pass, called by a hook of a parameter, is an
+error if the gradients are completed only later, as under DDP.
 """
 
 import json
@@ -24,15 +29,15 @@ from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._torch import in_place_version, leaves_of_graph, local_tensor
 from fabric.contract import GradientContract
+from fabric.diagnostics.digest import digests
 from fabric.diagnostics.loss_checks import LossCheck
-from fabric.diagnostics.training_checks import fingerprint
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
 from fabric.optim.loss_scaler import has_closure
@@ -50,6 +55,7 @@ _SAMPLE_ELEMENTS = 1000
 # A change by a multiple of the gradient has a cosine of -1. A step of Adam has about -0.8.
 _MAX_COSINE = -0.5
 _MAX_NAMES_CHARACTERS = 400
+_OUTSIDE_MODULES = "that no set-up module has"
 _TURN_OFF = "Fabric(check_training=False) if this is meant"
 
 
@@ -70,6 +76,9 @@ class _Sample:
 
 class HandStepCheck:
     """The check of a job's first backward passes. See ``[Note: Steps by hand]``.
+
+    A step *by hand* is a change of parameters in place that no optimizer makes, as in
+    ``parameter.data -= lr * parameter.grad``.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.
@@ -103,20 +112,22 @@ class HandStepCheck:
         self._has_stepped = False
         # Whether the latest loss had a weight.
         self._has_weight = False
-        # The leaves of the graph of the running backward pass. All values are None.
+        self._is_in_backward = False
+        # The leaves of the graphs of the losses so far. All values are None.
         self._leaves = WeakTensorKeyDictionary()
         # By id, the version of the gradient of each parameter before the running backward pass.
-        self._versions: dict[int, object] = {}
+        self._versions_before: dict[int, object] = {}
         # A _Sample for each parameter that no optimizer has stepped with since its gradient came.
         self._samples = WeakTensorKeyDictionary()
         # The ids of parameters of optimizers whose steps have closures. A closure makes backward
         # passes between changes that the optimizer makes itself.
-        self._ids_of_closures: set[int] = set()
+        self._ids_with_closures: set[int] = set()
         # The key of the parameters that this rank has compared last, and their names.
         self._compared_key = ""
         self._compared_names: list[str] = []
         self._hooks = ExitStack()
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        before_step = register_optimizer_step_pre_hook(self._before_step)
+        self._hooks.callback(before_step.remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
         checks.append(self.check)
@@ -140,24 +151,23 @@ class HandStepCheck:
                 different on the ranks.
         """
         self._num_losses += 1
-        self._check_compared()
+        self._raise_if_another_rank_differed()
         changed = self._changed_parameters()
         if changed:
             self._has_stepped = True
-            self._check_complete(changed)
-            self._check_equal(changed)
+            self._refuse_incomplete_gradients(changed)
+            self._refuse_different_changes(changed)
         if self._is_finished():
             self._checks.remove(self.check)
             self.close()
             return
         self._has_weight = weight is not None
-        self._leaves.clear()
-        # FSDP puts other tensors, which it gathers, in the place of the parameters.
-        is_sharded = any(contract.is_sharded for contract in self._contracts)
-        if not is_sharded:
-            for leaf in leaves_of_graph(loss):
-                self._leaves[leaf] = None
-        self._versions = {id(tensor): _gradient_version(tensor) for tensor in self._tensors()}
+        for leaf in leaves_of_graph(loss):
+            self._leaves[leaf] = None
+        self._versions_before = {
+            id(tensor): _gradient_version(tensor) for tensor in self._tensors_to_sample()
+        }
+        self._is_in_backward = True
 
     def _is_finished(self) -> bool:
         """Return whether the first steps, or enough losses, were checked."""
@@ -165,9 +175,16 @@ class HandStepCheck:
             return True
         return self._num_losses > _MAX_LOSSES
 
-    def _tensors(self) -> list[Tensor]:
-        """Return the parameters of the set-up modules, and the leaves of the loss."""
-        tensors = WeakTensorKeyDictionary(self._leaves)
+    def _tensors_to_sample(self) -> list[Tensor]:
+        """Return the parameters of the set-up modules, and the leaves of the losses.
+
+        Under FSDP the leaves are left out: they include the tensors that FSDP gathers and puts in
+        the place of the parameters.
+        """
+        tensors = WeakTensorKeyDictionary()
+        is_sharded = any(contract.is_sharded for contract in self._contracts)
+        if not is_sharded:
+            tensors.update(self._leaves)
         for contract in self._contracts:
             for parameter in contract.parameters().values():
                 tensors[parameter] = None
@@ -175,49 +192,121 @@ class HandStepCheck:
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Take samples of the parameters that got a gradient. A function of ``Hooks.after``."""
+        self._is_in_backward = False
         may_be_incomplete = self._has_weight or self._pending_change(None) is not None
         if error is not None or not (may_be_incomplete or self._store.size > 1):
             return
-        for tensor in self._tensors():
+        for tensor in self._tensors_to_sample():
             version = _gradient_version(tensor)
-            has_new_gradient = version != self._versions.get(id(tensor))
-            is_of_closure = id(tensor) in self._ids_of_closures
+            has_new_gradient = version != self._versions_before.get(id(tensor))
+            is_of_closure = id(tensor) in self._ids_with_closures
             if version is None or not has_new_gradient or is_of_closure:
                 continue
-            if _has_elements(tensor):
-                assert tensor.grad is not None
-                self._samples[tensor] = _Sample(
-                    values=_sampled(tensor),
-                    gradient=_sampled(tensor.grad),
-                    has_weight=self._has_weight,
-                )
-        self._leaves.clear()
+            self._record(tensor)
+
+    def _record(self, tensor: Tensor) -> None:
+        """Take a sample of a tensor and of its gradient, if it has elements on this rank."""
+        if _has_elements(tensor):
+            assert tensor.grad is not None
+            self._samples[tensor] = _Sample(
+                values=_sampled(tensor),
+                gradient=_sampled(tensor.grad),
+                has_weight=self._has_weight,
+            )
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Drop the samples of parameters with which an optimizer steps. A step pre-hook.
+        """Update the samples of the parameters that an optimizer steps with. A step pre-hook.
+
+        The sample of a parameter is dropped, since this optimizer, and not the user, changes the
+        parameter. If nothing averages the gradient of the parameter over the ranks, a new sample is
+        taken instead, so that the next check compares the parameter between the ranks.
 
         Raises:
-            UsageError: the optimizer was not set up, and its gradients are not complete.
+            UsageError: the optimizer steps with gradients that are not complete.
         """
         self._has_stepped = True
+        if self._is_in_backward:
+            self._refuse_incomplete_step_in_backward(optimizer)
         if has_closure(args, kwargs):
-            self._ids_of_closures.update(map(id, parameters_of(optimizer)))
+            self._ids_with_closures.update(map(id, parameters_of(optimizer)))
+        was_set_up = optimizer in self._optimizers
         for parameter in parameters_of(optimizer):
             sample = self._samples.pop(parameter, None)
-            if sample is None or optimizer in self._optimizers:
+            # The hooks of a set-up optimizer complete its gradients before the step.
+            if was_set_up:
                 continue
-            change = self._pending_change_of(parameter, sample)
-            if change is not None:
-                raise UsageError(
-                    f"{type(optimizer).__name__}.step() on rank {self._store.rank}",
-                    problem=f"it has not been set up, and steps with gradients that are {change}",
-                    expected="every optimizer of gradients that fabric.backward() computes is set "
-                    "up",
-                    suggestion="model, optimizer = fabric.setup(model, optimizer), or "
-                    "fabric.setup_optimizers(optimizer)",
+            if sample is not None:
+                self._refuse_incomplete_step(optimizer, parameter, sample)
+            if parameter.grad is not None and self._is_outside_modules(parameter):
+                self._record(parameter)
+
+    def _refuse_incomplete_step(
+        self, optimizer: Optimizer, parameter: Tensor, sample: _Sample
+    ) -> None:
+        """Raise if an optimizer that was not set up steps with a gradient that is not complete.
+
+        Args:
+            optimizer: the optimizer.
+            parameter: one of its parameters.
+            sample: the sample of the parameter.
+        """
+        # In words, such as "not divided by the loss weights yet".
+        pending_change = self._pending_change_of(parameter, sample)
+        if pending_change is not None:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() on rank {self._store.rank}",
+                problem="it has not been set up, and steps with gradients that are "
+                f"{pending_change}",
+                expected="every optimizer of gradients that fabric.backward() computes is set up",
+                suggestion="model, optimizer = fabric.setup(model, optimizer), or "
+                "fabric.setup_optimizers(optimizer)",
+            )
+
+    def _is_outside_modules(self, parameter: Tensor) -> bool:
+        """Return whether a loss was computed from a parameter that no set-up module has.
+
+        Tensors that are not an ``nn.Parameter`` do not count: they may be meant to differ between
+        ranks.
+        """
+        if type(parameter) is not nn.Parameter:
+            return False
+        for contract in self._contracts:
+            if any(parameter is tensor for tensor in contract.parameters().values()):
+                return False
+        return parameter in self._leaves
+
+    def _refuse_incomplete_step_in_backward(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer steps within a backward pass, before its gradients are complete.
+
+        Args:
+            optimizer: the optimizer, whose step a hook of a parameter has called.
+        """
+        trained_ids = set(map(id, parameters_of(optimizer)))
+        pending_change = None
+        suggestion = ""
+        if optimizer not in self._optimizers:
+            pending_change = self._pending_change(None)
+            suggestion = "optimizer = fabric.setup_optimizers(optimizer)"
+        for contract in self._contracts:
+            is_trained = not trained_ids.isdisjoint(map(id, contract.parameters().values()))
+            # DDP averages gradients at the end of the backward pass. FSDP averages the gradient of
+            # a parameter before the hooks of the parameter run.
+            if is_trained and contract.needs_forward and self._store.size > 1:
+                pending_change = "not averaged over the ranks yet"
+                suggestion = (
+                    'optimizer.step() after fabric.backward(loss), or strategy="fsdp", which '
+                    "averages gradients before hooks of parameters run"
                 )
+        if pending_change is not None:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() on rank {self._store.rank}",
+                problem="a hook has called it within the backward pass, with gradients that are "
+                f"{pending_change}",
+                expected="a step with complete gradients",
+                suggestion=f"{suggestion}; {_TURN_OFF}",
+            )
 
     def _pending_change_of(self, parameter: Tensor, sample: _Sample) -> str | None:
         """Return what is still to be done to the gradient of a parameter, in words.
@@ -238,16 +327,21 @@ class HandStepCheck:
         for contract in self._contracts:
             for name, parameter in contract.parameters().items():
                 names[id(parameter)] = f"{name} of {contract.title}"
+        outside_names = 0
         changed: dict[str, Tensor] = {}
         for parameter, sample in self._samples.items():
             values = _sampled(parameter)
             is_unchanged = torch.allclose(values, sample.values, rtol=0, atol=0, equal_nan=True)
             if not is_unchanged:
-                name = names.get(id(parameter), "a parameter that no set-up module has")
+                name = names.get(id(parameter))
+                if name is None:
+                    outside_names += 1
+                    shape = tuple(parameter.shape)
+                    name = f"parameter {outside_names} {_OUTSIDE_MODULES}, of shape {shape}"
                 changed[name] = parameter
         return changed
 
-    def _check_complete(self, changed: Mapping[str, Tensor]) -> None:
+    def _refuse_incomplete_gradients(self, changed: Mapping[str, Tensor]) -> None:
         """Raise if parameters were changed against gradients that are not complete.
 
         Args:
@@ -274,7 +368,7 @@ class HandStepCheck:
             f"the gradients of the loss, and an infinite norm is an overflow; {_TURN_OFF}",
         )
 
-    def _check_equal(self, changed: Mapping[str, Tensor]) -> None:
+    def _refuse_different_changes(self, changed: Mapping[str, Tensor]) -> None:
         """Raise if parameters that must be equal on all ranks were changed differently.
 
         Args:
@@ -283,7 +377,10 @@ class HandStepCheck:
         replicated: set[int] = set()
         for contract in self._contracts:
             replicated.update(map(id, contract.replicated().values()))
-        names = [name for name, parameter in changed.items() if id(parameter) in replicated]
+        names: list[str] = []
+        for name, parameter in changed.items():
+            if id(parameter) in replicated or self._is_outside_modules(parameter):
+                names.append(name)
         if not names or self._store.size == 1:
             return
         # Only ranks that hold the same replicas, and have changed the same parameters after as many
@@ -292,7 +389,7 @@ class HandStepCheck:
         checksum = crc32(" ".join(names).encode())
         self._compared_key = f"changes by hand{scope}/{self._num_losses}/{checksum}"
         self._compared_names = names
-        numbers = fingerprint([_sampled(changed[name]) for name in names])
+        numbers = digests([_sampled(changed[name]) for name in names])
         content = json.dumps([self._store.rank, numbers]).encode()
         first = self._store.set_if_absent(f"{self._compared_key}/first", content)
         first_rank, first_numbers = json.loads(first)
@@ -301,7 +398,7 @@ class HandStepCheck:
             self._store.set(f"{self._compared_key}/other", content)
             self._raise_different(first_rank)
 
-    def _check_compared(self) -> None:
+    def _raise_if_another_rank_differed(self) -> None:
         """Raise if another rank has found that its parameters differ from those of this rank."""
         if not self._compared_key:
             return
@@ -313,13 +410,22 @@ class HandStepCheck:
     def _raise_different(self, other_rank: int) -> NoReturn:
         """Raise a UsageError for parameters that differ between this rank and another one."""
         lower_rank, higher_rank = sorted((self._store.rank, other_rank))
+        suggestion = (
+            "fabric.clip_gradients(model, max_norm=math.inf) before the change, which averages the "
+            "gradients of nn.ParameterList and nn.ParameterDict; for other modules, changes after "
+            f"a backward pass outside of no_backward_sync; {_TURN_OFF}"
+        )
+        if any(_OUTSIDE_MODULES in name for name in self._compared_names):
+            suggestion = (
+                "module, optimizer = fabric.setup(module, optimizer), with "
+                "nn.ParameterList([parameter]) as the module of a parameter that no module has; "
+                f"{_TURN_OFF}"
+            )
         self._raise_usage_error(
             self._compared_names,
             problem=f"and differ between ranks {lower_rank} and {higher_rank}",
             expected="the same changes on all ranks, by gradients that are averaged over them",
-            suggestion="fabric.clip_gradients(model, max_norm=math.inf) before the change, which "
-            "averages the gradients of nn.ParameterList and nn.ParameterDict; for other modules, "
-            f"changes after a backward pass outside of no_backward_sync; {_TURN_OFF}",
+            suggestion=suggestion,
         )
 
     def _raise_usage_error(
@@ -329,8 +435,8 @@ class HandStepCheck:
         listed_names = shorten(", ".join(names), _MAX_NAMES_CHARACTERS, placeholder=" ...")
         raise UsageError(
             f"fabric.backward(loss) on rank {self._store.rank}",
-            problem="since the backward pass before, these were changed without the step of an "
-            f"optimizer, {problem}: {listed_names}",
+            problem="since the backward pass before, these were changed without the step of a "
+            f"set-up optimizer, {problem}: {listed_names}",
             expected=expected,
             suggestion=suggestion,
         )

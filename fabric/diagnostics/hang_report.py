@@ -46,6 +46,8 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
         max_stacks = _MAX_STACKS
     lines = [f"fabric: {first_line}"]
     lines += _describe_call(states, waiting, members, missing)
+    if is_by_user:
+        lines += _describe_steps(states)
     note = untested_torch()
     if note:
         lines.append(note)
@@ -168,6 +170,21 @@ def _describe_missing(
             "on the rank"
         )
     return lines
+
+
+def _describe_steps(states: Mapping[int, RankState]) -> list[str]:
+    """Return a line if the ranks were seen at different steps. Else the list is empty.
+
+    Args:
+        states: the states of all ranks, by rank.
+    """
+    steps = {state.step for state in states.values() if state.step > 0}
+    if len(steps) < 2:
+        return []
+    return [
+        f"the ranks were seen at different steps, {min(steps)} to {max(steps)}: they answer one "
+        "after the other, and a rank that runs makes steps in between"
+    ]
 
 
 def _describe_ranks(

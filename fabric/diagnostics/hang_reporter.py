@@ -83,7 +83,9 @@ def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
 class HangReporter:
     """A thread that reports when this rank waits, and takes part in the reports of other ranks.
 
-    See ``[Note: Reports]``. The thread runs from :meth:`start` to :meth:`close`.
+    A rank that waits for longer than the threshold *requests* the next report in the store. Every
+    rank then publishes its *state*: what it is doing, and its stack. One rank composes the report
+    and prints it. See ``[Note: Reports]``. The thread runs from :meth:`start` to :meth:`close`.
 
     Args:
         store: the store of the job. Its connection is used by nothing else.
@@ -161,7 +163,7 @@ class HangReporter:
             return
         self._stop.set()
         self._thread.join(_JOIN_TIMEOUT)
-        # If the store is gone, nothing can be published.
+        # If the thread has found the store gone, nothing can be published.
         if not self._store_error:
             activity = f"makes no further calls: {exit_reason()}"
             state = self._observer.state()._replace(
@@ -221,6 +223,7 @@ class HangReporter:
                 lines = reasons_of_ended_ranks(self.store)
                 sleep(_PAUSE)
         report = self._report or ""
+        # A report that names a rank that cannot go on says more than the reasons found here.
         if CANNOT_GO_ON in report:
             first_lines = report.partition(HEADING)[0]
             verdict = report.splitlines()[-1]
@@ -251,7 +254,7 @@ class HangReporter:
             # The report on an earlier wait is not about the next one.
             self._report_number = None
             self._report = None
-        self._update_report(now)
+        self._read_report(now)
         user_request = self._user_request()
         if user_request not in self._answered_requests:
             # If another rank has requested the same report for another reason, the next poll makes
@@ -273,7 +276,7 @@ class HangReporter:
             return ""
         return self._control.report_request
 
-    def _update_report(self, now: float) -> None:
+    def _read_report(self, now: float) -> None:
         """Read the report on the wait of this rank, if it is stored now.
 
         If a rank compiles, the report is kept for an error, but another one is requested after
@@ -342,7 +345,7 @@ class HangReporter:
     def _request_report(self, user_request: str = "") -> None:
         """Request the next report, and take part in it. Runs in the thread.
 
-        Every rank takes part in every report, in the order of their numbers.
+        Reports are numbered, and every rank takes part in each of them, in this order.
 
         Args:
             user_request: the id of the user's request. Empty, the default, if the reason for the
@@ -412,12 +415,12 @@ class HangReporter:
         text = compose_report(states, requester, reason)
         # Without a watchdog, only the timeout of a collective ends the job.
         if text and self._is_printed(text):
-            text = self._end_deadlock(states, text)
+            text = self._choose_rank_to_end(states, text)
         self.store.set(f"report/{number}", text)
         if text and (user_request or self._is_printed(text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
-    def _end_deadlock(self, states: Mapping[int, RankState], text: str) -> str:
+    def _choose_rank_to_end(self, states: Mapping[int, RankState], text: str) -> str:
         """Choose a rank that ends its process, if a report proves a deadlock.
 
         Args:

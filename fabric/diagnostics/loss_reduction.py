@@ -111,10 +111,13 @@ def loss_reduction(loss: Tensor, weight: float | None) -> LossReduction | None:
 
 
 class _LossGraph:
-    """The graph of one loss.
+    """The autograd graph of one loss, read from the loss downwards. See ``[Note: Loss reduction]``.
+
+    The *reduction* of a number says whether the number is a mean or a sum of terms, and by which
+    constant *factor* it is multiplied.
 
     Args:
-        weight: see :func:`loss_reduction`.
+        weight: the number of terms of the loss that the user has given. None if there is none.
     """
 
     def __init__(self, weight: float | None) -> None:
@@ -164,6 +167,8 @@ class _LossGraph:
                 if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
                     return LossReduction(is_mean=True, num_terms=reduction.num_terms)
             if factor < _MIN_FACTOR_OF_SUM:
+                # The number may be a mean by a divisor that is not known. A factor of 0 says that
+                # it is no plain sum, and stays 0 when it is multiplied by further constants.
                 factor = 0.0
         return replace(reduction, factor=factor)
 
@@ -265,8 +270,10 @@ class _Elements:
         dimensions = saved_option(node, "dim") or ()
         if isinstance(dimensions, int):
             dimensions = (dimensions,)
-        # The first dimension is the batch. Without dimensions, all of them are reduced.
-        if _operation(node) != "Sum" and (not dimensions or 0 in dimensions):
+        # The first dimension is the batch. Without dimensions, all of them are reduced. A norm over
+        # the batch is neither a mean nor a sum of its samples.
+        reduces_batch = not dimensions or 0 in dimensions
+        if _operation(node) != "Sum" and reduces_batch:
             self.is_known = False
 
 
@@ -281,6 +288,7 @@ def _read_elements(nodes: Iterable[Node]) -> _Elements:
             continue
         read_nodes.add(node)
         if len(read_nodes) > _MAX_NODES:
+            # To read a larger graph would take too long.
             elements.is_known = False
             break
         if elements.read(node):

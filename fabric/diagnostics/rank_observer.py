@@ -113,6 +113,7 @@ class RankObserver:
             stack=stack,
             call=compared_call,
             awaited=self._awaited_ranks(stack),
+            step=recorder.step,
         )
 
     def _awaited_ranks(self, stack: str) -> Sequence[int] | None:

@@ -29,6 +29,8 @@ class RankState(NamedTuple):
         awaited: the global ranks of which none can be missing, if the rank is to go on. Empty means
             all ranks. None, the default, if the rank is not known to wait.
         has_ended: whether the rank makes no further calls.
+        step: the number of the current optimizer step, or outside of steps of the next one, from 1.
+            0, the default, if unknown.
     """
 
     activity: str
@@ -42,6 +44,7 @@ class RankState(NamedTuple):
     call: str = ""
     awaited: Sequence[int] | None = None
     has_ended: bool = False
+    step: int = 0
 
     @property
     def number(self) -> int:

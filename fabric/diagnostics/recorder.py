@@ -132,7 +132,8 @@ class FlightRecorder:
         on_param_groups_changed: called before the step of an optimizer to which the user has added
             parameter groups.
         signatures: the signatures of calls that have not been read yet.
-        collective_context: returns a context manager, in which one collective runs.
+        collective_context: returns a context manager, in which one collective runs. None, the
+            default, if no tool needs one.
         phases_need_all_ranks: whether torch's collectives in a phase need all ranks of the job.
             False if the job has a mesh of several dimensions.
     """
@@ -168,9 +169,9 @@ class FlightRecorder:
         self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
             _ignore_param_groups
         )
-        self.collective_context: Callable[[Entry], contextlib.AbstractContextManager[object]] = (
-            contextlib.nullcontext
-        )
+        self.collective_context: (
+            Callable[[Entry], contextlib.AbstractContextManager[object]] | None
+        ) = None
 
     def phase_hooks(self, phase: str) -> Hooks:
         """Return hooks for a forward or backward pass, which record the pass as a phase."""
@@ -285,9 +286,9 @@ class FlightRecorder:
             self._check_phase("backward")
 
     def check_signatures(self) -> None:
-        """Read the signatures of calls that are still on the device.
+        """Compare the ranks' signatures of the latest calls, which are still on the device.
 
-        Reading waits for the device. Call this method only where the program waits anyway.
+        This waits for the device. Call it only where the program waits for the device anyway.
 
         Raises:
             CollectiveMismatchError: the ranks made different calls.
@@ -387,7 +388,8 @@ class RecordedCommunicator(Communicator):
         The recorder's checks run before the collective sends data, and raise if it must not run.
         """
         recorder = self._recorder
-        self._check_process(collective)
+        if os.getpid() != recorder.process:
+            raise self._forked_process_error(collective)
         entry = self._new_entry(collective)
         thread = threading.get_ident()
         # Recorded before the checks, in which this rank may wait: a hang report shows the call.
@@ -397,7 +399,9 @@ class RecordedCommunicator(Communicator):
         try:
             for check in recorder.checks:
                 check(entry, collective)
-            # The context does nothing unless a tool, such as a timeline, has replaced it.
+            if recorder.collective_context is None:
+                return self._checked.run(collective)
+            # Set by a tool, such as a timeline.
             with recorder.collective_context(entry):
                 return self._checked.run(collective)
         except RuntimeError as error:
@@ -406,16 +410,14 @@ class RecordedCommunicator(Communicator):
         finally:
             del recorder.open_collectives[thread]
 
-    def _check_process(self, collective: Collective) -> None:
-        """Raise a UsageError in a forked child, such as a worker of a DataLoader.
+    def _forked_process_error(self, collective: Collective) -> UsageError:
+        """Return the error of a collective in a forked child, where it would wait for ever.
 
-        A collective in a child would wait for ever.
+        Such a child is a worker of a DataLoader, for example.
         """
         process = self._recorder.process
-        if os.getpid() == process:
-            return
         operation = collective.user_operation
-        raise UsageError(
+        return UsageError(
             f"{operation} in process {os.getpid()}, which rank {self.rank} (process {process}) has "
             "forked",
             problem="only the process of the rank is connected to the other ranks, and the forked "

@@ -239,7 +239,8 @@ def _frames_of_thread(dump: bytes, thread: int) -> str:
             all threads are returned.
     """
     text = dump.decode(errors="replace")
-    # A section has the line "Thread 0x..." or "Current thread 0x...", and then indented frames.
+    # A section has the line "Thread 0x..." or "Current thread 0x...", and then indented frames. The
+    # expression leaves out the first letter, so that it matches both.
     section = re.search(rf"hread 0x0*{thread:x}\b.*\n(?P<frames>(?:  .*\n?)+)", text)
     if section is not None:
         text = section["frames"]
@@ -249,6 +250,7 @@ def _frames_of_thread(dump: bytes, thread: int) -> str:
         if not is_frame:
             continue
         frame = line.strip()
+        # The frames of a launcher are the outermost ones: nothing of the user's comes after them.
         if _LAUNCHER_FRAME.match(frame) or len(frames) == _MAX_FRAMES:
             break
         frames.append(frame)

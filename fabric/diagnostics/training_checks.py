@@ -38,12 +38,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric._torch import (
     datasets_iterated_in_full,
+    has_nan,
     local_tensor,
     real_tensors,
 )
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
 from fabric.diagnostics.clipping_check import ClippingCheck
+from fabric.diagnostics.digest import digests
 from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
 from fabric.optim.gradients import has_gradients
@@ -51,7 +53,7 @@ from fabric.optim.loss_scaler import has_closure
 from fabric.store import JobStore
 from fabric.tree import parameters_of
 
-__all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
+__all__ = ["SetupChecks", "TrainingChecks", "check_same_model"]
 
 # The number of steps in which each optimizer is checked.
 _CHECKED_STEPS = 2
@@ -65,11 +67,6 @@ _CHECKED_STEPS_OF_ALL = 6
 _TURN_OFF = "Fabric(check_training=False) if this is meant"
 _GATHER_WITH_GRADIENTS = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 _MAX_NAMES_CHARACTERS = 400  # of a list of parameters in an error
-_CHUNK_ELEMENTS = 1 << 20  # that a checksum converts to int64 at a time, to save memory
-# The integer type that views the bits of an element, by the bytes of the element. An element of 16
-# bytes is two integers.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-_PRIME = 1_000_003  # the factor between the sums of two chunks in a checksum
 
 Contracts = Collection[GradientContract]
 
@@ -99,6 +96,10 @@ class _Published(NamedTuple):
 
 class TrainingChecks:
     """The checks of one optimizer, until it has stepped twice. See ``[Note: Training checks]``.
+
+    After a step, each rank computes a *fingerprint*: a number for each of the parameters that must
+    be equal on all ranks. The first rank writes its fingerprint to the store, and the other ranks
+    compare theirs with it.
 
     Hooks of the optimizer hold the checks. The checks hold the optimizer weakly.
 
@@ -149,8 +150,10 @@ class TrainingChecks:
         self._compared_names: list[str] = []
         self._fingerprint: list[int] = []
         self._hooks = ExitStack()
-        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        before_step = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks.callback(before_step.remove)
+        after_step = optimizer.register_step_post_hook(self._after_step)
+        self._hooks.callback(after_step.remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
@@ -186,7 +189,7 @@ class TrainingChecks:
             self._check_replicas()
             if self._is_synchronized(optimizer):
                 self._synchronized_backwards += 1
-            # This comes after the change of the count, which the check compares with the count of
+            # Called after the count above has changed: the check compares it with the count of
             # another rank.
             self._check_no_rank_is_ahead()
         if self._is_finished:
@@ -207,13 +210,13 @@ class TrainingChecks:
     def _check_no_rank_is_ahead(self) -> None:
         """Raise if a rank made its next step before the backward pass that this rank has finished.
 
-        The other rank took part in this synchronized backward pass, but only after its step. So the
-        two ranks step with different gradients.
+        The other rank called ``optimizer.step()`` first, and took part in this synchronized
+        backward pass afterwards. So its step lacks the gradients of this pass.
         """
         # A rank that holds only empty shards gets no gradients, and so counts no steps.
         if self._is_finished or not self._had_gradient:
             return
-        # What the first rank has written after the step that this rank makes next.
+        # The first rank that finishes a step publishes it. This rank has not made this step yet.
         content = self._store.get_nowait(self._key("first", steps_ahead=1))
         if content is None:
             return
@@ -253,6 +256,7 @@ class TrainingChecks:
             self._check_reduced(contract, trained_ids)
             self._check_missing(contract, trained_ids)
         self._check_some_gradient(trained_ids)
+        self._warn_of_no_backward(trained_ids)
         self._check_not_cleared(optimizer)
         self._has_new_gradient = False
 
@@ -268,7 +272,7 @@ class TrainingChecks:
             is_trained = not trained_ids.isdisjoint(_ids(parameters))
             if not is_trained:
                 continue
-            nan_ids = _ids(parameter for parameter in parameters if _has_nan(parameter))
+            nan_ids = _ids(parameter for parameter in parameters if has_nan(parameter))
             if nan_ids:
                 self._raise_usage_error(
                     problem="these are not a number before the first step: "
@@ -358,13 +362,34 @@ class TrainingChecks:
                 f"{_GATHER_WITH_GRADIENTS}; {_TURN_OFF}",
             )
 
+    def _warn_of_no_backward(self, trained_ids: set[int]) -> None:
+        """Warn on rank 0 at the second step if there was no backward pass at all.
+
+        A loop over an empty step, which moves a scheduler forward, is no error.
+
+        Args:
+            trained_ids: the ids of the parameters that the optimizer trains on this rank.
+        """
+        if not trained_ids or self._backwards or self._had_gradient:
+            return
+        if self._step_calls == _CHECKED_STEPS and self._store.rank == 0:
+            warnings.warn(
+                f"{self._class_name} has made {_CHECKED_STEPS} steps without a backward pass, "
+                "which change nothing: fabric.backward(loss) before optimizer.step(), or "
+                f"{_TURN_OFF}",
+                # The line that calls optimizer.step(), as in _check_missing.
+                stacklevel=4,
+            )
+
     def _check_not_cleared(self, optimizer: Optimizer) -> None:
         """Raise at the second step whose gradients were all cleared before the step.
 
-        A single such step is not an error. After a step with gradients none is.
+        A single such step is not an error. After a step that had gradients, none is: the loop knows
+        when to clear them.
         """
         if has_gradients(optimizer):
             self._has_stepped_with_gradient = True
+        # Without a gradient of a backward pass since the latest step, nothing was cleared.
         if not self._has_new_gradient or self._has_stepped_with_gradient:
             return
         self._cleared_steps += 1
@@ -440,7 +465,7 @@ class TrainingChecks:
         has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
         if replicated:
             self._compared_names = [names[id(parameter)] for parameter in replicated]
-            self._fingerprint = fingerprint(replicated)
+            self._fingerprint = digests(replicated)
         elif has_shards:
             self._compared_names = ["its options"]
             options = _float_options(optimizer)
@@ -542,7 +567,8 @@ class SetupChecks:
         check_setup: raises for optimizers that cannot be set up.
         open_micro_batch: returns the current micro-batch inside a window of ``fabric.accumulate``:
             its number, and the length of the window. None after the last one, or without a window.
-        pending_change: see :class:`ClippingCheck`.
+        pending_change: returns what fabric will still change in an optimizer's gradients before the
+            step, such as the division by the loss scale. See :class:`ClippingCheck`.
     """
 
     def __init__(
@@ -566,7 +592,7 @@ class SetupChecks:
         self._check_setup = check_setup
         self._open_micro_batch = open_micro_batch
         self._clipping_check = ClippingCheck(pending_change)
-        # The set-up optimizers that have stepped inside a window.
+        # The set-up optimizers that have stepped inside a window of accumulated gradients.
         self._stepped_within_window: WeakSet[Optimizer] = WeakSet()
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
@@ -579,7 +605,8 @@ class SetupChecks:
         self._all_hooks = ExitStack()
         self._all_hooks.callback(self._hooks.close)
         # torch calls this hook before the step of any optimizer of the process.
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        before_step = register_optimizer_step_pre_hook(self._before_step)
+        self._hooks.callback(before_step.remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
@@ -594,9 +621,9 @@ class SetupChecks:
     def on_param_groups_changed(self, optimizer: Optimizer) -> None:
         """Check an optimizer to which the user has added parameters after setup.
 
-        The flight recorder calls this before a step. The parameters themselves are checked now. The
-        gradients are checked in the steps after the next backward pass: this method runs in an
-        optimizer's hook, where no other hook can be added.
+        The flight recorder calls this in a step pre-hook. The parameters themselves are checked
+        now. The gradients are checked in the steps after the next backward pass: :meth:`watch` adds
+        hooks to the optimizer, which torch does not allow while it iterates over the hooks.
 
         Raises:
             FabricError: the optimizer cannot be set up with these parameters.
@@ -606,6 +633,7 @@ class SetupChecks:
 
         def watch_after_backward(*_: object) -> None:
             """Start the checks, once. A function of ``Hooks.after``."""
+            # Fabric.backward() iterates over a copy of the list.
             self._backward.after.remove(watch_after_backward)
             extended_optimizer = optimizer_ref()
             if extended_optimizer is not None:
@@ -817,13 +845,13 @@ def check_same_model(
         if error is None:
             digest = _digest(root, plan)
         message = torch.tensor(digest, device=communicator.device)
-        digests = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
-    if 0 in digests:
+        digest_of_ranks = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
+    if 0 in digest_of_ranks:
         # Raises the error on every rank. Errors are objects, so sending them takes a second
         # collective, which is made only if there is an error.
         communicator.gather_objects(None, error=error)
-    for rank, digest_of_rank in enumerate(digests):
-        if digest_of_rank != digests[0]:
+    for rank, digest_of_rank in enumerate(digest_of_ranks):
+        if digest_of_rank != digest_of_ranks[0]:
             raise UsageError(
                 f"setup({type(root).__name__}) on rank {communicator.rank}",
                 problem=f"it is another model on rank {rank} than on rank 0: the names, shapes or "
@@ -860,34 +888,6 @@ def _digest(root: nn.Module, plan: object) -> int:
     return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7])
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit number for each tensor, which depends on all bits and their positions.
-
-    Of a DTensor, the part on this rank counts. There must be at least one tensor. Waits for the
-    device only once, however many tensors there are.
-    """
-    checksums = [_checksum(local_tensor(tensor).detach()) for tensor in tensors]
-    # The tensors may be on several devices, so all checksums are moved to the device of the first.
-    first_device = checksums[0].device
-    stacked = torch.stack([checksum.to(first_device) for checksum in checksums])
-    return stacked.tolist()
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits, as an int64 scalar on the tensor's device.
-
-    The checksum is a weighted sum of integers. The sum may overflow: integers wrap around in the
-    same way on all devices.
-    """
-    bits = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-    checksum = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(_CHUNK_ELEMENTS):
-        # Odd weights, so that a change of any single bit changes the sum modulo 2**64.
-        weights = 2 * torch.arange(chunk.numel(), dtype=torch.int64, device=bits.device) + 1
-        checksum = checksum * _PRIME + (chunk.to(torch.int64) * weights).sum()
-    return checksum
-
-
 def _ids(parameters: Iterable[Tensor]) -> set[int]:
     return {id(parameter) for parameter in parameters}
 
@@ -902,18 +902,6 @@ def _ids_of_modules(contracts: Iterable[GradientContract]) -> set[int]:
     for contract in contracts:
         ids |= _ids(contract.parameters().values())
     return ids
-
-
-def _has_nan(parameter: Tensor) -> bool:
-    """Return whether the part of a parameter on this rank contains a NaN.
-
-    Returns False for one-byte and quantized dtypes, which have no ``isnan`` or no NaN.
-    """
-    tensor = local_tensor(parameter)
-    is_plain = type(tensor) in (Tensor, nn.Parameter)
-    if not is_plain or tensor.element_size() == 1:
-        return False
-    return bool(tensor.isnan().any())
 
 
 def _float_options(optimizer: Optimizer) -> list[tuple[str, float]]:

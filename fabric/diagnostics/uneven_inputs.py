@@ -154,8 +154,10 @@ class _End(NamedTuple):
 class UnevenInputDetector:
     """Raises if a rank has run out of batches and another takes one more step.
 
-    It compares the order of steps and collectives of this rank with those of its neighbors. See
-    ``[Note: Uneven inputs]``.
+    A *step* is a forward pass after which ranks synchronize gradients, or a forward pass of a
+    sharded model. The detector compares the order of steps and collectives of this rank with those
+    of its *neighbors*, the ranks before and after it. Under ``HYBRID_SHARD`` some steps are taken
+    only by the *peers*, which gather parameters together. See ``[Note: Uneven inputs]``.
 
     Args:
         recorder: this process's recorder, which counts collectives.
@@ -216,6 +218,7 @@ class UnevenInputDetector:
         )
         if not self._is_watching:
             self._is_watching = True
+            # Steps before this first iteration are not counted, but have to match, too.
             self._early_steps = self._bypass.step_count - self._uncounted_steps
             self._uncounted_steps = self._bypass.step_count
             # Placed before the other checks: if ranks have run out of batches, its error names that
@@ -419,7 +422,8 @@ class UnevenInputDetector:
             step: the step that this rank is about to take, with one number for neighbors that are
                 peers and one for the others.
             neighbors: the neighbors that have to take the step.
-            must_be_same_iteration: see :meth:`_check_step`.
+            must_be_same_iteration: whether neighbors must be in the same iteration over the loader,
+                since their batches are shares of one order.
         """
         loop = step.loop
         for neighbor, neighbor_step in self._read_steps(neighbors).items():
@@ -527,9 +531,10 @@ class UnevenInputDetector:
     def _take_ended_iterations(self) -> list[_Iteration]:
         """Return the iterations that have ended since the latest call.
 
-        The batch counts of these iterations are compared with those of the neighbors.
+        The batch counts of these iterations are compared with those of the neighboring ranks.
         """
         ended_iterations: list[_Iteration] = []
+        # The iteration of the latest step may be an earlier one than the latest, or the same.
         for iteration in (self._latest_iteration, self._iteration_of_step):
             if iteration is None or iteration.is_checked or not iteration.position.is_finished:
                 continue

@@ -74,6 +74,13 @@ class Launcher(ABC):
         This method starts no process.
         """
 
+    def warm_up(self) -> None:
+        """Begin to start what a launch will need, and do not wait.
+
+        A Fabric calls this method when it is made in a notebook or at a prompt. Nothing has to be
+        done, and the default does nothing.
+        """
+
     @abstractmethod
     def launch(
         self,
@@ -160,6 +167,7 @@ def start_interpreter(
     cwd: str | None = None,
     stdin: int | None = None,
     output: int | None = None,
+    variables: Mapping[str, str] = {},
 ) -> "subprocess.Popen[bytes]":
     """Start an interpreter with the options of this one, and call a function in it.
 
@@ -175,6 +183,7 @@ def start_interpreter(
         stdin: the descriptor of the standard input. None uses the input of this process.
         output: the descriptor of the standard output and error. None uses the output of this
             process.
+        variables: variables that are added to the environment.
     """
     # multiprocessing uses this private function for the same purpose. It returns the options of
     # this interpreter except -u, which is not in sys.flags. With -u, the standard output writes
@@ -194,7 +203,13 @@ def start_interpreter(
         *arguments,
     ]
     return subprocess.Popen(
-        command, pass_fds=[inherited_fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
+        command,
+        pass_fds=[inherited_fd],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
     )
 
 
@@ -248,7 +263,8 @@ def initialized_backend(device_type: str) -> str | None:
     """Return the name of a device library that is initialized in this process, or None.
 
     Args:
-        device_type: the type of the devices of the job. CUDA and XPU are checked for any type.
+        device_type: the type of the devices of the job. CUDA and XPU are checked for any type,
+            since a forked child cannot use either once its parent has initialized it.
 
     Returns:
         The name in upper case, such as ``"CUDA"``.

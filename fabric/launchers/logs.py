@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, final
@@ -12,6 +13,9 @@ from fabric.launchers.supervisor import RankProcess, describe_exit
 __all__ = ["RankLogs"]
 
 _POLL_INTERVAL = 0.1  # seconds between two looks at the files
+_READ_SIZE = 1 << 20  # bytes of a file that are in memory at once
+# Bytes of a line without an end after which the line is shown in parts.
+_MAX_LINE_LENGTH = 1 << 16
 
 
 @dataclass
@@ -98,8 +102,9 @@ class RankLogs:
 
         This is the main function of the thread that ``tee`` starts. :meth:`close` ends it.
         """
-        # The descriptor of standard output, since the output of a rank need not be valid text.
-        with open(1, "wb", closefd=False) as standard_output:
+        # A reader such as `head` may close the pipe. Then nothing more is shown, and the files get
+        # everything. The descriptor is opened since the output of a rank need not be valid text.
+        with suppress(BrokenPipeError), open(1, "wb", closefd=False) as standard_output:
             is_last_read = False
             while not is_last_read:
                 # wait() returns whether the ranks have ended. The files are then read once more.
@@ -114,27 +119,33 @@ class RankLogs:
                 standard_output.flush()
 
 
-def _read_lines(log: _RankLog, is_last_read: bool) -> list[bytes]:
-    """Return the complete lines that were added to a file since the last call.
+def _read_lines(log: _RankLog, is_last_read: bool) -> Iterator[bytes]:
+    """Yield the complete lines that were added to a file since the last call.
 
     Args:
         log: the file. Its position and its unfinished line are updated.
-        is_last_read: whether to return the unfinished line, too.
+        is_last_read: whether to yield the unfinished line, too.
     """
     descriptor = log.file.fileno()
     # The size is less than the position if the user has truncated the file. Then nothing is read
     # until the file is longer than it was.
-    added_size = max(0, os.fstat(descriptor).st_size - log.position)
-    # pread() and not read(): the rank shares the file position, which read() would move.
-    added = os.pread(descriptor, added_size, log.position)
-    log.position += len(added)
-    *lines, unfinished_line = (log.unfinished_line + added).split(b"\n")
-    # A progress bar writes "\r" before each of its states. Of an unfinished line, only the last
-    # state is kept, so that the line does not grow with each state.
-    start_of_last_state = unfinished_line.rfind(b"\r")
-    if start_of_last_state != -1:
-        unfinished_line = unfinished_line[start_of_last_state:]
-    log.unfinished_line = unfinished_line
+    size = os.fstat(descriptor).st_size
+    while log.position < size:
+        # pread() and not read(): the rank shares the file position, which read() would move.
+        added = os.pread(descriptor, min(_READ_SIZE, size - log.position), log.position)
+        if added == b"":  # the user has just truncated the file
+            break
+        log.position += len(added)
+        *lines, unfinished_line = (log.unfinished_line + added).split(b"\n")
+        yield from lines
+        # A progress bar writes "\r" before each of its states. Of an unfinished line, only the last
+        # state is kept, so that the line does not grow with each state.
+        start_of_last_state = unfinished_line.rfind(b"\r")
+        if start_of_last_state != -1:
+            unfinished_line = unfinished_line[start_of_last_state:]
+        if len(unfinished_line) > _MAX_LINE_LENGTH:
+            yield unfinished_line
+            unfinished_line = b""
+        log.unfinished_line = unfinished_line
     if is_last_read and log.unfinished_line:
-        lines.append(log.unfinished_line)
-    return lines
+        yield log.unfinished_line

@@ -1,4 +1,4 @@
-"""The decision to stop: on a signal, at a time limit, or before the end of a SLURM job.
+"""The decision to stop: on a signal, at a time limit, before a SLURM job ends, or for Ray.
 
 [Note: Stopping] All ranks stop at the same step, which they agree on as follows:
 
@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fabric.communicators import LocalCommunicator
+from fabric.environments import RayEnvironment
 from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers.rank import PREEMPTED, ControlThread, SignalHandler, stop_signals
 from fabric.runtime import Runtime
@@ -55,6 +56,10 @@ _DURATION = re.compile(
 
 class StopRequest:
     """The decision of all ranks to save and stop; see ``[Note: Stopping]`` in preemption.py.
+
+    Once a rank is asked to stop, the *reporter*, the thread of the hang reports, *holds* each rank
+    at its next call of ``should_stop``. A held rank waits until all ranks know the *agreed call*:
+    the number of the call at which ``should_stop`` is true on all of them.
 
     Args:
         runtime: the runtime of this process.
@@ -81,6 +86,7 @@ class StopRequest:
         # The call at which all ranks stop. Infinity until it is known.
         self._agreed_call = math.inf
         self._is_requested = False  # whether a signal has asked this rank to stop
+        self._reads_ray = False  # whether Ray tells this rank of preemptions
         self._is_listening = False
         # Guards the answer of this rank, which the reporter's thread or close() gives, only once.
         self._answer_lock = threading.Lock()
@@ -104,22 +110,38 @@ class StopRequest:
         return self._decide()
 
     def _decide(self) -> bool:
-        """Return whether to stop now.
+        """Return whether this is the call of :meth:`is_due` at which all ranks stop.
 
-        :meth:`is_due` calls this method at its first call and while this rank is held. Without a
-        reporter it does so at every call, and this method is collective.
+        With a reporter, :meth:`is_due` calls this method at its own first call, and again while the
+        reporter's thread holds this rank until the ranks have agreed on a call. Without a reporter,
+        :meth:`is_due` calls this method every time, and this method is collective.
         """
         if not self._is_listening:
             self._listen()
         reporter = self._reporter
         if reporter is None:
-            is_requested = self._is_requested or time.monotonic() >= self._deadline
             # Collective. All ranks stop if any rank is asked to stop.
-            return any(self._communicator.gather_objects(is_requested))
+            return any(self._communicator.gather_objects(self._is_asked(time.monotonic())))
         # The name of the phase is in a hang report while this rank waits.
         with reporter.recorder.record_phase("should_stop"):
             self._wait_for_agreement()
         return self._call_count >= self._agreed_call
+
+    def _is_asked(self, now: float) -> bool:
+        """Return whether a signal, a time limit or Ray has asked this rank to stop.
+
+        ``now`` is the current time on the monotonic clock.
+        """
+        if self._is_requested or now >= self._deadline:
+            return True
+        return self._reads_ray and _has_ray_preemption()
+
+    def is_preempted_by_ray(self) -> bool:
+        """Return whether Ray is about to take a machine of this job away. Collective under Ray."""
+        if not self._reads_ray:
+            return False
+        # Ray tells the workers one after the other.
+        return any(self._communicator.gather_objects(_has_ray_preemption()))
 
     def _wait_for_agreement(self) -> None:
         """Wait, in the main thread, while this rank is held.
@@ -158,12 +180,13 @@ class StopRequest:
         is_main_thread = threading.current_thread() is threading.main_thread()
         for number in stop_signals():
             self._listen_to(number, is_main_thread)
+        self._reads_ray = _can_read_ray()
         # None if fabric did not start this process.
         control_thread = ControlThread.of_this_process()
         if control_thread is not None:
             # The supervisor then gives this rank time to save, and does not end it on a signal.
             control_thread.send("saving")
-        elif not is_main_thread:
+        elif not is_main_thread and not self._reads_ray:
             warnings.warn(
                 "should_stop cannot note signals in this thread: read it in the main thread first",
                 stacklevel=5,  # the line that reads should_stop
@@ -222,8 +245,7 @@ class StopRequest:
         """
         has_held_call = self._held_call < math.inf
         if not has_held_call:
-            is_requested = self._is_requested or now >= self._deadline
-            if not is_requested and not store.get_nowait("stop/requested"):
+            if not self._is_asked(now) and not store.get_nowait("stop/requested"):
                 return
             # After _call_count is read here, and before _held_call is assigned, the main thread may
             # make the chosen call and not wait in it. So a call is chosen until one lies ahead.
@@ -295,8 +317,8 @@ class StopRequest:
         which passes no frame.
         """
         self._is_requested = True
-        # close() may have run in a thread that could not restore the handler. Then it is restored
-        # here, and the signal has its usual effect.
+        # If close() ran in a thread that could not restore the earlier handler, the handler is
+        # restored here, and the signal has its usual effect.
         if not self._is_listening and self._restore_handler(number):
             signal.raise_signal(number)  # for the restored handler
             return
@@ -386,18 +408,59 @@ def _ask_for_end(job: str) -> float | None:
         return None
 
 
-def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
+def _can_read_ray() -> bool:
+    """Return whether this process is a worker of Ray Train that Ray tells of preemptions.
+
+    Warn if Ray is of a release whose workers do not have the information at the known place.
+    """
+    if RayEnvironment().detect(os.environ) is None:
+        return False
+    try:
+        _has_ray_preemption()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        warnings.warn(
+            "should_stop follows the time limit only, and not the preemptions of Ray, which this "
+            f"release of Ray does not tell: {type(error).__name__}: {error}",
+            stacklevel=6,  # the line that reads should_stop
+        )
+        return False
+    return True
+
+
+def _has_ray_preemption() -> bool:
+    """Return whether Ray has told this worker that a machine of the job will be taken away.
+
+    ``ray.train.get_preemption_info`` returns the same, but all workers have to call it together,
+    and each call is a message to one actor. So the thread of the hang reports reads the private
+    value that it would send. Seen to work in Ray 2.60.
+
+    Raises:
+        ImportError, AttributeError, RuntimeError: this release of Ray has no such value.
+    """
+    from ray.train.v2._internal.execution.context import (  # pyright: ignore[reportMissingImports]
+        get_train_context,
+    )
+
+    return get_train_context().preemption_context.preemption_info is not None
+
+
+def exit_preempted(close: Callable[[], object], requeue: bool, waits_for_ray: bool) -> NoReturn:
     """Exit with :data:`PREEMPTED`, the exit code of a job that asks to be started again.
 
     Args:
         close: called first. It finishes what this process has begun, such as saves.
-        requeue: whether to put the SLURM job, if there is one, back into the queue.
+        requeue: whether to put the SLURM job, or this task of an array, back into the queue. If
+            SLURM refuses to, there is a warning.
+        waits_for_ray: whether to wait until Ray ends this process, and not to exit.
 
     Raises:
-        UsageError: SLURM did not put the job, or this task of an array, back into the queue.
-        SystemExit: otherwise.
+        SystemExit: always.
     """
     close()
+    if waits_for_ray:
+        # Ray would take an exit for a failure, which counts for max_failures. It ends all workers
+        # when the machine is taken away, and starts them again as often as needed.
+        threading.Event().wait()
     job = read_variable(os.environ, "SLURM_JOB_ID")
     if requeue and job is not None:
         # In a job array, scontrol would requeue all tasks for SLURM_JOB_ID. The name ARRAY_TASK
@@ -406,7 +469,15 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
         if array is not None:
             task = os.environ["SLURM_ARRAY_TASK_ID"]
             job = f"{array}_{task}"
-        _scontrol("requeue", job)
+        try:
+            _scontrol("requeue", job)
+        except UsageError as error:
+            # As an error, it would make `fabric run --max-restarts` start the saved ranks again in
+            # the last seconds of the job.
+            warnings.warn(
+                f"the job ends with exit code {PREEMPTED}, but is not back in the queue: {error}",
+                stacklevel=3,  # the line that calls fabric.exit_preempted
+            )
     raise SystemExit(PREEMPTED)
 
 

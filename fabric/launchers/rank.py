@@ -45,7 +45,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from fabric.errors import CollectiveMismatchError
+from fabric.errors import CollectiveMismatchError, UsageError
 from fabric.launchers.serialize import dump_result
 from fabric.world import World
 
@@ -58,13 +58,14 @@ __all__ = [
     "Payload",
     "RankConfig",
     "SignalHandler",
+    "end_with_parent",
     "ending_signals",
     "exit_process",
     "exit_with_late_error",
     "is_secondary",
     "main",
     "raise_on_signals",
-    "receive_payload",
+    "run_process",
     "run_rank",
     "stop_signals",
 ]
@@ -135,7 +136,8 @@ class RankConfig:
         stack_file: the path to which the interpreter writes the stack of a fatal signal.
         runs_script: whether the rank runs a script, which may exit at any time. Otherwise the rank
             runs a function.
-        returns_result: whether the result of the payload is sent back.
+        result_file: the path of the file for the tensors of the result. None if the result of the
+            payload is not sent back.
     """
 
     world: World
@@ -143,7 +145,7 @@ class RankConfig:
     threads: int
     stack_file: str
     runs_script: bool
-    returns_result: bool
+    result_file: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,8 @@ def is_secondary(error: BaseException) -> bool:
     """Return whether an error is usually the result of another rank's failure.
 
     The answer is true if the first error in the chain of causes and contexts is a lost connection,
-    a timeout or a missing rank.
+    a timeout, or a call that another rank does not make. torch raises some of these as a
+    RuntimeError, which is known by its text.
     """
     origin = _origin(error)
     if isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError):
@@ -300,8 +303,8 @@ class ControlThread(threading.Thread):
         """Receive messages until the supervisor has ended, then end this process at once.
 
         This is the main function of the thread. The process ends even if the main thread is
-        blocked. The kernel also kills the process when its parent ends, but not if the parent ended
-        before the process asked the kernel to do so.
+        blocked. The kernel also kills the process when its parent ends, but not if the parent had
+        ended before the process asked the kernel for this.
         """
         parent = os.getppid()
         # Another process that the parent forked may hold the pipe open. The id of the parent
@@ -350,19 +353,32 @@ def main() -> None:
     control = Connection(int(sys.argv[1]))
     # Child processes of the rank must not hold the pipe open.
     os.set_inheritable(control.fileno(), False)
-    config, payload = receive_payload(control)
+    run_process(control)
+
+
+def run_process(control: Connection) -> None:
+    """Run as a rank in this process, which runs nothing else.
+
+    This function returns only for a script that has not failed. The interpreter then ends this
+    process as usual.
+
+    Args:
+        control: the rank's end of the control pipe.
+    """
+    # In a forked rank, these are objects of the modules that the fork server has loaded.
+    frozen_objects = gc.get_freeze_count()
+    config, payload = _receive_payload(control)
     exit_code = run_rank(control, config, payload)
     # A script may rely on the interpreter's finalization. So a script that has not failed exits in
     # the usual way.
     if exit_code != 0 or not config.runs_script:
-        exit_process(exit_code)
+        exit_process(exit_code, frozen_objects)
 
 
-def receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
+def _receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
     """Receive the configuration and the payload of a rank from its supervisor.
 
-    A rank that shares the memory of its supervisor does not call this function. This function ends
-    the process if the supervisor has closed the pipe or has ended.
+    This function ends the process if the supervisor has closed the pipe or has ended.
     """
     try:
         return control.recv()
@@ -385,11 +401,13 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     """
     control_thread = ControlThread(control, config)
     if sys.platform == "linux":
-        _end_with_parent()
+        end_with_parent()
     if not faulthandler.is_enabled():
         # The file is unbuffered because a crash flushes nothing. faulthandler keeps a reference to
         # the file, so the file stays open.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
+    if not config.runs_script:
+        _refuse_input(config.world.rank)
     control_thread.start()
     outcome = _run_payload(control_thread, payload)  # raises nothing
     # From now on signals are ignored and do not raise. No ``finally`` block is left to run, and a
@@ -403,7 +421,58 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     return outcome.exit_code
 
 
-def _end_with_parent() -> None:
+class _NoInput(io.StringIO):
+    """The standard input of a rank that runs a function. Reading a line from it raises.
+
+    The input is empty otherwise. The debugger ``pdb`` reads lines, too.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def readline(self, size: int | None = -1, /) -> str:
+        """Raise a UsageError."""
+        raise _input_error("input()", self._rank)
+
+
+def _input_error(call: str, rank: int) -> UsageError:
+    """Return the error for a call that needs a keyboard.
+
+    Args:
+        call: the call, as the user wrote it.
+        rank: the global rank of this process.
+    """
+    return UsageError(
+        f"{call} on rank {rank}",
+        problem="a process that launch() has started has no keyboard",
+        suggestion="fabric.launch(train, value) for a value that you enter before; or "
+        f"Fabric(devices=1) while you look for a mistake: it runs the function where {call} and "
+        "%debug work",
+    )
+
+
+def _refuse_input(rank: int) -> None:
+    """Make ``input()`` and ``breakpoint()`` raise an error that says what to write instead.
+
+    A debugger that the user has chosen, by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, stays.
+
+    Args:
+        rank: the global rank of this process.
+    """
+    sys.stdin = _NoInput(rank)
+
+    def refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
+        """Raise a UsageError, or call the debugger that the environment names."""
+        if os.environ.get("PYTHONBREAKPOINT"):
+            return sys.__breakpointhook__(*args, **kwargs)
+        raise _input_error("breakpoint()", rank)
+
+    if sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = refuse_breakpoint
+
+
+def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even while C++ code holds the GIL.
 
     To the kernel the parent is the *thread* that started the process. A launch keeps that thread
@@ -456,9 +525,10 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
             # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.
             torch.set_num_threads(config.threads)
         result = call()
-        if not config.returns_result:
+        if config.result_file is None:
             result = None
-        return _Outcome(exit_code=0, message=Message("finished", dump_result(result)))
+        pickled_result = dump_result(result, config.result_file)
+        return _Outcome(exit_code=0, message=Message("finished", pickled_result))
     except KeyboardInterrupt:
         return _Outcome(exit_code=128 + signal.SIGINT)
     except SystemExit as error:
@@ -507,11 +577,15 @@ class SignalHandler:
         listeners: functions to call with the number of a signal that asks the job to save. While
             there are listeners, the signal does not raise.
         handled_by_listeners: the numbers of the signals that listeners have been called with.
+        last_raised: the exception that the handler raised last, or None.
+        last_raised_for: the number of the signal that it was raised for, or 0.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[int], object]] = []
         self.handled_by_listeners: set[int] = set()
+        self.last_raised: BaseException | None = None
+        self.last_raised_for = 0
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle the signal ``number``, in the main thread. The interpreter calls this method.
@@ -525,9 +599,12 @@ class SignalHandler:
             return
         # The same signal again must not interrupt the ``finally`` blocks.
         signal.signal(number, signal.SIG_IGN)
+        self.last_raised_for = number
         if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
+            self.last_raised = KeyboardInterrupt()
+        else:
+            self.last_raised = SystemExit(128 + number)
+        raise self.last_raised
 
     def notify(self, number: int) -> bool:
         """Call all listeners with the number of a signal. May be called from any thread.
@@ -571,6 +648,7 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     # A forked child would otherwise write the signals that it gets to this pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _repeat_lost_signals(handler, writing_end)
     main_thread = threading.get_ident()
     signal_thread = threading.Thread(
         target=_wake_on_signals,
@@ -582,6 +660,34 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     # The supervisor blocked SIGINT while it started this process. This line raises
     # KeyboardInterrupt if SIGINT has arrived since then.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _repeat_lost_signals(handler: SignalHandler, writing_end: int) -> None:
+    """Handle a signal again whose exception the interpreter has dropped.
+
+    A signal may arrive while the main thread runs a ``__del__`` method or the callback of a weak
+    reference, for example during an import. Such calls cannot raise: the interpreter passes their
+    exceptions to ``sys.unraisablehook`` and goes on. The rank would then run on, with the signal
+    ignored.
+
+    Args:
+        handler: the handler of the signals.
+        writing_end: the descriptor of the pipe that the thread of :func:`_wake_on_signals` reads.
+    """
+    report_unraisable = sys.unraisablehook
+
+    def install_handler_again(unraisable: "sys.UnraisableHookArgs") -> None:
+        error = unraisable.exc_value
+        if error is None or error is not handler.last_raised:
+            report_unraisable(unraisable)
+            return
+        number = handler.last_raised_for
+        # This hook runs in the main thread, as the handler did. The thread sends the signal again
+        # after a pause, when the call that cannot raise has usually returned.
+        signal.signal(number, handler)
+        os.write(writing_end, bytes([number]))
+
+    sys.unraisablehook = install_handler_again
 
 
 def _wake_on_signals(
@@ -626,7 +732,7 @@ def _wake_on_signals(
             on_signal(number)
 
 
-def exit_process(code: int) -> NoReturn:
+def exit_process(code: int, frozen_objects: int = 0) -> NoReturn:
     """End this process as the interpreter would, but without its finalization.
 
     This function waits for threads, runs exit handlers and flushes open files. The finalization is
@@ -637,6 +743,8 @@ def exit_process(code: int) -> NoReturn:
     Args:
         code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
             flushed.
+        frozen_objects: the number of objects that were frozen when this process began. None of them
+            is an open file.
     """
     # Waits for the threads that are not daemons. multiprocessing calls this private function, too.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -648,25 +756,35 @@ def exit_process(code: int) -> NoReturn:
         except OSError:
             if code == 0:
                 code = 120
-    _flush_files()
+    _flush_files(frozen_objects)
     os._exit(code)
 
 
-def _flush_files() -> None:
-    """Flush all open files of this process, which ends without the interpreter's finalization."""
+def _flush_files(frozen_objects: int) -> None:
+    """Flush all open files of this process, which ends without the interpreter's finalization.
+
+    Args:
+        frozen_objects: as in :func:`exit_process`.
+    """
     gc.disable()  # the process ends, so a collection of garbage would only take time
-    gc.unfreeze()  # gc.get_objects() leaves out frozen objects
-    objects = gc.get_objects()
+    # gc.get_objects() leaves out frozen objects. In a forked rank, a look at the objects of the
+    # fork server would copy their memory, which takes longer than everything else here.
+    if gc.get_freeze_count() > frozen_objects:
+        gc.unfreeze()
+    text_files: list[Any] = []
+    buffered_files: list[Any] = []
+    for candidate in gc.get_objects():
+        # isinstance() is not used: it reads __class__, which runs code in some objects.
+        if issubclass(type(candidate), io.TextIOWrapper):
+            text_files.append(candidate)
+        elif issubclass(type(candidate), (io.BufferedWriter, io.BufferedRandom)):
+            buffered_files.append(candidate)
     # Text files first: they write to the buffered files.
-    for file_type in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-        for candidate in objects:
-            # isinstance() is not used: it reads __class__, which runs code in some objects.
-            if not issubclass(type(candidate), file_type):
-                continue
-            # The file may be closed, detached or on a full disk. Finalization ignores these errors,
-            # too, and the other files must be flushed.
-            with suppress(OSError, ValueError):
-                candidate.flush()
+    for file in (*text_files, *buffered_files):
+        # The file may be closed, detached or on a full disk. Finalization ignores these errors,
+        # too, and the other files must be flushed.
+        with suppress(OSError, ValueError):
+            file.flush()
 
 
 def exit_with_late_error() -> None:

@@ -9,6 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -16,16 +19,27 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
+from fabric.launchers.fork_server import ForkServer
 from fabric.launchers.logs import RankLogs
-from fabric.launchers.rank import RankConfig, main
-from fabric.launchers.supervisor import StartedProcess, Supervisor, exit_status
-from fabric.world import World
+from fabric.launchers.rank import PREEMPTED, RankConfig, main
+from fabric.launchers.supervisor import (
+    StartedProcess,
+    Supervisor,
+    exit_status,
+    never,
+    rank_variables,
+)
+from fabric.world import World, available_cores
 
-__all__ = ["Script", "ScriptEnd", "ScriptLauncher", "run_script"]
+__all__ = ["Script", "ScriptEnd", "ScriptLauncher", "run_script", "script_fork_server"]
 
 # The working directory in which this process was started. multiprocessing reads it at its import,
 # before the script has a chance to change the directory.
 _START_DIRECTORY: str | None = vars(multiprocessing.process)["ORIGINAL_DIR"]
+# A quoted name of a variable that torch or a library of torch may read while it is loaded.
+_LIBRARY_VARIABLE = re.compile(
+    r"""["'](?P<name>(TORCH(?!ELASTIC)|PYTORCH|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_)\w*)["']"""
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +101,57 @@ class Script:
             # mix with the lines of other ranks.
             sys.stdout.reconfigure(line_buffering=True)
         sys.argv[:] = self.arguments
-        if self.extends_path:
-            self._extend_path()
+        # runpy itself prepends a script that is a folder or an archive.
+        if self.extends_path and (self.is_module or os.path.isfile(self.name)):
+            sys.path.insert(0, self.path_entry)
         return self._run
 
-    def _extend_path(self) -> None:
-        """Prepend the folder to ``sys.path`` that the interpreter would prepend.
-
-        If the script is a folder or an archive, this is left to ``runpy``.
-        """
+    @property
+    def path_entry(self) -> str:
+        """The entry of ``sys.path`` that the interpreter would prepend for this script."""
         if self.is_module:
-            sys.path.insert(0, os.getcwd())
-        elif os.path.isfile(self.name):
-            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
+            return os.getcwd()
+        if os.path.isfile(self.name):
+            return os.path.dirname(os.path.realpath(self.name))
+        return self.name
+
+    def find_fork_hazard(self) -> str:
+        """Return why a rank should not be forked from a process with torch loaded, or "".
+
+        A script may set variables before it imports torch, which torch and its libraries read while
+        they are loaded.
+        """
+        if sys.platform != "linux":
+            return "ranks are forked on Linux only"
+        for path in self._first_files():
+            match = _LIBRARY_VARIABLE.search(path.read_text(errors="replace"))
+            if match is not None:
+                return f"{path} has {match['name']}, which libraries read while they are loaded"
+        return ""
+
+    def _first_files(self) -> list[Path]:
+        """Return the files that a rank runs first: the script, or a module and its packages.
+
+        Nothing is imported. The list is empty if there is no such module, which the ranks report.
+        """
+        if not self.is_module:
+            script = Path(self.name)
+            if script.is_dir():
+                script = script / "__main__.py"
+            return [script]
+        package, *submodules = self.name.split(".")
+        spec = PathFinder.find_spec(package, [self.path_entry]) or find_spec(package)
+        if spec is None:
+            return []
+        paths: list[Path] = []
+        if spec.origin is not None:
+            paths.append(Path(spec.origin))
+        for folder in spec.submodule_search_locations or ():
+            for depth in range(1, len(submodules) + 1):
+                paths.append(Path(folder, *submodules[:depth], "__init__.py"))
+            paths.append(Path(folder, f"{'/'.join(submodules)}.py"))
+            paths.append(Path(folder, *submodules, "__main__.py"))
+        return [path for path in paths if path.is_file()]
 
     def _run(self) -> None:
         """Run the script as ``__main__``."""
@@ -221,6 +273,7 @@ class ScriptLauncher(base.Launcher):
         self.check(spec)
         script = Script.of(sys.modules["__main__"])
         script_end = run_script(script, base.node_worlds(spec.num_processes))
+        script_end.print_report()
         raise SystemExit(script_end.exit_code)
 
 
@@ -229,12 +282,85 @@ class ScriptEnd(NamedTuple):
 
     Attributes:
         exit_code: the exit code for this process.
+
+            - If all ranks ended with 0, the code is 0. If all of these ranks ended and some of them
+              were preempted, the code is :data:`PREEMPTED`.
+            - If a rank failed, the code is the exit code of the rank that failed first, or 128 + n
+              if signal n killed that rank.
+            - If signal n to this process ended the job, the code is 128 + n.
+            - If the ranks were ended because of another machine, the code is 1.
         is_interrupted: whether a signal to this process has ended the job. Then ``fabric run``
             does not restart the job.
+        is_canceled: whether the ranks were ended because of another machine.
+        failure: the rank that failed first and how, in words. Empty if no rank failed.
+        is_secondary: whether this failure looks like the result of another rank's failure.
+        report: the text of the failure for the user.
     """
 
     exit_code: int
-    is_interrupted: bool
+    is_interrupted: bool = False
+    is_canceled: bool = False
+    failure: str = ""
+    is_secondary: bool = False
+    report: str = ""
+
+    def print_report(self) -> None:
+        """Print the failure to standard error, after everything that this process has printed."""
+        if self.report == "":
+            return
+        # The method sys.stdout.flush() is not used, since the stream may be None.
+        print(end="", flush=True)
+        print(f"\n{self.report}", file=sys.stderr, flush=True)
+
+
+def script_fork_server(script: Script, worlds: Sequence[World]) -> ForkServer:
+    """Return a fork server for the ranks of a script. :func:`run_script` starts it.
+
+    Args:
+        script: the script.
+        worlds: the places of this machine's ranks.
+    """
+    path_entry = ""
+    if script.extends_path:
+        path_entry = script.path_entry
+    variables = rank_variables(os.environ, worlds[0], available_cores(), sys.platform)
+    return ForkServer.of_script(path_entry, script.arguments, variables)
+
+
+def _start_process(
+    script: Script,
+    logs: RankLogs | None,
+    server: ForkServer | None,
+    control: Connection,
+    config: RankConfig,
+) -> StartedProcess:
+    """Start the process of one rank. The first arguments are those of :func:`run_script`.
+
+    Args:
+        script: the script.
+        logs: files for the output of the ranks.
+        server: the fork server that starts the rank. None starts a new interpreter.
+        control: the rank's end of the control pipe, through which the rank receives the script.
+        config: the configuration of the rank.
+    """
+    output = None
+    if logs is not None:
+        output = logs.open(config.world.rank)
+    is_first = config.world.local_rank == 0
+    if server is not None:
+        stdin = 0 if is_first else None
+        return server.start_rank(control, config, stdin, output)
+    stdin = None if is_first else subprocess.DEVNULL
+    process = base.start_interpreter(
+        main,
+        control.fileno(),
+        # Shown in process lists only.
+        arguments=[script.name, *script.arguments[1:]],
+        cwd=script.directory,
+        stdin=stdin,
+        output=output,
+    )
+    return StartedProcess(process.pid, process.poll)
 
 
 def run_script(
@@ -242,6 +368,8 @@ def run_script(
     worlds: Sequence[World],
     variables: Mapping[str, str] = {},
     logs: RankLogs | None = None,
+    server: ForkServer | None = None,
+    should_end: Callable[[], bool] = never,
 ) -> ScriptEnd:
     """Run a script in one process for each place, and wait for the processes.
 
@@ -252,62 +380,53 @@ def run_script(
         variables: variables for the environment of the ranks, besides their place.
         logs: files for the output of the ranks, which this function closes. None uses the standard
             output and error of this process.
+        server: the fork server that starts the ranks. None starts each rank in a new interpreter,
+            and so does a reason for which forked ranks could differ; it is printed.
+        should_end: a condition that ends the ranks early, as when another machine has failed.
 
     Returns:
-        The exit code for this process, and whether a signal ended the job:
-
-        - If all ranks ended with 0, the code is 0.
-        - If a rank failed, the code is the exit code of the rank that failed first, or 128 + n if
-          signal n killed that rank. This function has written a report to standard error.
-        - If signal n to this process ended the job, the code is 128 + n.
-
-    Raises:
-        SystemExit: the job was preempted; see :meth:`Supervisor.wait_for_ranks`.
+        How the ranks have ended. The caller prints the report.
     """
-
-    def start_process(control: Connection, config: RankConfig) -> StartedProcess:
-        """Start the process of one rank in a new interpreter.
-
-        Args:
-            control: the rank's end of the control pipe, through which the rank receives the script.
-            config: the configuration of the rank.
-        """
-        stdin = None
-        if config.world.local_rank != 0:
-            stdin = subprocess.DEVNULL
-        output = None
-        if logs is not None:
-            output = logs.open(config.world.rank)
-        process = base.start_interpreter(
-            main,
-            control.fileno(),
-            # Shown in process lists only.
-            arguments=[script.name, *script.arguments[1:]],
-            cwd=script.directory,
-            stdin=stdin,
-            output=output,
-        )
-        return StartedProcess(process.pid, process.poll)
-
+    if server is not None:
+        # This waits for the imports of the server. Until the supervisor watches, signals end this
+        # process as usual.
+        hazard = script.find_fork_hazard() or server.find_hazard()
+        if hazard != "":
+            print(f"fabric run: the ranks start in new interpreters: {hazard}", file=sys.stderr)
+            server = None
+    start_process = partial(_start_process, script, logs, server)
     supervisor = Supervisor()
     try:
         with supervisor:
             supervisor.start(
                 start_process, worlds, payload=script, variables=variables, runs_script=True
             )
-            supervisor.wait_for_ranks()
+            supervisor.wait_for_ranks(should_end)
+    except SystemExit:
+        return ScriptEnd(PREEMPTED)
     except KeyboardInterrupt:
         # The supervisor raises KeyboardInterrupt for every signal that ends a job.
         return ScriptEnd(128 + supervisor.signals[0].number, is_interrupted=True)
     except RankFailedError as error:
-        # This flushes what this process has printed, so that the report comes last. The method
-        # sys.stdout.flush() is not used, since the stream may be None.
-        print(end="", flush=True)
-        print(f"\n{error}", file=sys.stderr, flush=True)
-        # A signal may have arrived while the supervisor ended the other ranks of the failed job.
-        is_interrupted = bool(supervisor.signals)
-        return ScriptEnd(exit_status(error.exit_code), is_interrupted)
+        return ScriptEnd(
+            exit_status(error.exit_code),
+            # A signal may have arrived while the supervisor ended the other ranks.
+            is_interrupted=bool(supervisor.signals),
+            failure=error.request,
+            is_secondary=_has_secondary_failure(supervisor, error.rank),
+            report=str(error),
+        )
     finally:
         if logs is not None:
             logs.close(supervisor.ranks)
-    return ScriptEnd(0, is_interrupted=False)
+    if any(rank.exit_code != 0 for rank in supervisor.ranks):
+        return ScriptEnd(1, is_canceled=True)
+    return ScriptEnd(0)
+
+
+def _has_secondary_failure(supervisor: Supervisor, global_rank: int) -> bool:
+    """Return whether the error of a rank looks like the result of another rank's failure."""
+    for rank in supervisor.ranks:
+        if rank.global_rank == global_rank and rank.failure is not None:
+            return rank.failure.is_secondary
+    return False

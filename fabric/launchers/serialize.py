@@ -1,15 +1,25 @@
-"""Pickling of a call for the ranks, and of its result for the launching process."""
+"""Pickling of a call for the ranks, and of its result for the launching process.
+
+[Note: The file of tensors] A large pickle is slow: pickling a tensor copies its memory three times,
+and a pipe takes the bytes 64 KiB at a time, for each rank again. So the memory of tensors on the
+CPU is written to a file, which on Linux is in memory (see ``private_file.py``), and the pickle
+contains the path of the file and a position in it. The pickle can be loaded by any process of the
+same user until the file is closed. It is loaded into memory of its own: a change of a received
+tensor changes no other process.
+"""
 
 import copyreg
+import ctypes
 import io
 import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from types import CodeType, FunctionType, MethodType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from fabric.errors import ArgumentTypeError, MissingDependencyError
 
@@ -40,7 +50,9 @@ class PickledCall(NamedTuple):
     needs_main: bool
 
 
-def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> PickledCall:
+def dump_call(
+    call: Call, *, main_is_importable: bool, by_name: bool = True, tensor_file: str | None = None
+) -> PickledCall:
     """Pickle a call once, for all ranks.
 
     Functions and classes of importable modules and of a script are pickled by name. The ranks
@@ -53,6 +65,8 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
         main_is_importable: whether a rank could import ``__main__``.
         by_name: whether to try the standard library's ``pickle`` first, which pickles functions and
             classes by name. Default: True.
+        tensor_file: the path of a file for the tensors; see ``[Note: The file of tensors]`` in
+            serialize.py. None pickles the tensors, too.
 
     Raises:
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not
@@ -61,7 +75,7 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
     """
     # _try_dump() returns the bytes, or an error if the call cannot be pickled.
     if by_name:
-        data = _try_dump(pickle.dumps, call)
+        data = _try_dump(partial(_dump_by_name, tensor_file=tensor_file), call)
         if isinstance(data, bytes):
             # pickle stores the module name of every function and class. So if the bytes do not
             # contain "__main__", the call does not refer to that module.
@@ -70,7 +84,7 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
                 return PickledCall(data, needs_main)
     if not has_cloudpickle():
         raise _call_error(call, pickle.dumps, by_value=False)
-    data = _try_dump(_dump_by_value, call)
+    data = _try_dump(partial(_dump_by_value, tensor_file=tensor_file), call)
     if isinstance(data, bytes):
         return PickledCall(data, needs_main=False)
     raise _call_error(call, _dump_by_value, by_value=True)
@@ -104,19 +118,24 @@ def _call_error(
     return ArgumentTypeError(
         call_text,
         problem=f"{path} is {unpicklable.description}",
-        suggestion="build the object inside the function; or use the start method 'fork', whose "
-        "ranks inherit objects",
+        suggestion='build the object inside the function; or strategy="ddp_fork", or '
+        'launcher="fork" with any strategy, whose ranks inherit the objects of this process',
     )
 
 
-def dump_result(value: Any) -> bytes:
+def dump_result(value: Any, tensor_file: str | None = None) -> bytes:
     """Pickle the result of a rank, with tensors detached, on the CPU, without shared memory.
+
+    Args:
+        value: the result.
+        tensor_file: the path of a file for the tensors; see ``[Note: The file of tensors]`` in
+            serialize.py. None pickles the tensors, too.
 
     Raises:
         ArgumentTypeError: a part of the result cannot be pickled, or is a tensor of which this rank
             has only a shard. The text names the part.
     """
-    data_or_error = _try_dump(_dump_detached, value)
+    data_or_error = _try_dump(partial(_dump_detached, tensor_file=tensor_file), value)
     if isinstance(data_or_error, bytes):
         return data_or_error
     unpicklable = _find_unpicklable(value, _dump_detached)
@@ -163,16 +182,22 @@ class _Unpicklable(NamedTuple):
         path: where the part is in the whole, such as ``".args[0]"``. Empty for the whole itself.
         value: the part.
         error: the error of pickling the part. None if the whole can be pickled after all.
+        variable: if the part is a function, the variable that cannot be pickled, such as ``"lock,
+            used by ul"``. None if no variable is known.
     """
 
     path: str
     value: Any
     error: Exception | None
+    variable: str | None = None
 
     @property
     def description(self) -> str:
         """The type and the error, to follow the name of the value in a sentence."""
-        return f"a {type(self.value).__qualname__}, which cannot be pickled: {self.error}"
+        text = f"a {type(self.value).__qualname__}, which cannot be pickled: {self.error}"
+        if self.variable is not None:
+            text += f" ({self.variable})"
+        return text
 
 
 def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
@@ -186,13 +211,66 @@ def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         outcome = _try_dump(dump, leaf)
         if isinstance(outcome, Exception):
-            return _Unpicklable(path, value=leaf, error=outcome)
+            variable = _find_unpicklable_variable(leaf, dump)
+            return _Unpicklable(path, value=leaf, error=outcome, variable=variable)
     outcome = _try_dump(dump, value)
     error = outcome if isinstance(outcome, Exception) else None
     return _Unpicklable(path="", value=value, error=error)
 
 
-def _dump_detached(value: Any) -> bytes:
+def _find_unpicklable_variable(value: Any, dump: Callable[[Any], bytes]) -> str | None:
+    """Return the variable of a function that ``dump`` cannot pickle, and the function that uses it.
+
+    The functions that the function calls are searched, too.
+
+    Args:
+        value: the function. For any other object the result is None.
+        dump: the function that failed to pickle the function by value.
+
+    Returns:
+        For example ``"lock, used by ul"``. None if each variable can be pickled by itself.
+    """
+    function = getattr(value, "__func__", value)  # the function of a method
+    if not isinstance(function, FunctionType):
+        return None
+    functions = [function]
+    for user in functions:
+        for name, variable in _variables_of(user).items():
+            if not isinstance(_try_dump(dump, variable), Exception):
+                continue
+            if not isinstance(variable, FunctionType):
+                return f"{name}, used by {user.__name__}"
+            # This function is searched by a later iteration of the outer loop.
+            if variable not in functions:
+                functions.append(variable)
+    return None
+
+
+def _variables_of(function: FunctionType) -> dict[str, Any]:
+    """Return the global variables and the variables of enclosing functions that a function uses."""
+    variables: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # A cell is empty if the enclosing function has not assigned the variable yet.
+        with suppress(ValueError):
+            variables[name] = cell.cell_contents
+    codes = [function.__code__]
+    for code in codes:
+        for name in code.co_names:
+            if name in function.__globals__:
+                variables[name] = function.__globals__[name]
+        # The code of lambdas, comprehensions and other functions inside of this one.
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                codes.append(constant)
+    return variables
+
+
+def _dump_by_name(value: Any, tensor_file: str | None) -> bytes:
+    """Pickle a value with the standard library's ``pickle``."""
+    return _dump_with(pickle.Pickler, value, {}, tensor_file)
+
+
+def _dump_detached(value: Any, tensor_file: str | None = None) -> bytes:
     """Pickle a value with detached copies of its tensors.
 
     ``cloudpickle`` is used if it is installed and the standard library's ``pickle`` fails, as for
@@ -200,16 +278,20 @@ def _dump_detached(value: Any) -> bytes:
     """
     reducers = _tensor_reducers()
     try:
-        return _dump_with(pickle.Pickler, value, reducers)
+        return _dump_with(pickle.Pickler, value, reducers, tensor_file)
     except Exception:
         # Any error: pickle raises PicklingError, TypeError, AttributeError or RecursionError, and
         # the user's __reduce__ may raise another one. Without cloudpickle, the error is the answer.
         if not has_cloudpickle():
             raise
-        return _dump_by_value(value, reducers)
+        return _dump_by_value(value, reducers, tensor_file)
 
 
-def _dump_by_value(value: Any, reducers: Mapping[type, _Reducer] | None = None) -> bytes:
+def _dump_by_value(
+    value: Any,
+    reducers: Mapping[type, _Reducer] | None = None,
+    tensor_file: str | None = None,
+) -> bytes:
     """Pickle a value with ``cloudpickle``, and keep the names of the files of its functions.
 
     Since ``cloudpickle`` 3.1.3, functions that are pickled by value have no file name. Tracebacks
@@ -218,13 +300,17 @@ def _dump_by_value(value: Any, reducers: Mapping[type, _Reducer] | None = None) 
     Args:
         value: the value.
         reducers: more reducers, see :func:`_dump_with`. Default: none.
+        tensor_file: the path of a file for the tensors, see :func:`_dump_with`.
     """
     pickler_type = import_module("cloudpickle").Pickler  # an optional dependency
     reduce_code = partial(_reduce_code, pickler_type.dispatch_table[CodeType])
-    return _dump_with(pickler_type, value, {CodeType: reduce_code, **(reducers or {})})
+    all_reducers = {CodeType: reduce_code, **(reducers or {})}
+    return _dump_with(pickler_type, value, all_reducers, tensor_file)
 
 
-def _dump_with(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) -> bytes:
+def _dump_with(
+    pickler_type: Any, value: Any, reducers: dict[type, _Reducer], tensor_file: str | None
+) -> bytes:
     """Pickle a value with a pickler class.
 
     Args:
@@ -232,7 +318,16 @@ def _dump_with(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) ->
         value: the value.
         reducers: functions that return what is stored for an object, by the type of the object.
             They come before the functions of the pickler.
+        tensor_file: the path of a file for the tensors, whose content is replaced. None pickles the
+            tensors, too.
     """
+    torch = sys.modules.get("torch")
+    if tensor_file is not None and torch is not None:
+        with open(tensor_file, "wb") as file:
+            write_storage = partial(_write_storage, file, tensor_file)
+            # Every tensor pickles its storage as an object of this type.
+            all_reducers = {torch.TypedStorage: write_storage, **reducers}
+            return _dump_with(pickler_type, value, all_reducers, tensor_file=None)
     # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
     # They are read from an object, because the class pickle.Pickler has a descriptor of this name.
     buffer = io.BytesIO()
@@ -245,6 +340,55 @@ def _dump_with(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) ->
 
     Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
+
+
+def _write_storage(file: BinaryIO, path: str, storage: Any) -> Any:
+    """Return what a pickler stores for the storage of a tensor, after writing it to a file.
+
+    Args:
+        file: the open file.
+        path: the path by which other processes open the file.
+        storage: the ``torch.TypedStorage``. One of a device is pickled as usual.
+    """
+    from fabric._torch import untyped_storage  # imports torch, without which a rank starts faster
+
+    untyped = untyped_storage(storage)
+    if untyped.device.type != "cpu":
+        return storage.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    position = file.tell()
+    file.write(_memory_of(untyped))
+    return _read_storage, (path, position, untyped.nbytes(), storage.dtype)
+
+
+def _read_storage(path: str, position: int, size: int, dtype: Any) -> Any:
+    """Return a copy of the storage that ``_write_storage`` has written.
+
+    Args:
+        path: the path of the file.
+        position: where the storage begins, in bytes.
+        size: the size of the storage, in bytes.
+        dtype: the dtype of its elements.
+    """
+    from torch import UntypedStorage
+
+    from fabric._torch import typed_storage
+
+    untyped = UntypedStorage(size)
+    with open(path, "rb") as file:
+        file.seek(position)
+        file.readinto(_memory_of(untyped))
+    return typed_storage(untyped, dtype)
+
+
+def _memory_of(storage: Any) -> Any:
+    """Return the memory of an untyped storage on the CPU as a writable buffer.
+
+    torch gives access to the bytes only through NumPy, which is optional.
+    """
+    size = storage.nbytes()
+    if size == 0:
+        return bytearray()
+    return (ctypes.c_ubyte * size).from_address(storage.data_ptr())
 
 
 def _reduce_code(default_reducer: _Reducer, code: CodeType) -> Any:
@@ -286,8 +430,14 @@ def _reduce_tensor(tensor: Any) -> Any:
     A Parameter stays a Parameter, with its ``requires_grad``. A pickler calls this function in
     place of ``tensor.__reduce_ex__``.
     """
-    # Without the clone, a view would be pickled together with the whole storage of its base.
-    detached = tensor.detach().cpu().clone()
+    import torch  # loaded already, as there is a tensor
+
+    detached = tensor.detach().cpu()
+    if detached.layout is torch.strided:
+        storage_size = detached.untyped_storage().nbytes()
+        # Without the clone, a view would be pickled together with the whole storage of its base.
+        if storage_size != detached.nbytes:
+            detached = detached.clone()
     # detach() turns a Parameter into a plain Tensor.
     is_parameter = type(tensor) is not type(detached)
     if is_parameter:

@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from fabric.errors import RankFailedError
+from fabric.launchers.private_file import PrivateFile
 from fabric.launchers.rank import (
     PREEMPTED,
     Failure,
@@ -51,6 +51,7 @@ __all__ = [
     "Supervisor",
     "describe_exit",
     "exit_status",
+    "never",
     "rank_variables",
 ]
 
@@ -120,44 +121,9 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _never() -> bool:
+def never() -> bool:
     """Return False: the condition of a wait that nothing ends early."""
     return False
-
-
-class _PrivateFile:
-    """A file that other users cannot open, and that disappears with this process, even if killed.
-
-    Attributes:
-        path: the path that processes of the same user open.
-    """
-
-    def __init__(self) -> None:
-        self._file = self._open_file()
-        if sys.platform == "linux":
-            # os.getpid() is not used: in a container, /proc may show the process ids of an outer
-            # namespace.
-            self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
-        else:
-            self.path = self._file.name
-
-    def _open_file(self) -> Any:
-        """Return a new open file.
-
-        On Linux the file has no name in the file system. Its path is in /proc/<pid>/fd, which other
-        users cannot read.
-        """
-        if sys.platform != "linux":
-            return tempfile.NamedTemporaryFile(prefix="fabric-")
-        if hasattr(os, "memfd_create"):
-            return open(os.memfd_create("fabric"), "rb")
-        # Some interpreters, such as some of conda's, are built for a C library without
-        # memfd_create.
-        return tempfile.TemporaryFile()
-
-    def close(self) -> None:
-        """Close the file, which removes it."""
-        self._file.close()
 
 
 @dataclass(kw_only=True)
@@ -179,7 +145,7 @@ class RankProcess:
     config: RankConfig
     process: StartedProcess
     control: Connection
-    stack_file: _PrivateFile
+    stack_file: PrivateFile
     messages: dict[MessageKind, Any] = field(default_factory=dict)
     exit_code: int | None = None
     end_time: float = 0.0
@@ -294,21 +260,34 @@ class RankProcess:
         The result is NaN if the time is unknown, or if the main thread is not sleeping: then the
         process is not idle, whatever the time says.
         """
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:  # the process has ended, or this is not Linux
-            return math.nan
-        # See proc(5). The second field is the name of the program in parentheses, which may contain
-        # spaces. So the fields are counted from the closing parenthesis: `fields` begins with the
-        # fourth field, and has utime and stime, the fields 14 and 15, at the indices 10 and 11.
-        _, _, after_name = stat.rpartition(")")
-        state, *fields = after_name.split()
+        state, *fields = self._read_stat()
         is_sleeping = state == "S"
         if not is_sleeping:
             return math.nan
+        # The index 0 of `fields` is the fourth field of proc(5). So utime and stime, the fields 14
+        # and 15, have the indices 10 and 11.
         user_ticks = int(fields[10])
         system_ticks = int(fields[11])
         return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped, as by SIGSTOP. It then handles no signal."""
+        state, *_ = self._read_stat()
+        return state == "T"
+
+    def _read_stat(self) -> list[str]:
+        """Return the fields of the process in proc(5), from the third one on: the state is first.
+
+        The state is empty if the process has ended, or if this is not Linux.
+        """
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return [""]
+        # The second field is the name of the program in parentheses, which may contain spaces. So
+        # the fields are counted from the closing parenthesis.
+        _, _, after_name = stat.rpartition(")")
+        return after_name.split()
 
     def cause_order(self, has_lost_peer: bool) -> tuple[int, float, int]:
         """Return a sort key that puts the rank that has ended the job first.
@@ -382,7 +361,8 @@ class Supervisor:
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
-        self._store = _PrivateFile()  # through which the ranks find each other
+        self._store = PrivateFile()  # through which the ranks find each other
+        self._result_files: list[PrivateFile] = []  # of the ranks that return their results
         self._previous_handlers: dict[int, Any] = {}  # by signal
         # The signal with which a user asks for a report of what the ranks are doing.
         self._report_signal = signal.SIGUSR1
@@ -396,6 +376,7 @@ class Supervisor:
         # and a signal ends this process as usual.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
+                # Ignored signals stay ignored, and some handlers of the user stay.
                 if self._should_handle(number):
                     self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -427,6 +408,8 @@ class Supervisor:
         for rank in self.ranks:
             rank.control.close()
             rank.stack_file.close()
+        for file in self._result_files:
+            file.close()
         self._store.close()
 
     def start(
@@ -476,7 +459,7 @@ class Supervisor:
         returns_result: bool,
         user_variables: Mapping[str, str],
         runs_script: bool,
-    ) -> tuple[RankConfig, _PrivateFile]:
+    ) -> tuple[RankConfig, PrivateFile]:
         """Return the configuration of a rank, and the new file for its stack.
 
         Args:
@@ -495,19 +478,24 @@ class Supervisor:
         }
         # The variable may be a list, with one number per level of nesting. The first one counts.
         threads, _, _ = rank_environment["OMP_NUM_THREADS"].partition(",")
-        stack_file = _PrivateFile()
+        result_file = None
+        if returns_result:
+            file = PrivateFile()
+            self._result_files.append(file)
+            result_file = file.path
+        stack_file = PrivateFile()
         config = RankConfig(
             world=world,
             variables=rank_environment,
             threads=int(threads),
             stack_file=stack_file.path,
             runs_script=runs_script,
-            returns_result=returns_result,
+            result_file=result_file,
         )
         return config, stack_file
 
     def _start_rank(
-        self, start_process: StartProcess, config: RankConfig, stack_file: _PrivateFile
+        self, start_process: StartProcess, config: RankConfig, stack_file: PrivateFile
     ) -> None:
         """Start the process of a rank, and append the rank to ``ranks``.
 
@@ -525,16 +513,26 @@ class Supervisor:
             # This process closes its copy of the rank's end, so that the pipe closes with the rank.
             with rank_control:
                 process = start_process(rank_control, config)
+        except BaseException:
+            control.close()
+            stack_file.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         rank = RankProcess(config=config, process=process, control=control, stack_file=stack_file)
         self.ranks.append(rank)
 
-    def wait_for_ranks(self) -> list[bytes]:
+    def wait_for_ranks(self, should_end: Callable[[], bool] = never) -> list[bytes]:
         """Wait until all ranks have ended. End all ranks if one fails or a signal arrives.
 
+        Args:
+            should_end: a condition that ends the ranks early, as when ranks of another machine have
+                failed. The ranks have a grace period.
+
         Returns:
-            The pickled result of each rank, in the order in which they were started.
+            The pickled result of each rank, in the order in which they were started. It is empty
+            for a rank that was ended. The tensors of the results are in files that :meth:`close`
+            closes, so load the results before.
 
         Raises:
             RankFailedError: a rank failed. The other ranks have had a grace period.
@@ -552,11 +550,23 @@ class Supervisor:
                 self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
                 self._end_failed_job()  # always raises
+            if not have_ended and should_end():
+                self._end_ranks(signal.SIGTERM, END_GRACE)
+                return [b"" for _ in self.ranks]
         if any(rank.exit_code == PREEMPTED for rank in self.ranks):
             raise SystemExit(PREEMPTED)
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
-    def collect_until(self, timeout: float, is_done: Callable[[], object] = _never) -> None:
+    def raise_if_signaled(self) -> None:
+        """Raise if a signal that ends a job has arrived while no method waited for the ranks.
+
+        Raises:
+            KeyboardInterrupt: a signal has arrived, see ``signals``.
+        """
+        if self.signals:
+            raise KeyboardInterrupt
+
+    def collect_until(self, timeout: float, is_done: Callable[[], object] = never) -> None:
         """Collect messages and exit codes until all ranks have ended.
 
         Args:
@@ -565,11 +575,13 @@ class Supervisor:
             is_done: a condition that ends the wait earlier.
         """
         deadline = monotonic() + timeout
+        wait_time = 0.0  # what has arrived already may be enough
         while True:
-            time_left = max(0.0, deadline - monotonic())
-            have_ended = self._collect(min(_POLL_INTERVAL, time_left))
-            if have_ended or is_done() or monotonic() >= deadline:
+            have_ended = self._collect(wait_time)
+            time_left = deadline - monotonic()
+            if have_ended or is_done() or time_left <= 0:
                 return
+            wait_time = min(_POLL_INTERVAL, time_left)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Record a signal, in the main thread. The loop that waits for the ranks acts on it."""
@@ -631,11 +643,13 @@ class Supervisor:
             request_id = os.urandom(8).hex()
             for rank in self._running_ranks():
                 rank.send("report", request_id)
-        controls = [rank.control for rank in self.ranks if not rank.control.closed]
-        if not controls:
-            # Without an open pipe, the wait below only sleeps. The ranks have closed their pipes
-            # and are about to end, so a short sleep is enough.
-            timeout = min(timeout, 0.005)
+        controls: list[Connection] = []
+        for rank in self.ranks:
+            if not rank.control.closed:
+                controls.append(rank.control)
+            elif rank.exit_code is None:
+                # The rank has closed its pipe and is about to end, which no pipe shows.
+                timeout = min(timeout, 0.005)
         wait(controls, timeout)
         for rank in self.ranks:
             # Polled before the messages are read: if poll() finds that the rank has ended, all its
@@ -651,25 +665,41 @@ class Supervisor:
         """
         self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
         for rank in self._running_ranks():
-            rank.send("describe")
+            if not rank.is_exiting:
+                rank.send("describe")
         self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
         # The cause is determined before the ranks are ended: an end by SIGTERM is not a cause.
         error = self._root_cause()
+        for rank in self._running_ranks():
+            if rank.is_stopped():  # it cannot run its ``finally`` blocks
+                rank.kill()
         self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
 
     def _are_errors_complete(self) -> bool:
-        """Return whether all running ranks are exiting, or a signal asks not to wait for them."""
-        return bool(self.signals) or all(rank.is_exiting for rank in self._running_ranks())
+        """Return whether no running rank can send an error, or a signal asks not to wait for them.
 
-    def _are_descriptions_complete(self) -> bool:
-        """Return whether all running ranks have described their errors, or a signal has arrived."""
+        A rank that is exiting has sent its error, and a rank that is stopped sends nothing.
+        """
         if self.signals:
             return True
-        return all("described" in rank.messages for rank in self._running_ranks())
+        return all(rank.is_exiting or rank.is_stopped() for rank in self._running_ranks())
+
+    def _are_descriptions_complete(self) -> bool:
+        """Return whether no rank is still describing its error, or a signal has arrived.
+
+        A rank that is exiting or stopped describes nothing.
+        """
+        if self.signals:
+            return True
+        for rank in self._running_ranks():
+            has_answered = rank.is_exiting or "described" in rank.messages
+            if not has_answered and not rank.is_stopped():
+                return False
+        return True
 
     def _end_ranks(
-        self, signal_number: int, grace: float, should_stop: Callable[[], object] = _never
+        self, signal_number: int, grace: float, should_stop: Callable[[], object] = never
     ) -> None:
         """Send a signal to the ranks, and wait until they have ended.
 

@@ -1,5 +1,6 @@
 """Loggers of metrics."""
 
+from fabric.loggers.kubeflow import KubeflowLogger
 from fabric.loggers.loggers import (
     CSVLogger,
     Logger,
@@ -8,4 +9,11 @@ from fabric.loggers.loggers import (
     metrics_as_floats,
 )
 
-__all__ = ["CSVLogger", "Logger", "Loggers", "TensorBoardLogger", "metrics_as_floats"]
+__all__ = [
+    "CSVLogger",
+    "KubeflowLogger",
+    "Logger",
+    "Loggers",
+    "TensorBoardLogger",
+    "metrics_as_floats",
+]

@@ -6,6 +6,8 @@ import json
 import numbers
 import operator
 import os
+import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -101,11 +103,31 @@ class Loggers:
         Args:
             status: ``"success"`` or ``"failed"``.
         """
-        # The stack calls the functions in reverse order: of each logger, finalize() comes first.
+        # An ExitStack calls all of its functions, even if some of them raise. It calls the last one
+        # first: finalize() is added after close(), and so it is called before close().
         with ExitStack() as stack:
             for logger in self._loggers:
                 stack.callback(_call_if_present, logger, "close")
                 stack.callback(_call_if_present, logger, "finalize", status)
+
+    def close_at_exit(self, status: str) -> None:
+        """Finish and close all loggers, and print an error in place of raising it.
+
+        The interpreter is exiting. The training has an outcome already, and its exit code is not
+        that of a logger.
+
+        Args:
+            status: ``"success"`` or ``"failed"``.
+        """
+        try:
+            self.close(status)
+        except Exception:  # noqa: BLE001 - printed with all errors before it
+            print(
+                "[fabric] a logger has failed at the end of the program. Its last values may be "
+                "missing. The exit code is that of the training.",
+                file=sys.stderr,
+            )
+            traceback.print_exc()
 
 
 def _as_logger(logger: Any) -> Logger:

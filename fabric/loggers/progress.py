@@ -14,6 +14,7 @@ import torch
 
 from fabric.collectives import gather
 from fabric.communicators import Communicator
+from fabric.device_modules import initialized_device_module
 from fabric.loggers.loggers import metrics_as_floats
 from fabric.tree import flatten
 
@@ -195,9 +196,10 @@ def _count_samples(batch: Any) -> int:
 
 
 def _peak_memory() -> int:
-    """Return the peak memory of the GPU in bytes, or of the process if it uses no GPU."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    """Return the peak memory of the accelerator in bytes, or of the process if it uses none."""
+    hardware = initialized_device_module()
+    if hardware is not None and hasattr(hardware.module, "max_memory_allocated"):
+        return hardware.module.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak  # macOS counts in bytes

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fabric._torch import full_tensor, local_tensor
+from fabric._torch import full_tensor, has_nan, local_tensor
 from fabric.errors import ConfigurationError, NonFiniteGradientError
 
 __all__ = ["clip_gradients"]
@@ -54,6 +54,7 @@ def clip_gradients(
             "max_norm > 0, with norm_type > 0 or inf",
             suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
         )
+    parameters = list(parameters)
     grads: list[Tensor] = []
     # torch cannot clip gradients on different meshes in one call. The mesh of a plain tensor is
     # None.
@@ -67,14 +68,10 @@ def clip_gradients(
     # torch computes the norm of gradients on one mesh only.
     norm = _total_norm(grads, num_meshes=len(parameters_by_mesh), norm_type=norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise NonFiniteGradientError(
-            "clip_gradients(...)",
-            problem=f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping "
-            "would spoil all of them",
-            suggestion="error_if_nonfinite=False to clip all the same",
-        )
+        _raise_nonfinite(norm, norm_type, parameters)
     if max_norm == math.inf:
-        # An infinite norm would make the factor of the gradients NaN.
+        # Nothing to clip. torch would multiply by max_norm / norm, which is NaN for an infinite
+        # norm.
         return norm
     for parameters_on_mesh in parameters_by_mesh.values():
         if max_norm is not None:
@@ -82,6 +79,34 @@ def clip_gradients(
         elif clip_val is not None:
             nn.utils.clip_grad_value_(parameters_on_mesh, clip_val)
     return norm
+
+
+def _raise_nonfinite(norm: Tensor, norm_type: float, parameters: Sequence[Tensor]) -> NoReturn:
+    """Raise the NonFiniteGradientError for gradients of this norm.
+
+    Args:
+        norm: the norm, infinite or not a number.
+        norm_type: the kind of norm.
+        parameters: the parameters of the gradients.
+    """
+    if any(map(has_nan, parameters)):
+        # The usual cause: empty_init=True leaves the parameters uninitialized, and no checkpoint
+        # was loaded into them.
+        raise NonFiniteGradientError(
+            "clip_gradients(...)",
+            problem=f"the {norm_type}-norm of the gradients is {float(norm)}, and parameters are "
+            "not a number, either",
+            expected="a checkpoint for a module that was built with empty_init=True, and steps "
+            "with finite gradients",
+            suggestion='fabric.load(path, {"model": model}) after fabric.setup(...); or '
+            "fabric.init_module()",
+        )
+    raise NonFiniteGradientError(
+        "clip_gradients(...)",
+        problem=f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping "
+        "would spoil all of them",
+        suggestion="error_if_nonfinite=False to clip all the same",
+    )
 
 
 def _total_norm(grads: Sequence[Tensor], num_meshes: int, norm_type: float) -> Tensor:
@@ -170,7 +195,7 @@ def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
     total = torch.stack(powers).sum()
     dist.all_reduce(total, dist.ReduceOp.SUM)
     norm = (total / dist.get_world_size()).pow(1 / norm_type)
-    # The gradients of a model usually have one dtype, so the norm gets that of the first.
+    # Usually, all gradients of a model have the same dtype. The norm gets the dtype of the first.
     return norm.to(grads[0].dtype)
 
 

@@ -50,8 +50,10 @@ class ClosureLosses:
     def reduce(self, optimizer: Optimizer) -> RemovableHandle | None:
         """Reduce the losses of an optimizer's closures over the ranks from now on.
 
+        Called at setup. Only the steps of LBFGS depend on the losses that closures return.
+
         Returns:
-            The handle that removes the hook before steps. None if no step depends on the losses.
+            The handle that removes the hook before steps. None if there is no hook.
         """
         if self.communicator.size == 1 or not isinstance(optimizer, LBFGS):
             return None
@@ -60,7 +62,10 @@ class ClosureLosses:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the closure of a step. torch takes the arguments that the hook returns."""
+        """Have a step call its closure through :meth:`_reduced_loss`. A step pre-hook of LBFGS.
+
+        torch passes the arguments that the hook returns on to the step.
+        """
         if not has_closure(args, kwargs):
             return None
         if "closure" in kwargs:
@@ -71,7 +76,9 @@ class ClosureLosses:
         return (optimizer_argument, reducing_closure, *more), kwargs
 
     def _reduced_loss(self, closure: _Closure) -> Any:
-        """Call a closure, and return the loss of its gradients. Collective.
+        """Call a closure, and return the mean or the sum of its losses over ranks. Collective.
+
+        The result belongs to the gradients, which are averaged or summed in the same way.
 
         Raises:
             UsageError: some backward passes of the closure have averaged gradients, and some have

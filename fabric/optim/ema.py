@@ -203,6 +203,14 @@ class ExponentialMovingAverage(nn.Module):
             self._is_applied = was_applied
             self._write(own_values)
 
+    def _averages_of_parameters(self) -> dict[str, Tensor]:
+        """Return the averages of the model's parameters, without those of buffers, by name."""
+        averages: dict[str, Tensor] = {}
+        for name in self._contract.parameters():
+            if name in self._averages:
+                averages[name] = self._averages[name].tensor
+        return averages
+
     def get_extra_state(self) -> int:
         """Return the number of updates, for ``state_dict``. Called by torch."""
         return self._updates

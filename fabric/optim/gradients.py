@@ -74,9 +74,9 @@ def is_cleared(grad: Tensor) -> Tensor:
     """
     if grad.is_complex():
         grad = torch.view_as_real(grad)
-    has_elements_but_zero = grad.any()
+    has_nonzero_elements = grad.any()
     has_minus_signs = grad.signbit().any()
-    return ~(has_elements_but_zero | has_minus_signs)
+    return ~(has_nonzero_elements | has_minus_signs)
 
 
 def mark_as_computed(grad: Tensor) -> None:

@@ -83,6 +83,8 @@ class LossScaler:
         # gradients were unscaled.
         self._pending_found_inf: Tensor | None = None
         self._growth_interval = settings.growth_interval
+        # Whether a loss was ever scaled. A loop that calls loss.backward() scales none.
+        self._has_scaled_a_loss = False
         self._max_over_ranks = max_over_ranks
         # Set to True by the session and by Fabric. See the attributes of the class.
         self.gradients_may_differ = False
@@ -98,8 +100,10 @@ class LossScaler:
     def register(self, optimizer: Optimizer) -> None:
         """Register hooks that unscale gradients before each step and skip it after an overflow."""
         self._states[optimizer] = _OptimizerState(found_inf=torch.zeros_like(self._scale))
-        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        before_step = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks.callback(before_step.remove)
+        after_step = optimizer.register_step_post_hook(self._after_step)
+        self._hooks.callback(after_step.remove)
 
     def close(self) -> None:
         """Remove the hooks, so that optimizers step as if they had never been registered."""
@@ -123,6 +127,7 @@ class LossScaler:
                 for grads in local_gradients(optimizer):  # each list has one device
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
+        self._has_scaled_a_loss = True
         if loss.dtype is torch.float16:
             loss = loss.float()
         return loss * self._scale.to(loss.device, loss.dtype)
@@ -149,9 +154,9 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> bool:
         """Unscale an optimizer's gradients in place, once per step.
 
-        Called before each step, and before gradients are clipped. Further calls change nothing.
-        The overflow counts for the next scale, also if no step follows: a loop that changes
-        parameters by hand has no other. Collective if ranks hold different gradients.
+        Called before each step, and before gradients are clipped. Further calls change nothing. An
+        overflow lowers the next scale, even if no step of the optimizer follows: a loop that
+        changes parameters by hand only clips. Collective if ranks hold different gradients.
 
         Returns:
             Whether any gradient is infinite or NaN. The next step will then be skipped.
@@ -161,6 +166,7 @@ class LossScaler:
         """
         state = self._states[optimizer]
         if not state.is_scaled:
+            # The gradients were unscaled before, as by clip_gradients.
             return bool(state.found_inf)
         # Each list has one device and one dtype.
         grads_by_kind = local_gradients(optimizer)
@@ -213,6 +219,13 @@ class LossScaler:
                 found_inf = torch.maximum(found_inf, found_inf_on_device.to(found_inf.device))
         return found_inf
 
+    def forget_overflow(self) -> None:
+        """Forget overflows since the last update of the scale, so that they do not lower the scale.
+
+        Called when gradients are dropped because the loss itself was not finite or too large.
+        """
+        self._pending_found_inf = None
+
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last step of an optimizer was skipped because gradients overflowed."""
         return self._states[optimizer].was_skipped
@@ -255,7 +268,8 @@ class LossScaler:
         step changes nothing. Collective if ranks hold different gradients.
 
         Raises:
-            UsageError: the step has a closure.
+            UsageError: the step has a closure, or its gradients come from a loss that was not
+                scaled.
         """
         if has_closure(args, kwargs):
             raise UsageError(
@@ -264,6 +278,14 @@ class LossScaler:
                 "check",
                 expected="step() without a closure under 16-mixed; closures under every other "
                 "precision",
+            )
+        if not self._has_scaled_a_loss and has_gradients(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() under loss scaling",
+                problem="the loss was not multiplied by the loss scale, so small gradients are "
+                "zero in float16",
+                expected="losses that fabric scales, and no torch.amp.GradScaler beside it",
+                suggestion="fabric.backward(loss), in place of loss.backward()",
             )
         state = self._states[optimizer]
         state.was_skipped = self.unscale(optimizer)

@@ -18,7 +18,7 @@ end whose gradients the user has cleared, see ``[Note: Cleared gradients]`` in
 weight. Hooks of the parameters record which of them get gradients, so that such a pass is an error.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -72,6 +72,11 @@ class _Window:
     factor: Tensor | None = None
     next_divisor: Tensor | None = None
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether this is a window, and not one of the two marks in place of a window."""
+        return self not in (_DIVIDED, _FOREIGN)
+
 
 # Two marks in place of a window, which are compared by identity. Their fields are not used.
 # The gradients have been multiplied by the factor, and the optimizer has not stepped yet.
@@ -87,14 +92,14 @@ class _OptimizerState:
     Attributes:
         window: the optimizer's window, ``_DIVIDED`` or ``_FOREIGN``. None after a step.
         fingerprint: see ``_gradient_fingerprint``, of the gradients after the last backward pass.
-        had_gradients: whether there were gradients after the last backward pass.
+        had_weighted_gradients: whether there were gradients after the last weighted backward pass.
         divisor: the divisor of the optimizer's next window. None before the first step.
         watched: by id, the parameters with a hook that records that they get a gradient.
     """
 
     window: _Window | None = None
     fingerprint: object = None
-    had_gradients: bool = False
+    had_weighted_gradients: bool = False
     divisor: Tensor | None = None
     watched: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
@@ -133,7 +138,10 @@ _NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a 
 class LossWeights:
     """Loss weights of all set-up optimizers, and the division of their gradients by the weights.
 
-    See ``[Note: Loss weights]`` of this file.
+    A loss that is a sum has a *loss weight*, which is its number of terms. The *window* of an
+    optimizer is its weighted backward passes since its last step. At the step, the gradients of the
+    window are divided by the sum of the loss weights. Before, each loss is divided by the
+    *divisor*, a power of two near the mean weight. See ``[Note: Loss weights]`` of this file.
 
     Args:
         runtime: the runtime of this process. Gradients are averaged over its ranks.
@@ -143,9 +151,9 @@ class LossWeights:
         cleanup: the stack whose end removes the hooks around the steps of all optimizers.
 
     Attributes:
-        reads_at_once: whether loss weights are read at once, since reading does not wait for a
-            device. Otherwise a sum that is zero or not finite makes the gradients zero. The next
-            step or save raises the error.
+        reads_at_once: whether loss weights and gradients are read at once. True except on CUDA,
+            where reading would wait for the device. There, a sum of loss weights that is zero or
+            not finite makes the gradients zero. The next step or save raises the error.
     """
 
     def __init__(
@@ -164,14 +172,17 @@ class LossWeights:
         self._contracts = contracts
         # Hooks for all optimizers run before the hooks of one optimizer. So the users' hooks see
         # divided gradients.
-        cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        before_step = register_optimizer_step_pre_hook(self._before_step)
+        cleanup.callback(before_step.remove)
+        after_step = register_optimizer_step_post_hook(self._after_step)
+        cleanup.callback(after_step.remove)
         self.reads_at_once = runtime.device.type != "cuda"
         # Whether the last sum of loss weights was valid: True, or a tensor on the CPU without
         # dimensions. On CUDA, the tensor can be read once the event below has been reached.
         self._is_sum_valid: Tensor | bool = True
         # The end of the copy of _is_sum_valid from the device to the CPU.
-        self._validity_copy_event = torch.cpu.Event() if self.reads_at_once else torch.cuda.Event()
+        device_module = torch.cpu if self.reads_at_once else torch.get_device_module(runtime.device)
+        self._validity_copy_event = device_module.Event()
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._running_pass = _BackwardPass()
         # The parameters that have got a gradient since the last backward pass of Fabric.
@@ -306,7 +317,8 @@ class LossWeights:
         Called at the next step and before a save. Waits until the sum of the last step is known.
         The error is raised once.
         """
-        # On CUDA, _is_sum_valid has its value only after this event.
+        # On CUDA, the step has copied the value of _is_sum_valid from the device without waiting.
+        # The copy has ended at this event.
         self._validity_copy_event.synchronize()
         is_sum_valid = bool(self._is_sum_valid)
         # Reset, so that the next call does not raise the same error again.
@@ -391,11 +403,16 @@ class LossWeights:
     def _drop_cleared_windows(self) -> None:
         """End the windows of optimizers whose gradients the user has cleared.
 
-        Called before each backward pass. On CUDA, this waits for the device only if the fingerprint
-        has changed since the last backward pass. Otherwise gradients may have been cleared through
-        ``data``, which no fingerprint shows. Then the weights so far become zero on the device.
+        Called before each backward pass. Gradients are cleared if they are None or zero, and to
+        look for zeros waits for a CUDA device. So there the zeros are looked for only if the
+        *fingerprint* has changed: the identity of the first gradient, and the number of changes to
+        it in place. A change through ``grad.data`` does not count. If it has set the gradients to
+        zero, the device finds this out without being waited for, and sets the weight of the window
+        to 0.
         """
-        flags: dict[_Window, list[Tensor]] = {}
+        # Optimizers of one loss share a window. Its gradients are cleared if those of all of them
+        # are.
+        flags: defaultdict[_Window, list[Tensor]] = defaultdict(list)
         for optimizer, state in self._states.items():
             window = state.window
             if window is None:
@@ -406,12 +423,14 @@ class LossWeights:
             if self.reads_at_once or has_changed:
                 if _has_cleared_gradients(optimizer, state, has_changed):
                     state.window = None
-                    # The divisor is kept, so that the next window sends no message.
-                    if window not in (_DIVIDED, _FOREIGN):
+                    if window.has_weight:
+                        # All ranks have this divisor, from an all-reduce. The next window uses it,
+                        # too, and needs no all-reduce of its own.
                         state.divisor = window.divisor
-            elif window not in (_DIVIDED, _FOREIGN):
+            elif window.has_weight:
                 for grads in local_gradients(optimizer):
-                    flags.setdefault(window, []).extend(map(is_cleared, grads))
+                    for grad in grads:
+                        flags[window].append(is_cleared(grad))
         for window, cleared in flags.items():
             are_all_cleared = torch.stack([flag.to(self._device) for flag in cleared]).all()
             window.weight = torch.where(are_all_cleared, 0, window.weight)
@@ -426,7 +445,8 @@ class LossWeights:
             return
         reached_ids = set(map(id, self._reached))
         for contract in self._contracts:
-            # Unreduced gradients, as in no_backward_sync under FSDP, do not call the hooks.
+            # In no_backward_sync under FSDP, gradients stay unreduced, and so the hooks of the
+            # parameters are not called.
             if contract.unreduced_passes() > self._unreduced_passes.get(contract, 0):
                 reached_ids.update(map(id, contract.unreduced()))
         if not reached_ids.isdisjoint(map(id, parameters_of(optimizer))):
@@ -438,13 +458,16 @@ class LossWeights:
             )
 
     def _watch(self, optimizer: Optimizer) -> None:
-        """Record which parameters of an optimizer get gradients, also new and unfrozen ones."""
+        """Register hooks that record which parameters of an optimizer get gradients.
+
+        Called at the start of each window, since parameters may have been added or unfrozen.
+        """
         state = self._states.setdefault(optimizer, _OptimizerState())
         for parameter in parameters_of(optimizer):
             if id(parameter) in state.watched or not parameter.requires_grad:
                 continue
             state.watched[id(parameter)] = parameter
-            # The method is no Python function, so that a pass makes no more Python calls.
+            # deque.append is written in C, so that the hook costs a backward pass no Python calls.
             handle = parameter.register_post_accumulate_grad_hook(self._reached.append)
             self._parameter_hooks.callback(handle.remove)
 
@@ -456,7 +479,7 @@ class LossWeights:
         """
         state = self._states.setdefault(optimizer, _OptimizerState())
         state.window = window
-        state.had_gradients = mark_first_gradient(optimizer)
+        state.had_weighted_gradients = mark_first_gradient(optimizer)
         state.fingerprint = _gradient_fingerprint(optimizer)
 
     def _common_window(self, optimizers: Sequence[Optimizer]) -> _Window | None:
@@ -626,7 +649,7 @@ class LossWeights:
     ) -> None:
         """Divide the gradients. A step pre-hook of all optimizers of the process.
 
-        Collective if the optimizer has a window.
+        Collective if the optimizer has had weighted losses since its last step.
 
         Raises:
             UsageError: the step has a closure, or is made within the backward pass. An optimizer
@@ -635,8 +658,9 @@ class LossWeights:
         """
         is_within_backward = optimizer in self._running_pass.optimizers
         state = self._states.get(optimizer)
-        has_had_weights = state is not None and state.had_gradients
-        has_weighted_closure = has_had_weights and has_closure(args, kwargs)
+        had_weighted_gradients = state is not None and state.had_weighted_gradients
+        has_weighted_closure = had_weighted_gradients and has_closure(args, kwargs)
+        # Either way the backward pass is not over before the step. The error names both.
         if is_within_backward or has_weighted_closure:
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
         self.divide_gradients(optimizer)
@@ -693,7 +717,7 @@ def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_cha
         return not has_gradients(optimizer)
     # This rank has no gradients, or shards without elements, which cannot show that they were set
     # to zero.
-    return state.had_gradients and has_changed
+    return state.had_weighted_gradients and has_changed
 
 
 def _power_of_two_above(mean: Tensor) -> Tensor:

@@ -49,15 +49,15 @@ class ParameterLists:
         self._hook: RemovableHandle | None = None
 
     def replicate(self, module: nn.Module) -> GradientContract:
-        """Give all ranks rank 0's values of a list, and average its gradients from now on.
+        """Copy rank 0's parameters to all ranks, and average their gradients from now on.
 
-        Collective. Called when a list is set up.
+        Collective. Called when an ``nn.ParameterList`` or ``nn.ParameterDict`` is set up.
 
         Args:
-            module: the list.
+            module: the list or dict.
 
         Returns:
-            The contract of the list.
+            The contract of the module.
         """
         for parameter in module.parameters():
             parameter.data.copy_(self._strategy.broadcast(parameter.data))
@@ -71,8 +71,10 @@ class ParameterLists:
         # _before_step makes the gradients equal on all ranks before each step.
         contract = replace(contract, gradients_may_differ=False)
         if self._strategy.is_distributed:
-            # The training checks compare the parameters in `replicated` between the ranks.
-            contract = replace(contract, replicated=contract.parameters)
+            # ``replicated`` is compared between the ranks during training, ``replicas`` by saves.
+            contract = replace(
+                contract, replicated=contract.parameters, replicas=contract.parameters
+            )
         return contract
 
     def average_gradients(self, param_groups: _ParamGroups) -> None:

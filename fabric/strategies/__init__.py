@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.accelerators import EntryPoint
 from fabric.strategies.data_parallel import DataParallelStrategy, SingleDeviceStrategy
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.parallel import ParallelStrategy
@@ -24,6 +23,7 @@ __all__ = [
     "StrategyName",
 ]
 
+# Editors complete the names. Another text may come from a file, or name an entry point.
 StrategyName = (
     Literal[
         "auto",
@@ -43,7 +43,7 @@ StrategyName = (
         "fsdp_cpu_offload",
         "model_parallel",
     ]
-    | EntryPoint
+    | str
 )
 
 # Imported when they are first used, because these modules and their imports take a second.

@@ -28,6 +28,10 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 class AgreeingCollectives(DispatchMode):
     """A mode in which ranks raise before collectives that differ. See the note of this file.
 
+    It is entered around a function with code of the user, which every rank calls. Before each
+    collective, and at the end of the function, a rank looks in the store for what the first rank to
+    come there does.
+
     Args:
         name: identifies the call of the function. It is the same on the ranks that call it.
         store: the store that the ranks share.
@@ -42,7 +46,7 @@ class AgreeingCollectives(DispatchMode):
         self._name = name
         self._store = store
         self._build_error = build_error
-        self._collectives = 0
+        self._num_collectives = 0
         # Whether this rank has raised because another rank does something else.
         self._has_raised = False
 
@@ -55,7 +59,9 @@ class AgreeingCollectives(DispatchMode):
             # The first argument of every collective has the tensors of this rank.
             leaves, _ = flatten(args[:1])
             shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-            self._compare(f"{func.__name__.split('.')[0].strip('_')} of {shapes}")
+            # "broadcast" for the operator "broadcast_.default".
+            name = func.__name__.split(".")[0].strip("_")
+            self._compare(f"{name} of {shapes}")
         return func(*args, **(kwargs or {}))
 
     def finish(self) -> None:
@@ -67,13 +73,18 @@ class AgreeingCollectives(DispatchMode):
         self._compare("the end of the function")
 
     def fail(self, error: Exception) -> None:
-        """Raise an error of the function if another rank waits for this rank. Called at its end.
+        """Raise an error of the function now, unless all ranks have come to an error at one place.
+
+        In that case no rank waits for another one, and this method returns. The caller then does
+        the same on all ranks.
 
         Args:
-            error: the error. If all ranks come to an error at the same place, none of them raises.
+            error: the error that has ended the function on this rank.
         """
         if self._has_raised:
+            # The error says that another rank does something else.
             raise error
+        # All errors are one action. Their texts may differ between ranks.
         problem = self._find_difference("an error", f" ({type(error).__name__}: {error})")
         if problem is not None:
             error.add_note(str(self._build_error(problem)))
@@ -93,8 +104,8 @@ class AgreeingCollectives(DispatchMode):
             action: what this rank does next.
             details: more about the action, which may differ between ranks.
         """
-        key = f"{self._name}/{self._collectives}"
-        self._collectives += 1
+        key = f"{self._name}/{self._num_collectives}"
+        self._num_collectives += 1
         message = f"{self._store.rank}\n{action}\n{details}"
         content = self._store.set_if_absent(key, message.encode())
         rank, first_action, first_details = content.decode().split("\n", maxsplit=2)

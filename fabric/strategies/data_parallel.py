@@ -285,7 +285,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         replica_kwargs: list[Any] = []
         # Replica 0 runs even if there is no batch, or an empty one.
         for start in range(0, max(1, batch_size), chunk_size):
-            chunk = partial(_chunk, start, chunk_size)
+            chunk = partial(_take_chunk, start, chunk_size)
             chunk_inputs, chunk_kwargs = map_tensors(chunk, arguments)
             replica_inputs.append(chunk_inputs)
             replica_kwargs.append(chunk_kwargs)
@@ -295,7 +295,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Return one replica of the module for each entry of ``device_ids``.
 
-        Called by the ``forward`` of torch's class. Only replica 0 shares the module's buffers.
+        Called by the ``forward`` of torch's class. Only replica 0 shares the module's buffers, so
+        that its updates of running statistics are kept, and the other replicas' updates are not.
         """
         replicas: list[nn.Module] = []
         for index in range(len(device_ids)):
@@ -316,6 +317,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             inputs: the positional arguments of each replica.
             kwargs: the keyword arguments of each replica.
         """
+        # Grad mode, inference mode and autocast are per thread: the new threads get this thread's.
         call_in_modes = _bind_thread_modes(self.src_device_obj.type, self.forward_context)
         results: list[Any] = [None] * len(replicas)
         errors: dict[int, BaseException] = {}
@@ -452,8 +454,8 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
         raise ConfigurationError(
             f"all_reduce of shape {tuple(tensor.shape)} under dp", problem="it has no rows"
         )
-    # The same dtypes as in a reduction over processes. The sum of which a mean is made may overflow
-    # in float16 where the mean does not.
+    # The sum of which a mean is made may overflow in float16 where the mean does not. So some
+    # dtypes are reduced in a wider one, as in a reduction over processes.
     wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
     wire_dtype = wire_dtypes.get(tensor.dtype, tensor.dtype)
     rows = tensor.to(wire_dtype).unbind()
@@ -520,7 +522,7 @@ def _batch_size(arguments: Tree) -> int:
     return sizes.pop() if sizes else 0
 
 
-def _chunk(start: int, size: int, tensor: Tensor) -> Tensor:
+def _take_chunk(start: int, size: int, tensor: Tensor) -> Tensor:
     """Return the chunk of a tensor that one replica gets.
 
     Args:
@@ -544,8 +546,9 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         module: the root of the tree.
         shares_buffers: whether the copy shares the buffers, too. Otherwise it has copies of them.
     """
-    # __new__ makes a module without attributes. They are copied below, and not by copy.copy, which
-    # uses the __reduce__ or __getstate__ of a class: these may leave attributes out.
+    # __new__ makes a module without attributes. The attributes are copied below, and not by
+    # copy.copy, which calls __reduce__ or __getstate__ of the class. These methods may leave
+    # attributes out.
     replicas = {original: type(original).__new__(type(original)) for original in module.modules()}
     # The copy of each buffer: submodules that share a buffer share the copy, too.
     copied_buffers: dict[Tensor, Tensor] = {}

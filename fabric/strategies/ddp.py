@@ -186,7 +186,7 @@ class DDPStrategy(ParallelStrategy):
         """
         error = None
         try:
-            self._check_memory(module)
+            self._refuse_shared_memory(module)
         except ConfigurationError as raised:
             # Raised below by check_same_model(), on all ranks: the other ranks wait in it.
             error = raised
@@ -212,12 +212,14 @@ class DDPStrategy(ParallelStrategy):
         self._parameter_names[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper
 
-    def _check_memory(self, module: nn.Module) -> None:
+    def _refuse_shared_memory(self, module: nn.Module) -> None:
         """Raise a ConfigurationError if rank 0's values cannot be copied to a module's tensors.
 
         torch refuses to write to a tensor whose elements share memory. Not a collective.
         """
         root = uncompiled(module)
+        # DDP refuses a module without trainable parameters. Such a module is not wrapped, and all
+        # of its tensors are copied from rank 0.
         is_wrapped = _has_trainable_parameters(root)
         # The user has told torch not to synchronize these.
         ignored: set[str] = set()
@@ -350,7 +352,8 @@ class DDPStrategy(ParallelStrategy):
         if self.world_size > 1 and not replicas_drift:
             # The training checks compare these parameters between the ranks.
             replicated = partial(_synchronized_parameters, prepared)
-            contract = replace(contract, replicated=replicated)
+            replicas = partial(_replicas, prepared, has_buffers=self._broadcasts_buffers())
+            contract = replace(contract, replicated=replicated, replicas=replicas)
         return contract
 
     @override
@@ -384,6 +387,7 @@ class DDPStrategy(ParallelStrategy):
         # the optimizer's step, and SyncBatchNorm in the forward pass.
         averages_models = self.model_averaging_period is not None
         has_other_collectives = averages_models or any(map(has_sync_batch_norm, modules))
+        # Join answers the collectives of DDP wrappers only.
         has_unwrapped_module = len(wrappers) < len(modules)
         if has_other_collectives or has_unwrapped_module:
             self._refuse_join()  # raises the UsageError
@@ -538,6 +542,21 @@ def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torc
         if parameter.requires_grad and name not in ignored:
             synchronized[name] = parameter
     return synchronized
+
+
+def _replicas(wrapper: DistributedDataParallel, *, has_buffers: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers that ranks hold alike, by the user's names.
+
+    Args:
+        wrapper: the wrapped module.
+        has_buffers: whether torch copies rank 0's buffers to all ranks.
+    """
+    ignored = ignored_by_ddp(wrapper)
+    root = uncompiled(wrapper.module)
+    replicas: dict[str, torch.Tensor] = dict(root.named_parameters())
+    if has_buffers:
+        replicas.update(root.named_buffers())
+    return {name: replicas[name] for name in replicas if name not in ignored}
 
 
 class _FirstPassCheck:

@@ -40,6 +40,7 @@ from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
 __all__ = [
+    "SMALLEST_MAPPED_BYTES",
     "EmptyParameter",
     "MappedMemory",
     "SkipRandomInit",
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 # In bytes. Smaller tensors stay in ordinary memory.
-_SMALLEST_MAPPED_BYTES = 1 << 16
+SMALLEST_MAPPED_BYTES = 1 << 16
 # In bytes. Once operators have used this much memory of large tensors, the pages of the files are
 # given back.
 _RESIDENT_BYTES = 1 << 25
@@ -108,7 +109,7 @@ class MappedMemory(DispatchMode):
         # was last called.
         self._used_bytes = 0
         # Called for its error: a folder without any room is refused before the model is built.
-        _unnamed_file(_SMALLEST_MAPPED_BYTES)
+        _unnamed_file(SMALLEST_MAPPED_BYTES)
         folder = tempfile.gettempdir()
         if warn and _is_in_memory(folder):
             warnings.warn(
@@ -261,11 +262,12 @@ def fill_empty(tensor: Tensor) -> Tensor:
 def _is_large(value: Any) -> TypeIs[Tensor]:
     """Return whether a value is a plain tensor of 64 KB or more in the memory of the CPU.
 
-    Instances of other subclasses than ``nn.Parameter`` are not plain.
+    Only such a tensor is worth a file or a meta tensor in its place. Instances of other subclasses
+    than ``nn.Parameter`` are not plain.
     """
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
-    return value.device.type == "cpu" and value.nbytes >= _SMALLEST_MAPPED_BYTES
+    return value.device.type == "cpu" and value.nbytes >= SMALLEST_MAPPED_BYTES
 
 
 def _unnamed_file(nbytes: int) -> torch.UntypedStorage:

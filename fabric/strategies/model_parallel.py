@@ -47,7 +47,7 @@ from fabric.strategies.tp_plan import (
     PartRandomStreams,
     check_styles,
     find_head_attributes,
-    find_layers,
+    find_layers_to_split,
     find_partial_gradients,
     has_whole_output,
     is_split,
@@ -80,9 +80,11 @@ def mesh_sizes(
     """
     sizes = dict(requested)
     explicit_product = prod(size for size in sizes.values() if size != "auto")
-    # The number of processes that the explicit sizes leave for "auto". max() and "or" avoid a
-    # division by zero and a size of zero: the product of such sizes is refused below.
-    remaining = max(1, world_size // (explicit_product or 1))
+    # The number of processes that the explicit sizes leave for "auto".
+    remaining = 1
+    if 0 < explicit_product <= world_size:
+        remaining = world_size // explicit_product
+    # Any other product is refused below, with 1 for each "auto".
     if sizes["tensor_parallel"] == "auto":
         if sizes["data_parallel"] != "auto":
             sizes["tensor_parallel"] = remaining
@@ -92,6 +94,7 @@ def mesh_sizes(
         else:
             sizes["tensor_parallel"] = 1
         remaining //= sizes["tensor_parallel"]
+    # Usually the size of data_parallel. If several are "auto", their product is refused below.
     for name, size in sizes.items():
         if size == "auto":
             sizes[name] = remaining
@@ -188,10 +191,11 @@ class ModelParallelStrategy(FSDPStrategy):
             styles are ``"colwise"``, ``"rowwise"``, ``"colwise_rep"`` (its output is whole),
             ``"rowwise_rep"`` (its input is whole), ``"sequence_parallel"`` (a norm that is computed
             in parts of dim 1), ``"replicated_with_grad_allreduce"`` (a layer on this rank's heads,
-            whose gradients are added up over the parts; a norm of each head needs no such line), or
-            a ``ParallelStyle`` of torch. ``"auto"`` takes the model's own plan. An attribute that
-            counts heads, in a module with ``"colwise"`` layers, becomes the number of this rank's
-            heads.
+            whose gradients are added up over the parts; a norm of each head needs no such line),
+            ``"moe_tp_experts"`` (experts, of which each rank has some), ``"mla_kv_a_proj"`` (the
+            projection to latent keys and values), or a ``ParallelStyle`` of torch. ``"auto"``
+            takes the model's own plan. An attribute that counts heads, in a module with
+            ``"colwise"`` layers, becomes the number of this rank's heads.
         **options: the options of :class:`fabric.strategies.FSDPStrategy` except ``device_mesh`` and
             ``HYBRID_SHARD``.
 
@@ -214,11 +218,10 @@ class ModelParallelStrategy(FSDPStrategy):
     ) -> None:
         """Check the options and keep them. No process runs yet."""
         super().__init__(**options)
-        is_hybrid = self.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP")
+        is_hybrid = self._sharding not in ("FULL_SHARD", "SHARD_GRAD_OP")
         if self.device_mesh is not None or is_hybrid:
             raise ConfigurationError(
-                "ModelParallelStrategy(device_mesh=..., "
-                f"sharding_strategy={self.sharding_strategy!r})",
+                f"ModelParallelStrategy(device_mesh=..., sharding_strategy={self._sharding!r})",
                 suggestion="replicate_size=2 for two copies of all shards",
             )
         requested_sizes = {
@@ -248,7 +251,7 @@ class ModelParallelStrategy(FSDPStrategy):
         # While a model is set up: the user's parameter of each parameter that was split.
         self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
         # The number of models that were set up.
-        self._models = 0
+        self._num_models = 0
         # The comparison of a split model with the whole one, until gradient_contract() takes it.
         self._comparison: SplitComparison | None = None
 
@@ -386,7 +389,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 suggestion="ModelParallelStrategy(parallelize_fn=...), with the function that puts "
                 "the parameters on the mesh",
             )
-        layers = self._find_layers(root)
+        layers = self._find_layers_to_split(root)
         # Called for its errors. Its result is None: under FSDP, no layers are split.
         super()._check_model(root)
         plan: list[tuple[str, str]] = []
@@ -407,19 +410,21 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         root = uncompiled(module)
         topology = self._running_topology
-        self._models += 1
+        self._num_models += 1
         # From here on, ranks with the same batch draw the same random numbers.
         self._synchronize_rng()
+        # The model as it was before the split, to compare the outputs of the split model with.
         whole = None
         # Under torch's "fake" backend, as in a dry run, sums over ranks are meaningless.
         is_fake = get_backend(topology.tensor_parallel_mesh.get_group()) == "fake"
         if topology.tensor_parallel_size > 1 and not is_fake:
             whole = copy_without_values(root)
-        layers = self._find_layers(root)
+        layers = self._find_layers_to_split(root)
         self._unsplit_layers = dict(layers)
         self._original_parameters = {}
         # Before the sharding, which keeps the hooks of parameters, and before heads are divided.
         partial_gradients = find_partial_gradients(root, layers)
+        # Registers hooks, which sum the gradients in each backward pass.
         sum_over_parts(partial_gradients, topology.tensor_parallel_mesh)
         # A list, because setattr changes the attributes through which the generator goes.
         for heads in list(find_head_attributes(root, self._unsplit_layers)):
@@ -454,7 +459,7 @@ class ModelParallelStrategy(FSDPStrategy):
         whole_outputs = {layer for layer, style in layers.items() if has_whole_output(style)}
         communicator = self._communicator_along(self._running_topology.tensor_parallel_mesh)
         return SplitComparison(
-            f"split comparison {self._models}",
+            f"split comparison {self._num_models}",
             root,
             whole,
             communicator,
@@ -590,7 +595,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _shard_mesh(self) -> DeviceMesh:
         return self._running_topology.shard_mesh
 
-    def _find_layers(self, root: nn.Module) -> dict[nn.Module, Any]:
+    def _find_layers_to_split(self, root: nn.Module) -> dict[nn.Module, Any]:
         """Return the layers to split, each with its style. There are none without a plan.
 
         Raises:
@@ -600,7 +605,7 @@ class ModelParallelStrategy(FSDPStrategy):
             return {}
         size = self._running_topology.tensor_parallel_size
         # Called for its errors even if the size is 1, so that a plan can be tested in one process.
-        layers = find_layers(root, self.tp_plan, size)
+        layers = find_layers_to_split(root, self.tp_plan, size)
         if size == 1:
             return {}
         return layers
@@ -625,8 +630,8 @@ class ModelParallelStrategy(FSDPStrategy):
         communicator = self.runtime.communicator
         before = dict(root.named_parameters())
         receive_values(communicator, root, list(before.values()))
-        key = f"parallelize_fn {self._models}"
-        build_error = partial(_error_of_branch, root, self.global_rank)
+        key = f"parallelize_fn {self._num_models}"
+        build_error = partial(_branch_error, root, self.global_rank)
         with AgreeingCollectives(key, self.runtime.store, build_error) as agreement:
             result = parallelize_fn(root, mesh)
             agreement.finish()
@@ -647,7 +652,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 self._original_parameters[parameter] = before[name]
 
 
-def _error_of_branch(root: nn.Module, rank: int, problem: str) -> UsageError:
+def _branch_error(root: nn.Module, rank: int, problem: str) -> UsageError:
     """Return the error if the ranks come to different collectives in ``parallelize_fn``.
 
     Args:

@@ -38,7 +38,7 @@ from fabric._torch import (
     without_dispatch_modes,
 )
 from fabric.communicators import Communicator
-from fabric.diagnostics.training_checks import fingerprint
+from fabric.diagnostics.digest import digests
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
 from fabric.store import JobStore
@@ -96,7 +96,8 @@ def copy_without_values(root: nn.Module) -> nn.Module | None:
             memo[id(hook)] = hook
     try:
         return deepcopy(root, memo)
-    except Exception:  # noqa: BLE001 - the user's code raises any error; there is no comparison then
+    except Exception:  # noqa: BLE001 - the user's code may raise any error
+        # The caller then leaves out the comparison of the split model with this copy.
         return None
 
 
@@ -183,15 +184,16 @@ class _Computation:
         differentiable = [tensor for tensor in self.result if tensor.requires_grad]
         if not self.leaves or not differentiable:
             return []
-        weights: list[Tensor] = []
+        output_gradients: list[Tensor] = []
+        # The seed is fixed, so that the split and the whole region get the same gradients.
         generator = torch.Generator().manual_seed(0)
         for tensor in differentiable:
-            weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            weights.append(weight.to(tensor))
+            gradient = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            output_gradients.append(gradient.to(tensor))
         gradients = torch.autograd.grad(
             differentiable,
             [leaf.tensor for leaf in self.leaves],
-            weights,
+            output_gradients,
             allow_unused=True,
             materialize_grads=True,
         )
@@ -218,6 +220,10 @@ class _Computations(NamedTuple):
 
 class SplitComparison:
     """Compares a split model with the whole one. See ``[Note: Split comparison]``.
+
+    A *region* is a smallest module with a colwise layer and the rowwise layer behind it, such as an
+    attention. The first forward pass computes each region twice, in evaluation mode: as it is
+    split, and *whole*, as it was before the split, with the full parameters.
 
     Args:
         name: identifies the comparison among those of the job.
@@ -248,10 +254,10 @@ class SplitComparison:
         # The ranks that hold the parts of a layer are consecutive.
         self._name = f"{name} from rank {store.rank - communicator.rank}"
         # The number of blocks that ran on all ranks of a layer.
-        self._blocks = 0
+        self._num_blocks = 0
         self._generators = generators_of(communicator.device.type)
         self._regions = _find_regions(root, whole, lines, whole_outputs)
-        self._passes = 0
+        self._num_passes = 0
         self._has_compared = False
         # Restores the state from before a pass with comparisons. Empty between two passes.
         self._pass_state = ExitStack()
@@ -285,7 +291,7 @@ class SplitComparison:
             return
         self._is_in_pass = True
         for region in self._regions:
-            compare = partial(self._compare, region)
+            compare = partial(self._compare_region, region)
             handle = region.module.register_forward_pre_hook(compare, with_kwargs=True)
             self._pass_state.callback(handle.remove)
         if "torch._dynamo" in sys.modules:
@@ -306,7 +312,7 @@ class SplitComparison:
             self._has_compared = True
         if not torch.is_grad_enabled():
             return
-        self._passes += 1
+        self._num_passes += 1
         remaining: list[_Region] = []
         for region in self._regions:
             is_interrupted = error is not None and not region.is_compared
@@ -314,7 +320,7 @@ class SplitComparison:
             if is_interrupted or region.has_zero_weights:
                 remaining.append(region)
         self._regions = remaining
-        if not remaining or self._passes >= _MAX_PASSES:
+        if not remaining or self._num_passes >= _MAX_PASSES:
             self._regions = []
             self._hooks.before.remove(self._before_forward)
             self._hooks.after.remove(self._after_forward)
@@ -322,7 +328,7 @@ class SplitComparison:
 
     # -- one region -----------------------------------------------------------------------------
 
-    def _compare(self, region: _Region, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _compare_region(self, region: _Region, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Raise on all ranks of a layer if a region is another one than before the split.
 
         A forward pre-hook of the region. Collective among the ranks of a layer.
@@ -346,7 +352,7 @@ class SplitComparison:
         self._has_compared = True
         region.is_compared = torch.is_grad_enabled() and not has_raised
 
-    def _raise_if_any(self, difference: "_Difference | None") -> None:
+    def _raise_on_all_ranks(self, difference: "_Difference | None") -> None:
         """Raise on all ranks of a layer if one of them has found a difference. Collective."""
         error = None
         if difference is not None:
@@ -366,8 +372,8 @@ class SplitComparison:
         """Return whether all ranks of a layer have the same inputs. Collective among them."""
         tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.numel()]
         checksums: list[int] = []
-        if tensors and not any(map(_is_special, tensors)):
-            checksums = fingerprint(tensors)
+        if tensors and not any(map(_has_no_ordinary_memory, tensors)):
+            checksums = digests(tensors)
         by_rank = self._communicator.gather_objects(checksums)
         return bool(checksums) and by_rank.count(checksums) == len(by_rank)
 
@@ -404,13 +410,14 @@ class SplitComparison:
             return False
         split, whole, is_random = computations
         is_comparable = not is_random and len(split.outputs) == len(whole.outputs)
+        # Where a difference would prove nothing on one of the ranks, none of them compares.
         if not all(self._communicator.gather_objects(is_comparable)):
             return True
-        self._raise_if_any(self._compare_outputs(split, whole))
+        self._raise_on_all_ranks(self._compare_outputs(split, whole))
         gradients = self._run_on_all_ranks(region, _compute_gradients, split, whole)
         if gradients is None:
             return False
-        self._raise_if_any(_compare_gradients(gradients, _tolerance(split)))
+        self._raise_on_all_ranks(_compare_gradients(gradients, _tolerance(split)))
         return True
 
     def _run_on_all_ranks(
@@ -425,8 +432,8 @@ class SplitComparison:
             Exception: the error of the function, if not all ranks of the layer raise.
             UsageError: another rank has raised.
         """
-        self._blocks += 1
-        name = f"{self._name}/{self._blocks}"
+        self._num_blocks += 1
+        name = f"{self._name}/{self._num_blocks}"
         build_error = partial(self._build_error, region)
         with AgreeingCollectives(name, self._store, build_error) as agreement:
             try:
@@ -450,7 +457,7 @@ class SplitComparison:
     def _compare_outputs(self, split: _Computation, whole: _Computation) -> "_Difference | None":
         """Return the first output that differs."""
         for split_output, whole_output in zip(split.outputs, whole.outputs, strict=True):
-            expected = self._part_of(whole_output.tensor, split_output.tensor)
+            expected = self._expected_part(whole_output.tensor, split_output.tensor)
             scale = _largest(expected)
             difference = _largest_difference(split_output.tensor, expected)
             if difference > _tolerance(split) * scale:
@@ -461,7 +468,7 @@ class SplitComparison:
                 return _Difference(text, split_output.lines, _REMEDIES_OF_OUTPUTS)
         return None
 
-    def _part_of(self, whole: Tensor, split: Tensor) -> Tensor:
+    def _expected_part(self, whole: Tensor, split: Tensor) -> Tensor:
         """Return the part of a whole output that a split one has to equal.
 
         The outputs of some styles are split in one dimension on purpose. Without such a dimension,
@@ -474,8 +481,8 @@ class SplitComparison:
         return whole
 
 
-def _is_special(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, or has no ordinary memory."""
+def _has_no_ordinary_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, or is not dense. Such tensors are not compared."""
     return local_tensor(tensor) is not tensor or tensor.layout is not torch.strided
 
 
@@ -588,7 +595,7 @@ def _compute_gradients(
     """
     shapes = [tensor.shape for tensor in whole.result]
     has_whole_result = [tensor.shape for tensor in split.result] == shapes
-    if not has_whole_result or any(map(_is_special, split.result)):
+    if not has_whole_result or any(map(_has_no_ordinary_memory, split.result)):
         return []
     return list(zip(split.gradients(), whole.gradients(), strict=True))
 
@@ -599,12 +606,12 @@ def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
     leaves: list[_Quantity] = []
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
-        if tensor.requires_grad and not _is_special(tensor):
+        if tensor.requires_grad and not _has_no_ordinary_memory(tensor):
             leaves.append(_parameter_quantity(region, slot.parameter, tensor))
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.module, outputs):
         result = region.module.forward(*new_args, **new_kwargs)
-    return _finish(region, result, outputs, [*leaves, *inputs])
+    return _build_computation(region, result, outputs, [*leaves, *inputs])
 
 
 def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
@@ -623,7 +630,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
         tensors[name] = full_tensors[parameter]
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
-        if tensor.requires_grad and not _is_special(tensor):
+        if tensor.requires_grad and not _has_no_ordinary_memory(tensor):
             full = full_tensors[slot.parameter].requires_grad_()
             leaves.append(_parameter_quantity(region, slot.parameter, full))
     for name, buffer in region.module.named_buffers():
@@ -633,7 +640,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.whole, outputs):
         result = functional_call(region.whole, tensors, new_args, new_kwargs)
-    return _finish(region, result, outputs, [*leaves, *inputs])
+    return _build_computation(region, result, outputs, [*leaves, *inputs])
 
 
 def _tensor_in_use(slot: ParameterSlot) -> Tensor:
@@ -687,11 +694,12 @@ def _recorded_outputs(
     with ExitStack() as stack:
         for name in region.rowwise_layers:
             layer = module.get_submodule(name)
-            stack.callback(layer.register_forward_hook(partial(record, name)).remove)
+            handle = layer.register_forward_hook(partial(record, name))
+            stack.callback(handle.remove)
         yield
 
 
-def _finish(
+def _build_computation(
     region: _Region, result: Any, outputs: list[_Quantity], leaves: list[_Quantity]
 ) -> _Computation:
     """Return the computation of a region that has this result."""

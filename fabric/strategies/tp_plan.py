@@ -26,11 +26,12 @@ from fabric.errors import ConfigurationError, UsageError
 
 __all__ = [
     "HeadAttribute",
+    "LatentStyle",
     "PartRandomStreams",
     "ancestors",
     "check_styles",
     "find_head_attributes",
-    "find_layers",
+    "find_layers_to_split",
     "find_partial_gradients",
     "generators_of",
     "has_whole_output",
@@ -49,6 +50,14 @@ _WHOLE_INPUT_STYLES = ("rowwise_rep", "rowwise_split_input")
 _EMBEDDING_STYLE = "embedding_rowwise"
 # The style of layers that compute with this rank's heads. transformers uses this name, too.
 _PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
+# The styles of transformers for a module with experts, and for their parameters, which the line of
+# the module splits. See expert_styles.py.
+_EXPERTS_STYLE = "moe_tp_experts"
+_PACKED_STYLE = "packed_colwise"
+# The style of transformers for the projection to latent keys and values. See expert_styles.py.
+_LATENT_STYLE = "mla_kv_a_proj"
+# The attribute of the module around this layer with the width of the rotated part of the keys.
+_ROTATED_WIDTH = "qk_rope_head_dim"
 _STYLES = (
     "colwise",
     "rowwise",
@@ -57,6 +66,9 @@ _STYLES = (
     _EMBEDDING_STYLE,
     "sequence_parallel",
     _PARTIAL_GRADIENT_STYLE,
+    _EXPERTS_STYLE,
+    _PACKED_STYLE,
+    _LATENT_STYLE,
 )
 # The names of attributes that count heads in the attention modules of common models.
 _HEAD_ATTRIBUTES = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?heads?")
@@ -82,6 +94,16 @@ _SPLIT_DIMENSIONS = {
     (nn.Embedding, "colwise"): _SplitDimension("embedding_dim", lines="columns"),
     (nn.Embedding, "rowwise"): _SplitDimension("num_embeddings", lines="rows"),
 }
+
+
+class LatentStyle(NamedTuple):
+    """The style ``"mla_kv_a_proj"`` of a layer.
+
+    Attributes:
+        rotated_width: the number of outputs that are the rotated part of the keys, the last ones.
+    """
+
+    rotated_width: int
 
 
 class HeadAttribute(NamedTuple):
@@ -135,7 +157,7 @@ def check_styles(plan: Any) -> None:
             )
 
 
-def find_layers(
+def find_layers_to_split(
     root: nn.Module, plan: Mapping[str, Any] | str, world_size: int
 ) -> dict[nn.Module, Any]:
     """Return the layers that a plan splits, each with its style. Changes nothing.
@@ -160,21 +182,7 @@ def find_layers(
             suggestion='tp_plan={"*.up": "colwise"}',
         )
     check_styles(styles)
-    modules = dict(root.named_modules())
-    layers: dict[nn.Module, Any] = {}
-    for pattern, style in styles.items():
-        matching_modules = _match(pattern, modules)
-        # The plan of a model may name layers that only some sizes of the model have.
-        if not matching_modules and not is_of_model:
-            raise ConfigurationError(
-                request,
-                problem=f"no layer is called {pattern!r}",
-                expected=f"a pattern for {', '.join(_patterns_of(modules))}",
-            )
-        if style == _EMBEDDING_STYLE:
-            style = "rowwise"
-        # If a layer fits several patterns, the last one decides.
-        layers.update(dict.fromkeys(matching_modules, style))
+    layers = _styles_of_layers(request, root, styles, may_lack_layers=is_of_model)
     if not layers:
         raise ConfigurationError(request, problem=f"no layer fits {', '.join(styles)}")
     problems = [
@@ -188,18 +196,59 @@ def find_layers(
     return layers
 
 
+def _styles_of_layers(
+    request: str, root: nn.Module, styles: Mapping[str, Any], *, may_lack_layers: bool
+) -> dict[nn.Module, Any]:
+    """Return the style of each layer that fits a pattern.
+
+    Args:
+        request: what the user asked for, for the error.
+        root: the model.
+        styles: the style for each pattern.
+        may_lack_layers: whether a pattern may fit no layer. The plan of a model may name layers
+            that only some sizes of the model have.
+
+    Raises:
+        ConfigurationError: a pattern fits no layer.
+    """
+    modules = dict(root.named_modules())
+    layers: dict[nn.Module, Any] = {}
+    for pattern, style in styles.items():
+        pattern_of_parent, _, _ = pattern.rpartition(".")
+        if styles.get(pattern_of_parent) == _EXPERTS_STYLE:
+            # The name of a parameter of experts. The line of the experts splits it.
+            continue
+        matching_modules = _find_matching(pattern, modules)
+        if not matching_modules and not may_lack_layers:
+            raise ConfigurationError(
+                request,
+                problem=f"no layer is called {pattern!r}",
+                expected=f"a pattern for {', '.join(_patterns_of(modules))}",
+            )
+        if style == _EMBEDDING_STYLE:
+            style = "rowwise"
+        # If a layer fits several patterns, the last one decides.
+        layers.update(dict.fromkeys(matching_modules, style))
+    for path, module in modules.items():
+        parent_path, _, _ = path.rpartition(".")
+        rotated_width = getattr(modules[parent_path], _ROTATED_WIDTH, None)
+        if layers.get(module) == _LATENT_STYLE and rotated_width is not None:
+            layers[module] = LatentStyle(rotated_width)
+    return layers
+
+
 def lines_of_plan(root: nn.Module, plan: Mapping[str, Any] | str) -> dict[nn.Module, str]:
     """Return the line of a plan for each layer that the plan splits, as the user wrote the line.
 
     Args:
         root: the model.
-        plan: as for :func:`find_layers`, which has accepted the plan.
+        plan: as for :func:`find_layers_to_split`, which has accepted the plan.
     """
     modules = dict(root.named_modules())
     lines: dict[nn.Module, str] = {}
     for pattern, style in _styles_by_pattern(root, plan).items():
         line = f'"{pattern}": {_name_of_style(style)}'
-        lines.update(dict.fromkeys(_match(pattern, modules), line))
+        lines.update(dict.fromkeys(_find_matching(pattern, modules), line))
     return lines
 
 
@@ -273,14 +322,15 @@ def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
 
     for parameter in parameters:
         if parameter.requires_grad:
-            _register_first(parameter, sum_gradient)
+            _register_before_user_hooks(parameter, sum_gradient)
 
 
 def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
-    """Give the gradients of parameters the placements of the parameters, in each backward pass.
+    """Sum up gradients of replicated parameters over the ranks of a split, in each backward pass.
 
-    The gradient of a replicated DTensor, such as the weight of a norm that is computed in parts of
-    dim 1, has partial sums. FSDP would add them up.
+    Such a parameter is a DTensor, as the weight of a norm that is computed in parts of dim 1. Each
+    rank then has a partial sum of its gradient. Where FSDP shards the parameters, it adds the sums
+    up itself. This function is for a model that it does not shard.
 
     Args:
         parameters: the parameters. Plain ones are left alone.
@@ -293,10 +343,11 @@ def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         is_dtensor = local_tensor(parameter) is not parameter
         if is_dtensor and parameter.requires_grad and not is_split(parameter):
-            _register_first(parameter, partial(redistribute, parameter.placements))
+            # The hooks of the user then get the whole gradient.
+            _register_before_user_hooks(parameter, partial(redistribute, parameter.placements))
 
 
-def _register_first(parameter: nn.Parameter, hook: Callable[[Any], Any]) -> None:
+def _register_before_user_hooks(parameter: nn.Parameter, hook: Callable[[Any], Any]) -> None:
     """Register a hook of a parameter in front of the hooks of the user.
 
     These get the gradient of the whole model then. torch calls the hooks of a tensor in the order
@@ -349,8 +400,14 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
     """
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
+    from fabric.strategies import expert_styles  # imports the same
+
     if style == _PARTIAL_GRADIENT_STYLE:
         return []
+    if style == _EXPERTS_STYLE:
+        return [expert_styles.ExpertParallel()]
+    if isinstance(style, LatentStyle):
+        return [expert_styles.LatentProjection(style.rotated_width)]
     if style == "sequence_parallel":
         # Only this layer computes parts of dim 1. Its input and its output are whole.
         split_input = parallel.PrepareModuleInput(
@@ -446,7 +503,7 @@ def _name_of_style(style: Any) -> str:
     return f"{type(style).__name__}(...)"
 
 
-def _match(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+def _find_matching(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Return the modules whose name fits a pattern.
 
     Args:
@@ -494,12 +551,40 @@ def _layer_problems(
             continue
         style = layers[layer]
         split = _split_dimension(layer, style)
-        if split is not None:
+        if style == _EXPERTS_STYLE:
+            yield from _expert_problems(path, layer, world_size)
+        elif style == _PACKED_STYLE:
+            yield (
+                f"{path}: {style!r} is for the parameters of experts, whose own line is "
+                f'"{path.rpartition(".")[0]}": "{_EXPERTS_STYLE}"'
+            )
+        elif style == _LATENT_STYLE:
+            yield f"{path}: {style!r} needs the attribute {_ROTATED_WIDTH} of the module around it"
+        elif split is not None:
             yield from _remainder_problems(path, layer, split.attribute, world_size)
         elif _direction(style) in ("colwise", "rowwise"):
             yield (
                 f"{path}: {style!r} splits Linear and Embedding, and not a {type(layer).__name__}"
             )
+
+
+def _expert_problems(path: str, module: nn.Module, world_size: int) -> Iterator[str]:
+    """Yield the reasons why a module of experts cannot be split, as parts of an error message.
+
+    Args:
+        path: the name of the module in the model.
+        module: the module.
+        world_size: the number of parts.
+    """
+    num_experts = getattr(module, "num_experts", None)
+    first_lengths = {parameter.shape[:1] for parameter in module.parameters()}
+    if num_experts is None or first_lengths != {(num_experts,)}:
+        yield (
+            f"{path}: {_EXPERTS_STYLE!r} splits parameters with num_experts rows, which this "
+            f"{type(module).__name__} has not"
+        )
+        return
+    yield from _remainder_problems(path, module, "num_experts", world_size)
 
 
 def _head_problems(
@@ -540,6 +625,11 @@ def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> I
         layers: the layers to split, each with its style.
     """
     for path, module in root.named_modules():
+        styles_of_children = [layers.get(child) for child in module.children()]
+        # The widths of queries, keys and values differ there.
+        has_latents = any(isinstance(style, LatentStyle) for style in styles_of_children)
+        if has_latents:
+            continue
         colwise_layers: dict[str, nn.Linear] = {}
         rowwise_layers: list[nn.Linear] = []
         for name, child in module.named_children():
@@ -665,7 +755,9 @@ def _draw_seed() -> int:
 class PartRandomStreams:
     """Hooks that give each rank random numbers of its own while layers are computed in parts.
 
-    See ``[Note: Split layers]`` of this file.
+    A *part* is what a rank computes from the output of a colwise layer, which has some of the
+    columns, to the input of the rowwise layer behind it. Outside of parts, the random numbers of
+    all ranks are equal. See ``[Note: Split layers]`` of this file.
 
     Args:
         mesh: the mesh along which layers are split. Its dimension ``tensor_parallel`` is used.

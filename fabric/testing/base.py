@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.launchers.rank import is_secondary
-from fabric.tree import children, map_tensors
+from fabric.tree import children, map_leaves, map_tensors
 
 __all__ = [
     "FailureRole",
@@ -31,6 +31,7 @@ __all__ = [
     "arguments_of_rank",
     "assert_same",
     "check_arguments",
+    "check_unchanged",
     "differences",
     "error_report",
     "function_name",
@@ -181,7 +182,13 @@ def error_report(rank: int, error: BaseException) -> Report:
 
 
 def timeout_report(
-    rank: int, stack: str, timeout: float, *, is_waiting: bool, exit_code: int = 1
+    rank: int,
+    stack: str,
+    timeout: float,
+    *,
+    is_waiting: bool,
+    position: str = "",
+    exit_code: int = 1,
 ) -> Report:
     """Return the report of a rank that is still running at the timeout.
 
@@ -190,14 +197,18 @@ def timeout_report(
         stack: the current stack of the rank.
         timeout: the seconds that the call was allowed to take.
         is_waiting: whether the stack shows that the rank waits for other ranks.
+        position: the collective and the line that the rank is in. Empty if not known.
         exit_code: the exit code of the rank's process.
     """
     role = FailureRole.POSSIBLE_CAUSE
     if is_waiting:
         role = FailureRole.WAITING
+    outcome = f"did not return within {timeout:g} s"
+    if position:
+        outcome = f"{outcome}: {position}"
     return Report(
         rank=rank,
-        outcome=f"did not return within {timeout:g} s",
+        outcome=outcome,
         has_failed=True,
         role=role,
         exit_code=exit_code,
@@ -276,6 +287,40 @@ def check_arguments(fn: Callable[..., Any], arguments: Iterable[object], size: i
             )
 
 
+def check_unchanged(
+    fn: Callable[..., Any], actual: Sequence[object], original: Sequence[object]
+) -> None:
+    """Check that a function has not changed its arguments in place.
+
+    Tensors, numbers and text are compared, in collections too. Other objects may have changed.
+
+    Args:
+        fn: the function, for the error text.
+        actual: the arguments after the call.
+        original: the arguments before the call.
+
+    Raises:
+        AssertionError: an argument has changed. The text names the argument's position.
+    """
+    lines = list(
+        differences(
+            map_leaves(_value_or_type, list(actual)),
+            map_leaves(_value_or_type, list(original)),
+            signed_zeros=True,
+        )
+    )
+    if lines:
+        title = f"{function_name(fn)} has changed its arguments in place"
+        raise AssertionError("\n".join([title, *lines[:10]]))
+
+
+def _value_or_type(leaf: object) -> object:
+    """Return a leaf that can be compared, and the type of any other leaf."""
+    if isinstance(leaf, Tensor | float | int | complex | str | bytes | None):
+        return leaf
+    return type(leaf)
+
+
 def function_name(fn: Callable[..., Any]) -> str:
     """Return the name of a function, or of the type of another callable object, for error texts.
 
@@ -285,7 +330,25 @@ def function_name(fn: Callable[..., Any]) -> str:
     return qualified_name.replace(".<locals>", "")
 
 
-def assert_same(actual: object, expected: object, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+@dataclass(frozen=True)
+class _Equality:
+    """What counts as equal. The fields are arguments of :func:`assert_same`."""
+
+    rtol: float
+    atol: float
+    equal_nan: bool
+    signed_zeros: bool
+
+
+def assert_same(
+    actual: object,
+    expected: object,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    equal_nan: bool = True,
+    signed_zeros: bool = False,
+) -> None:
     """Check that two collections are the same, leaf by leaf.
 
     - Containers need equal types and equal keys or lengths.
@@ -299,19 +362,29 @@ def assert_same(actual: object, expected: object, *, rtol: float = 0.0, atol: fl
         expected: the expected result.
         rtol: the relative tolerance.
         atol: the absolute tolerance.
+        equal_nan: whether NaN equals NaN.
+        signed_zeros: whether 0.0 differs from -0.0.
 
     Raises:
         AssertionError: the collections differ. The text has the number of differences, and the
             first ten of them.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test instead of this one
-    lines = list(differences(actual, expected, rtol=rtol, atol=atol))
+    equality = _Equality(rtol, atol, equal_nan, signed_zeros)
+    lines = list(_differences(actual, expected, "", equality))
     if lines:
         raise AssertionError("\n".join([f"{len(lines)} difference(s)", *lines[:10]]))
 
 
 def differences(
-    actual: object, expected: object, path: str = "", *, rtol: float = 0.0, atol: float = 0.0
+    actual: object,
+    expected: object,
+    path: str = "",
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    equal_nan: bool = True,
+    signed_zeros: bool = False,
 ) -> Iterator[str]:
     """Yield one line for each difference between two collections. See :func:`assert_same`.
 
@@ -321,10 +394,18 @@ def differences(
         path: the name of the collection in the lines.
         rtol: the relative tolerance.
         atol: the absolute tolerance.
+        equal_nan: whether NaN equals NaN.
+        signed_zeros: whether 0.0 differs from -0.0.
     """
+    equality = _Equality(rtol, atol, equal_nan, signed_zeros)
+    return _differences(actual, expected, path, equality)
+
+
+def _differences(actual: object, expected: object, path: str, equality: _Equality) -> Iterator[str]:
+    """Yield one line for each difference between two collections. See :func:`differences`."""
     label = path or "the value"
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
-        problem = _tensor_difference(actual.detach().cpu(), expected.detach().cpu(), rtol, atol)
+        problem = _tensor_difference(actual.detach().cpu(), expected.detach().cpu(), equality)
         if problem:
             yield f"{label}: {problem}"
         return
@@ -344,12 +425,12 @@ def differences(
         elif name not in actual_children:
             yield f"{child_path}: missing"
         else:
-            yield from differences(
-                actual_children[name], expected_children[name], child_path, rtol=rtol, atol=atol
+            yield from _differences(
+                actual_children[name], expected_children[name], child_path, equality
             )
     # An empty container is compared as a leaf, too.
     is_leaf = not all_names
-    if is_leaf and not _is_same_leaf(actual, expected, rtol, atol):
+    if is_leaf and not _is_same_leaf(actual, expected, equality):
         yield f"{label}: {_shortened(actual)}, expected {_shortened(expected)}"
 
 
@@ -358,34 +439,59 @@ def _shortened(value: object) -> str:
     return repr(value)[:80]
 
 
-def _is_same_leaf(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
+def _is_same_leaf(actual: Any, expected: Any, equality: _Equality) -> bool:
     """Return whether two leaves are equal or both NaN or, as numbers, within the tolerance.
 
     The leaves are of one type, and are not tensors.
     """
-    if actual == expected:
+    has_sign = isinstance(actual, float | complex)
+    is_sign_checked = has_sign and equality.signed_zeros
+    if actual == expected and not is_sign_checked:
         return True
+    if has_sign:
+        # As tensors, so that numbers and the elements of tensors follow the same rules.
+        wide_dtype = torch.complex128 if isinstance(actual, complex) else torch.float64
+        numbers = torch.tensor([actual, expected], dtype=wide_dtype)
+        return not _is_wrong(numbers[0], numbers[1], equality).item()
     # Only NaN is not equal to itself.
-    if actual != actual and expected != expected:
-        return True
-    if isinstance(actual, float | complex):
-        return abs(actual - expected) <= atol + rtol * abs(expected)
-    return False
+    return equality.equal_nan and actual != actual and expected != expected
 
 
-def _tensor_difference(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> str:
+def _is_wrong(actual: Tensor, expected: Tensor, equality: _Equality) -> Tensor:
+    """Return a boolean for each element: whether two tensors of one dtype and shape differ there.
+
+    The tolerances apply to floating-point and complex tensors.
+    """
+    if not actual.is_floating_point() and not actual.is_complex():
+        return actual != expected
+    is_close = torch.isclose(
+        actual, expected, equality.rtol, equality.atol, equal_nan=equality.equal_nan
+    )
+    if not equality.signed_zeros:
+        return ~is_close
+    return ~is_close | _has_other_zero(actual, expected)
+
+
+def _has_other_zero(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return a boolean for each element: whether a zero of one sign meets a zero of the other."""
+    if actual.is_complex():
+        real_actual = torch.view_as_real(actual.resolve_conj())
+        real_expected = torch.view_as_real(expected.resolve_conj())
+        return _has_other_zero(real_actual, real_expected).any(-1)
+    has_other_sign = actual.signbit() != expected.signbit()
+    return (actual == 0) & (expected == 0) & has_other_sign
+
+
+def _tensor_difference(actual: Tensor, expected: Tensor, equality: _Equality) -> str:
     """Return the first difference between two tensors as text, or "" if there is none.
 
-    The tolerances apply to floating-point and complex tensors. The tensors are on one device.
+    The tensors are on one device.
     """
     actual_kind = _dtype_and_shape(actual)
     expected_kind = _dtype_and_shape(expected)
     if actual_kind != expected_kind:
         return f"{actual_kind}, expected {expected_kind}"
-    if not actual.is_floating_point() and not actual.is_complex():
-        rtol = 0.0
-        atol = 0.0
-    is_wrong = ~torch.isclose(actual, expected, rtol, atol, equal_nan=True)
+    is_wrong = _is_wrong(actual, expected, equality)
     if not is_wrong.any():
         return ""
     first_index = tuple(is_wrong.nonzero()[0].tolist())

@@ -534,9 +534,9 @@ def _save_and_load(fabric: Fabric, path: str) -> None:
     Raises:
         AssertionError: the loaded state is not the saved one.
     """
-    model, optimizer = fabric.setup(*_trained_model(seed=1))
+    model, optimizer = _train_model(fabric, seed=1)
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
-    other_model, other_optimizer = fabric.setup(*_trained_model(seed=2))
+    other_model, other_optimizer = _train_model(fabric, seed=2)
     # load() returns the entries for which it was passed no object.
     remaining_entries = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
     assert_same(remaining_entries, {"step": 7})
@@ -544,12 +544,12 @@ def _save_and_load(fabric: Fabric, path: str) -> None:
     assert_same(other_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-def _trained_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model after one step, and its optimizer, whose state is not empty."""
+def _train_model(fabric: Fabric, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a set-up model after one step, and its optimizer, whose state is not empty."""
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(4, 3)).sum().backward()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    fabric.backward(model(torch.randn(4, 3)).mean())
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer

@@ -8,11 +8,17 @@ drew for themselves could differ by accident. This module needs hypothesis:
 order, can be represented in the dtype. So a test can compare results bit for bit, even of 16-bit
 floats. Floats are multiples of 0.25 from -4 to 4. Integers cover an eighth of the range of their
 dtype.
+
+[Note: Special values] With ``special_values=True`` floats may also be -0.0, NaN and infinities.
+Sums of exact floats and special values are still equal in any order. The minimum and the maximum of
+0.0 and -0.0 may have either sign.
 """
 
 import functools
+import math
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +70,7 @@ _DTYPES_OF_OP = {
     **dict.fromkeys(("band", "bor", "bxor"), (*_INTEGERS, torch.bool)),
 }
 REDUCE_OPS = tuple(_DTYPES_OF_OP)
+_SPECIAL_VALUES = (-0.0, math.nan, math.inf, -math.inf)
 _NUMBER_DTYPES = (torch.float64, torch.int64, torch.bool)  # the dtypes of Python numbers
 
 
@@ -92,15 +99,22 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
     return st.lists(labels, min_size=world_size, max_size=world_size).map(ranks_by_label)
 
 
-def dtypes(reduce_op: str | None = None) -> st.SearchStrategy[torch.dtype]:
+def dtypes(
+    reduce_op: str | None = None, *, integer_means: bool = False
+) -> st.SearchStrategy[torch.dtype]:
     """Draw dtypes that a reduction is defined for.
 
     Args:
         reduce_op: the name of the reduction. None draws any dtype that collectives support.
+        integer_means: whether the dtypes of ``"mean"`` include integers. Fabric refuses to compute
+            their mean. In :mod:`fabric.testing.oracles` it is a floating-point number.
     """
     if reduce_op is None:
         return st.sampled_from(DTYPES)
-    return st.sampled_from(_DTYPES_OF_OP[reduce_op])
+    dtypes_of_op = _DTYPES_OF_OP[reduce_op]
+    if integer_means and reduce_op == "mean":
+        dtypes_of_op = (*dtypes_of_op, *_INTEGERS)
+    return st.sampled_from(dtypes_of_op)
 
 
 def reduce_ops(dtype: torch.dtype | None = None) -> st.SearchStrategy[str]:
@@ -119,7 +133,12 @@ def shapes(
 
 
 def tensors(
-    dtype: Any = torch.float32, shape: Any = None, layout: Any = None, *, exact: bool = True
+    dtype: Any = torch.float32,
+    shape: Any = None,
+    layout: Any = None,
+    *,
+    exact: bool = True,
+    special_values: bool = False,
 ) -> st.SearchStrategy[Tensor]:
     """Draw tensors.
 
@@ -130,16 +149,23 @@ def tensors(
             :func:`lay_out`.
         exact: whether sums are exact; see ``[Note: Exact values]`` at the top of the module.
             Otherwise floats are any numbers from -1,000 to 1,000.
+        special_values: whether floats may also be -0.0, NaN and infinities.
     """
+    values = _Values(exact, special_values)
     # Tensors are drawn in two steps: first a strategy for one dtype, shape and layout, and then a
     # tensor from this strategy.
-    strategies = _tensor_strategies(dtype, shape, layout, exact)
+    strategies = _tensor_strategies(dtype, shape, layout, values)
     return strategies.flatmap(lambda strategy: strategy)
 
 
-def numbers() -> st.SearchStrategy[complex]:
-    """Draw Python numbers: floats, integers and booleans."""
-    return st.sampled_from(_NUMBER_DTYPES).flatmap(_element_strategy)
+def numbers(*, special_values: bool = False) -> st.SearchStrategy[complex]:
+    """Draw Python numbers: floats, integers and booleans.
+
+    Args:
+        special_values: whether floats may also be -0.0, NaN and infinities.
+    """
+    values = _Values(special_values=special_values)
+    return _number_strategies(_NUMBER_DTYPES, values).flatmap(lambda strategy: strategy)
 
 
 def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStrategy[Tree]:
@@ -174,6 +200,7 @@ def per_rank_tensors(
     shape: Any = None,
     *,
     exact: bool = True,
+    special_values: bool = False,
     ragged: bool = False,
 ) -> PerRank:
     """Draw tensors of one dtype and shape, with other values and layouts on each rank.
@@ -184,6 +211,7 @@ def per_rank_tensors(
         dtype: as for :func:`tensors`.
         shape: as for :func:`tensors`.
         exact: as for :func:`tensors`.
+        special_values: as for :func:`tensors`.
         ragged: whether the length along dim 0 may differ between ranks. The shape then needs at
             least one dimension.
     """
@@ -195,16 +223,22 @@ def per_rank_tensors(
     rank_shapes = [common_shape] * size
     if ragged:
         rank_shapes = [(draw(_LENGTHS), *common_shape[1:]) for _ in range(size)]
-    values: list[Tensor] = []
+    values = _Values(exact, special_values)
+    rank_tensors: list[Tensor] = []
     for rank_shape in rank_shapes:
         layout = draw(_ANY_LAYOUT)
-        values.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, exact)))
-    return PerRank(values)
+        rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, values)))
+    return PerRank(rank_tensors)
 
 
 @functools.cache
 def per_rank_trees(
-    size: int, reduce_op: str | None = None, *, with_numbers: bool = True, max_leaves: int = 5
+    size: int,
+    reduce_op: str | None = None,
+    *,
+    with_numbers: bool = True,
+    max_leaves: int = 5,
+    special_values: bool = False,
 ) -> st.SearchStrategy[PerRank]:
     """Draw collections of one structure, with other values on each rank.
 
@@ -215,17 +249,19 @@ def per_rank_trees(
         reduce_op: the reduction that all dtypes must be defined for. None allows all dtypes.
         with_numbers: whether some leaves are Python numbers.
         max_leaves: the approximate maximum number of leaves.
+        special_values: whether floats may also be -0.0, NaN and infinities.
     """
+    values = _Values(special_values=special_values)
     # A leaf is drawn in two steps: first a strategy for values of one dtype and shape, which all
     # ranks have in common, and then a value from this strategy for each rank.
     strategies: st.SearchStrategy[Leaf] = _tensor_strategies(
-        dtypes(reduce_op), shape=None, layout=None, exact=True
+        dtypes(reduce_op), shape=None, layout=None, values=values
     )
     number_dtypes = list(_NUMBER_DTYPES)
     if reduce_op is not None:
         number_dtypes = [dtype for dtype in _NUMBER_DTYPES if dtype in _DTYPES_OF_OP[reduce_op]]
     if with_numbers and number_dtypes:
-        strategies |= st.sampled_from(number_dtypes).map(_element_strategy)
+        strategies |= _number_strategies(number_dtypes, values)
     per_rank_leaves = strategies.flatmap(lambda strategy: per_rank(strategy, size))
 
     def split_by_rank(tree: Tree) -> PerRank:
@@ -243,6 +279,18 @@ def tensor_of(
     Hypothesis prints the call of this function for a failing example.
     """
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
+
+
+class _Values(NamedTuple):
+    """The floats that are drawn; see the notes at the top of the module.
+
+    Attributes:
+        exact: whether sums are exact; see ``[Note: Exact values]``.
+        special_values: whether there are special values; see ``[Note: Special values]``.
+    """
+
+    exact: bool = True
+    special_values: bool = False
 
 
 _ANY_SHAPE = shapes()
@@ -283,19 +331,19 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 # drawing from the strategy.
 @functools.lru_cache(maxsize=4096)
 def _tensors_of(
-    dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool
+    dtype: torch.dtype, shape: tuple[int, ...], layout: str, values: _Values
 ) -> st.SearchStrategy[Tensor]:
     """Return a strategy for tensors of one dtype, shape and layout. See :func:`tensors`."""
     count = torch.Size(shape).numel()
-    values = st.lists(_element_strategy(dtype, exact), min_size=count, max_size=count)
+    elements = st.lists(_element_strategy(dtype, values), min_size=count, max_size=count)
     # Built by a public function, since hypothesis prints this call for a failing example.
     return st.builds(
-        tensor_of, values, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout)
+        tensor_of, elements, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout)
     )
 
 
 def _tensor_strategies(
-    dtype: Any, shape: Any, layout: Any, exact: bool
+    dtype: Any, shape: Any, layout: Any, values: _Values
 ) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
     """Draw a strategy for tensors of one dtype, shape and layout, which are drawn first.
 
@@ -305,15 +353,27 @@ def _tensor_strategies(
         dtype: as for :func:`tensors`.
         shape: as for :func:`tensors`.
         layout: as for :func:`tensors`.
-        exact: as for :func:`tensors`.
+        values: the floats that are drawn.
     """
     return st.builds(
         _tensors_of,
         _as_strategy(dtype),
         _as_strategy(shape, default=_ANY_SHAPE),
         _as_strategy(layout, default=_ANY_LAYOUT),
-        st.just(exact),
+        st.just(values),
     )
+
+
+def _number_strategies(
+    number_dtypes: Sequence[torch.dtype], values: _Values
+) -> st.SearchStrategy[st.SearchStrategy[Any]]:
+    """Draw a strategy for Python numbers of one type.
+
+    Args:
+        number_dtypes: the dtypes of the numbers, from which the type is drawn.
+        values: the floats that are drawn.
+    """
+    return st.sampled_from(number_dtypes).map(lambda dtype: _element_strategy(dtype, values))
 
 
 def _tree_of_rank(tree: Tree, rank: int) -> Tree:
@@ -324,10 +384,11 @@ def _tree_of_rank(tree: Tree, rank: int) -> Tree:
     """
 
     def value_of_rank(node: Tree) -> Tree:
-        """Return the value of a leaf, or the dict of this rank."""
+        """Return this rank's value of a leaf, or a dict with its keys in this rank's order."""
         if isinstance(node, PerRank):
             return node.values[rank]
-        # The node is a dict. Rank r begins with key r.
+        # The node is a dict. Its keys have another order on each rank, which must not matter: rank
+        # r begins with key r.
         items = deque(node.items())
         items.rotate(-rank)
         return {key: _tree_of_rank(value, rank) for key, value in items}
@@ -337,17 +398,18 @@ def _tree_of_rank(tree: Tree, rank: int) -> Tree:
 
 
 @functools.cache
-def _element_strategy(dtype: torch.dtype, exact: bool = True) -> st.SearchStrategy[Any]:
+def _element_strategy(dtype: torch.dtype, values: _Values) -> st.SearchStrategy[Any]:
     """Return a strategy for Python numbers that are elements of a tensor of a dtype.
 
     Args:
         dtype: the dtype.
-        exact: see ``[Note: Exact values]`` at the top of the module.
+        values: the floats that are drawn.
     """
     if dtype is torch.bool:
         return st.booleans()
     if dtype.is_complex:
-        floats = _element_strategy(torch.float32, exact)
+        # Without special values: torch's quotient of an infinite complex number may be NaN.
+        floats = _element_strategy(torch.float32, _Values(exact=values.exact))
         return st.builds(complex, floats, floats)
     if not dtype.is_floating_point:
         # An eighth of the range, so that the sum of eight values does not overflow. // rounds down.
@@ -355,11 +417,15 @@ def _element_strategy(dtype: torch.dtype, exact: bool = True) -> st.SearchStrate
         # zero.
         limits = torch.iinfo(dtype)
         return st.integers(-(-limits.min // 8), limits.max // 8)
-    if exact:
-        return st.integers(-16, 16).map(lambda quarters: quarters / 4)
-    # The number of bits in which hypothesis draws exact floats, by the bytes of the dtype.
-    width = {2: 16, 4: 32}.get(dtype.itemsize, 64)
-    return st.floats(-1000.0, 1000.0, width=width)  # type: ignore[arg-type]
+    if values.exact:
+        floats = st.integers(-16, 16).map(lambda quarters: quarters / 4)
+    else:
+        # The number of bits in which hypothesis draws exact floats, by the bytes of the dtype.
+        width = {2: 16, 4: 32}.get(dtype.itemsize, 64)
+        floats = st.floats(-1000.0, 1000.0, width=width)  # type: ignore[arg-type]
+    if values.special_values:
+        floats |= st.sampled_from(_SPECIAL_VALUES)
+    return floats
 
 
 def _as_strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:

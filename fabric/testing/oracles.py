@@ -8,6 +8,10 @@ of :mod:`fabric.collectives`, so the oracles and the collectives share no bugs.
 A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of values.
 Each rank gets back its own leaves of other types unchanged. Integers overflow as in their dtype.
 Tensors may require gradients: see :func:`gradients`.
+
+Collectives of whole objects, such as ``torch.distributed.all_gather_object``, look into no value:
+see ``objects`` and a ``reduce_op`` that is a function. ``broadcast``, ``scatter`` and ``gather``
+are the same for objects and for tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +44,9 @@ _DTYPE_OF_NUMBER = {
 }
 # Each function takes a tensor with one row per rank, and reduces the rows.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda rows: rows.sum(0),
-    "mean": lambda rows: rows.sum(0) / rows.shape[0],
+    # Tensor.sum() begins with 0.0, which would turn a sum of -0.0 into 0.0.
+    "sum": lambda rows: reduce(torch.add, rows),
+    "mean": lambda rows: reduce(torch.add, rows) / rows.shape[0],
     "min": lambda rows: rows.amin(0),
     "max": lambda rows: rows.amax(0),
     "product": lambda rows: rows.prod(0),
@@ -51,19 +56,26 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def all_reduce(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
+def all_reduce(
+    values: Sequence[Tree], reduce_op: str | Callable[[Any, Any], Any] = "mean"
+) -> list[Tree]:
     """Return the reduction of each leaf over ranks, on every rank.
 
     Args:
         values: one value per rank, of equal structure, shapes and dtypes.
         reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``,
             ``"bor"``, ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and
-            rounded once.
+            rounded once. The mean of integers is a float, or a tensor of torch's default dtype. Or
+            a function of two whole values, which reduces objects in rank order.
     """
+    if callable(reduce_op):
+        return [reduce(reduce_op, values)] * len(values)
     return _on_each_rank(values, lambda rank, leaves: _reduce(leaves, reduce_op))
 
 
-def all_gather(values: Sequence[Tree], *, ragged: bool = False, concat: bool = False) -> list[Tree]:
+def all_gather(
+    values: Sequence[Tree], *, ragged: bool = False, concat: bool = False, objects: bool = False
+) -> list[Tree]:
     """Return, on every rank, the values of all ranks for each leaf.
 
     Tensors of shape ``s`` become one tensor of shape ``(size, *s)``. Numbers become a list.
@@ -73,7 +85,10 @@ def all_gather(values: Sequence[Tree], *, ragged: bool = False, concat: bool = F
         ragged: whether to return tensors as a list by rank. Their lengths along dim 0 may differ.
         concat: whether to concatenate tensors along dim 0. A 0-dim tensor counts as a tensor of
             length 1.
+        objects: whether to return the list of the whole values, as ``all_gather_object`` does.
     """
+    if objects:
+        return [list(values) for _ in values]
 
     def gather_leaf(rank: int, leaves: Sequence[Leaf]) -> Leaf:
         """Return the result of one leaf on ``rank``, from the leaf on all ranks."""
@@ -86,19 +101,37 @@ def all_gather(values: Sequence[Tree], *, ragged: bool = False, concat: bool = F
     return _on_each_rank(values, gather_leaf)
 
 
-def reduce_scatter(values: Sequence[Tree], reduce_op: str = "mean") -> list[Tree]:
+def reduce_scatter(
+    values: Sequence[Tree], reduce_op: str | Callable[[Any, Any], Any] = "mean"
+) -> list[Tree]:
     """Return, on rank ``r``, row ``r`` of the reduction of each leaf.
 
-    A leaf has one row per rank: a shape ``(size, *s)`` becomes ``s``. See :func:`all_reduce`.
+    A leaf has one row per rank: a shape ``(size, *s)`` becomes ``s``. See :func:`all_reduce`. If
+    ``reduce_op`` is a function, a value is a sequence of one object per rank.
+
+    Raises:
+        TypeError: a leaf is no tensor, and so has no rows.
     """
+    if callable(reduce_op):
+        return [reduce(reduce_op, rows) for rows in _exchanged(values)]
     return _on_each_rank(values, lambda rank, leaves: _reduce(_rows(leaves, rank), reduce_op))
 
 
-def all_to_all(values: Sequence[Tree]) -> list[Tree]:
+def all_to_all(values: Sequence[Tree], *, objects: bool = False) -> list[Tree]:
     """Return, on rank ``r``, a tensor of row ``r`` of each rank, for each leaf.
 
     A leaf has one row per rank. Its shape ``(size, *s)`` stays.
+
+    Args:
+        values: one value per rank.
+        objects: whether a value is a sequence of one object for each rank, as the input list of
+            ``torch.distributed.all_to_all`` is. Rank ``r`` gets the list of each rank's item ``r``.
+
+    Raises:
+        TypeError: a leaf is no tensor, and so has no rows.
     """
+    if objects:
+        return _exchanged(values)
     return _on_each_rank(values, lambda rank, leaves: torch.stack(_rows(leaves, rank)))
 
 
@@ -155,7 +188,7 @@ def gradients(
 
     Args:
         losses: takes the inputs of all ranks and returns the loss of each rank, of shape ``()``. It
-            uses the oracles in place of collectives.
+            uses the functions of this module in place of collectives.
         inputs: one tensor per rank. They are not changed.
     """
     leaves: list[Tensor] = []
@@ -201,13 +234,39 @@ def _on_each_rank(
     return results
 
 
+def _exchanged(values: Sequence[Any]) -> list[Any]:
+    """Return, for each rank, the list of the objects that all ranks have for it.
+
+    Args:
+        values: for each rank, a sequence of one object per rank.
+    """
+    results: list[Any] = []
+    for receiver in range(len(values)):
+        results.append([sequence[receiver] for sequence in values])
+    return results
+
+
 def _rows(leaves: Sequence[Leaf], index: int) -> list[Leaf]:
-    """Return row ``index`` of a leaf on each rank."""
-    return [leaf[index] for leaf in leaves]
+    """Return row ``index`` of a leaf on each rank.
+
+    Raises:
+        TypeError: the leaf is no tensor.
+    """
+    rows: list[Leaf] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"the leaf {leaf!r} is no tensor of one row per rank; for lists of objects write "
+                "oracles.all_to_all(values, objects=True), or reduce_scatter(values, function)"
+            )
+        rows.append(leaf[index])
+    return rows
 
 
 def _reduce(leaves: Sequence[Leaf], reduce_op: str) -> Leaf:
     """Return the reduction of a leaf over ranks, with the type and the dtype of the leaf.
+
+    The mean of integers is a floating-point number, which is not rounded to an integer.
 
     Args:
         leaves: the leaf on each rank: tensors of one shape and dtype, or numbers of one type.
@@ -218,10 +277,16 @@ def _reduce(leaves: Sequence[Leaf], reduce_op: str) -> Leaf:
     if not isinstance(leaves[0], Tensor):
         number_type = type(leaves[0])
         numbers = torch.tensor(leaves, dtype=_DTYPE_OF_NUMBER[number_type])
+        if operation == "mean" and number_type is int:
+            numbers = numbers.double()
+            number_type = float
         return number_type(reduction(numbers).item())
     rows = torch.stack(list(leaves))
     dtype = rows.dtype
     # 16-bit floats are reduced in float32, so that the result is rounded only once.
     if dtype.is_floating_point and dtype.itemsize < 4:
         rows = rows.float()
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    if operation == "mean" and is_integer:
+        return reduction(rows)
     return reduction(rows).to(dtype)

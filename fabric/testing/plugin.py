@@ -1,31 +1,99 @@
-"""The pytest fixture ``rank_pool``.
+"""The pytest fixture ``rank_pool``, and shorter reports of hypothesis.
 
 Put ``pytest_plugins = ["fabric.testing.plugin"]`` into the ``conftest.py`` at the root of the
 tests, or pass ``-p fabric.testing.plugin``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fabric.testing.pool import RankPool
 
-__all__ = ["rank_pool"]
+__all__ = ["RankPools", "pytest_runtest_call", "rank_pool"]
+
+_FABRIC = str(Path(__file__).parents[1])
+
+
+class RankPools:
+    """The pools of a session of tests, one for each size and options.
+
+    Args:
+        stack: closes the pools.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._pools: dict[Any, RankPool] = {}
+
+    def __call__(self, size: int, **options: Any) -> RankPool:
+        """Return the pool of a number of ranks. The first call makes the pool.
+
+        Args:
+            size: the number of ranks.
+            **options: arguments of :class:`fabric.testing.RankPool`.
+        """
+        key = (size, repr(sorted(options.items())))
+        if key not in self._pools:
+            self._pools[key] = self._stack.enter_context(RankPool(size, **options))
+        return self._pools[key]
+
+    def __repr__(self) -> str:
+        # Hypothesis prints this text for the argument of a failing test.
+        return "rank_pool"
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """Provide a function that returns the pool of a number of ranks.
+def rank_pool() -> Iterator[RankPools]:
+    """Provide a function that returns the pool of a number of ranks, with options of RankPool.
 
     The whole session shares one pool of each size. A pool starts its processes at its first call of
     ``run``. They end with the session.
     """
     with ExitStack() as stack:
+        yield RankPools(stack)
 
-        @cache
-        def pool_of(size: int) -> RankPool:
-            return stack.enter_context(RankPool(size))
 
-        yield pool_of
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Run a test, and remove the lines of fabric from the explanation of hypothesis, if it fails.
+
+    Hypothesis lists the lines that only failing examples have run. Those of :func:`assert_same`
+    and of :class:`RankPool` say nothing about the code that is tested.
+    """
+    __tracebackhide__ = True
+    try:
+        return (yield)
+    except Exception as error:
+        notes = getattr(error, "__notes__", None)
+        if notes:
+            error.__notes__ = _without_lines_of_fabric(notes)
+        raise
+
+
+def _without_lines_of_fabric(notes: list[str]) -> list[str]:
+    """Return the notes of an error without the explanation's lines of fabric.
+
+    Args:
+        notes: the lines of hypothesis' report. An explanation is a title, a sentence, and then one
+            indented line for each line of code, with its path.
+    """
+    kept_notes: list[str] = []
+    has_removed_line = False
+    for note in notes:
+        if "Explanation:" in kept_notes and note.strip().startswith(_FABRIC):
+            has_removed_line = True
+        else:
+            kept_notes.append(note)
+    # Without its lines the explanation ends with its sentence, or with the number of lines that are
+    # not shown.
+    if has_removed_line:
+        start = kept_notes.index("Explanation:")
+        lines = kept_notes[start + 2 :]
+        has_only_a_count = all(line.strip().startswith("(and ") for line in lines)
+        if has_only_a_count:
+            del kept_notes[start:]
+    return kept_notes

@@ -10,22 +10,29 @@ The pool sends a message "call" to each rank, and the rank answers with a messag
 """
 
 import faulthandler
+import importlib
+import importlib.util
 import os
 import pickle
 import signal
 import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from time import monotonic
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
+
+import torch.distributed as dist
 
 from fabric._fabric import Fabric
-from fabric.errors import UsageError
+from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers.base import node_worlds
-from fabric.launchers.function import UNKNOWN_EXIT_CODE, fork_server, payload_of_call
+from fabric.launchers.fork_server import UNKNOWN_EXIT_CODE, ForkServer, fork_server
+from fabric.launchers.function import payload_of_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
@@ -35,24 +42,64 @@ from fabric.testing.base import (
     Report,
     arguments_of_rank,
     check_arguments,
+    check_unchanged,
     error_report,
     function_name,
     rank_failed_error,
     timeout_report,
 )
+from fabric.testing.patches import (
+    Patch,
+    applied,
+    is_test_module,
+    replaced_attributes,
+    runner_module_of,
+)
+from fabric.testing.rank_warnings import (
+    RankWarning,
+    WarningRegistries,
+    dump_warnings,
+    recorded_warnings,
+)
+from fabric.testing.stacks import frames_of_faulthandler, is_waiting, position
+from fabric.testing.state import GlobalState, check_group
+from fabric.testing.time_limits import CallTimes, ShrinkingBudget
 
-__all__ = ["RankPool"]
+__all__ = ["Group", "RankPool"]
 
 _START_TIMEOUT = 120.0  # seconds for the ranks to connect
 _COLLECT_TIMEOUT = 0.15  # seconds for the other ranks to answer after one has failed
 # Seconds for the rank that caused a failure to answer, if all known failures are consequences.
 _CAUSE_TIMEOUT = 5.0
 _EXIT_TIMEOUT = 1.0  # seconds for the ranks to exit by themselves
-_STACK_TIMEOUT = 0.5  # seconds for a hanging rank to write its stack
+_STACK_TIMEOUT = 5.0  # seconds for a hanging rank to write its stack
+_IDLE_TIME = 0.2  # seconds for which ranks are watched that may be idle
+# The share of a core that idle ranks use at most: their threads wake up to poll.
+_IDLE_LOAD = 0.11
 _PIPE_SIZE = 1 << 16  # bytes that can be sent before the receiver reads
-# Paths in the innermost frame of a rank that waits for other ranks. The last path is that of the
-# checked mode.
-_WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
+
+
+class Group(NamedTuple):
+    """An argument of a call that is a process group on the ranks; see :meth:`RankPool.group`."""
+
+    ranks: tuple[int, ...]
+
+
+class _CallMessage(NamedTuple):
+    """A call, and the state of this process that travels with it.
+
+    Attributes:
+        path: ``sys.path``, since test runners extend it while they run.
+        environment: variables that have changed since the start of the ranks. A variable that was
+            deleted is None.
+        patches: the attributes of modules that are replaced during the call.
+        pickled_call: the function and its arguments.
+    """
+
+    path: Sequence[str]
+    environment: Mapping[str, str | None]
+    patches: Sequence[Patch]
+    pickled_call: bytes
 
 
 class _Reply(NamedTuple):
@@ -61,10 +108,12 @@ class _Reply(NamedTuple):
     Attributes:
         report: what happened, without the error.
         payload: the pickled result or error. Empty if the error cannot be pickled.
+        warnings: the pickled warnings of the call. Empty if there are none.
     """
 
     report: Report
     payload: bytes
+    warnings: bytes = b""
 
 
 class RankPool:
@@ -72,29 +121,65 @@ class RankPool:
 
     The processes are forked from a warm server at the first call and reused. Functions are sent by
     value with ``cloudpickle``, including closures, lambdas and functions of a test module. Every
-    call begins with the same random state on all ranks, in the same folder and environment. Between
-    calls a rank keeps only the state of its modules and its fabric.
+    call begins with the same random state on all ranks, in the same folder, and with the changes
+    that this process has made to its environment variables. Between calls a rank keeps only the
+    state of its modules and its fabric. :meth:`patch` replaces attributes of modules on the ranks.
 
     Args:
         world_size: number of ranks, one process each.
-        timeout: seconds that a call may take, unless ``run`` is passed another timeout.
+        timeout: seconds that a call may take, unless ``run`` is passed another timeout. Once a
+            function has exceeded it, later calls of the function end when their ranks have been
+            idle for 0.2 seconds, or for 20 times the slowest call of the function that passed.
+        max_shrinking_time: seconds that failing calls may take in one run of a hypothesis test,
+            after the first of them. Then the pool rejects new examples, so that hypothesis reports
+            the smallest one so far.
+        preload: names of modules that are imported before the ranks are forked, so that their
+            import counts into no timeout, and is not repeated when failed ranks are replaced. Not
+            for modules whose import starts threads or uses a GPU.
+        check_inputs: whether a call fails if a rank has changed its arguments in place.
+        reset: whether each call ends with the default dtype and device, the grad mode, the number
+            of threads, the deterministic and precision flags of torch, and the filters of warnings
+            that the ranks started with, and fails if it has destroyed the pool's process group.
+            Warnings of the ranks are then given again in this process, once for all ranks. With
+            False each rank prints its warnings.
         **options: options of :class:`fabric.Fabric`, for every rank. The default of ``strategy`` is
             ``"ddp"``, and the default of ``accelerator`` is ``"cpu"``.
 
     Raises:
-        ConfigurationError: an option, or a combination of options, cannot work. No process has been
-            started.
+        ConfigurationError: an option, or a combination of options, cannot work, or a module of
+            ``preload`` does not exist. No process has been started.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 30.0,
+        max_shrinking_time: float = 30.0,
+        preload: Sequence[str] = (),
+        check_inputs: bool = False,
+        reset: bool = True,
+        **options: Any,
+    ) -> None:
         """Check the options. The first call of :meth:`run` starts the processes."""
         self.size = world_size
         self.timeout = timeout
+        self._check_inputs = check_inputs
+        self._reset = reset
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         # The fabric is sent to the ranks. It is created here, so that invalid options raise at
         # once.
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
         self._supervisor: Supervisor | None = None  # None while there are no processes
+        self._environment: dict[str, str] = {}  # the environment at the start of the processes
+        self._patches: list[Patch] = []
+        self._warning_registries = WarningRegistries()
+        self._call_times = CallTimes()
+        self._shrinking_budget = ShrinkingBudget(max_shrinking_time)
+        self._preloading_server: ForkServer | None = None
+        if preload:
+            _check_modules(preload)
+            self._preloading_server = ForkServer.with_modules(preload)
         self._sender_threads: list[threading.Thread] = []
         self._is_closed = False
         self._lock = threading.Lock()  # guards all of the above: one call runs at a time
@@ -124,13 +209,18 @@ class RankPool:
             ConfigurationError: a :class:`PerRank` has another number of values than there are
                 ranks.
             UsageError: the pool has been closed.
+            Warning: a rank has warned, and a filter of this process turns the warning into an
+                error.
         """
+        __tracebackhide__ = True  # pytest then shows the line of the test instead of this one
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         pickled_call = _dump_call(Call(fn, args, kwargs))
-        # The ranks get the current sys.path, since test runners extend it while they run.
-        message = pickle.dumps((sys.path, pickled_call))
+        self._warn_if_replaced(fn)
+        self._shrinking_budget.admit(pickled_call)
         if timeout is None:
             timeout = self.timeout
+        limits = _TimeLimits(timeout, self._call_times.patience(fn, timeout))
+        start = monotonic()
         with self._lock:
             if self._is_closed:
                 raise UsageError(
@@ -138,19 +228,94 @@ class RankPool:
                 )
             try:
                 supervisor = self._running_supervisor()
-                self._send_to_all(supervisor, message)
-                return _collect_results(supervisor, function_name(fn), timeout)
-            except BaseException:
+                message = _CallMessage(
+                    path=sys.path,
+                    environment=_changes(self._environment, dict(os.environ)),
+                    patches=self._patches,
+                    pickled_call=pickled_call,
+                )
+                call_start = monotonic()
+                self._send_to_all(supervisor, pickle.dumps(message))
+                results = _collect_results(supervisor, function_name(fn), limits)
+                self._call_times.record_pass(fn, monotonic() - call_start)
+            except BaseException as error:
+                self._shrinking_budget.record_failure(monotonic() - start)
+                is_of_ranks = isinstance(error, RankFailedError)
+                if is_of_ranks and self._supervisor and not _has_failed(self._supervisor):
+                    self._call_times.record_hang(fn)
+                # The error of the ranks is raised, and no warning in place of it.
+                with suppress(Warning):
+                    self._warn_again()
                 # The ranks may be in the middle of the call, so they cannot be used again. The next
                 # call starts new ones.
                 self._end(grace=0.0)
                 raise
+            self._warn_again()
+            return results
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """Return an argument of :meth:`run` that is a ``torch.distributed.ProcessGroup`` on ranks.
+
+        Every rank makes the group at its first use, and keeps it for later calls. As with
+        ``torch.distributed.new_group``, a rank outside of the group is passed
+        ``torch.distributed.GroupMember.NON_GROUP_MEMBER``.
+
+        Args:
+            ranks: the ranks of the group.
+
+        Raises:
+            ConfigurationError: there is no such rank.
+        """
+        members = tuple(sorted(ranks))
+        if not set(members) <= set(range(self.size)) or not members:
+            raise ConfigurationError(
+                f"{self!r}.group({list(ranks)})", problem=f"the ranks are 0 to {self.size - 1}"
+            )
+        return Group(members)
+
+    @contextmanager
+    def patch(self, module: ModuleType | str, attribute: str, value: object) -> Iterator[None]:
+        """Replace an attribute of a module on every rank, in the calls that the block makes.
+
+        The module of this process stays as it is. Functions of a test module are sent with the
+        globals that they use, so for them pytest's ``monkeypatch`` works.
+
+        Args:
+            module: a module that the ranks can import, or its name.
+            attribute: the name of the attribute.
+            value: the new value. It is pickled like a function that is passed to :meth:`run`.
+
+        Raises:
+            UsageError: the module is a test module, or has no such attribute.
+            ArgumentTypeError: the value cannot be pickled.
+        """
+        if isinstance(module, str):
+            module = importlib.import_module(module)
+        name = module.__name__
+        call_text = f"{self!r}.patch({name}, {attribute!r}, ...)"
+        if name == "__main__" or is_test_module(module):
+            raise UsageError(
+                call_text,
+                problem="the ranks do not import this module; its functions are sent by value",
+                suggestion=f"monkeypatch.setattr({name}, {attribute!r}, ...)",
+            )
+        if not hasattr(module, attribute):
+            raise UsageError(call_text, problem="the module has no such attribute")
+        # A call of no arguments, so that the value is pickled as a function would be.
+        pickled_value = _dump_call(Call(cast(Callable[..., Any], value), (), {}))
+        patch = Patch(name, attribute, pickled_value)
+        self._patches.append(patch)
+        try:
+            yield
+        finally:
+            self._patches.pop()
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
         with self._lock:
             self._is_closed = True
             self._end(grace=_EXIT_TIMEOUT)
+            self._preloading_server = None  # ends with its last reference
 
     def __enter__(self) -> Self:
         return self
@@ -158,24 +323,67 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _warn_if_replaced(self, fn: Callable[..., Any]) -> None:
+        """Warn of attributes that were replaced in this process, and have originals on the ranks.
+
+        Args:
+            fn: the function of the call.
+        """
+        patched = {(patch.module_name, patch.attribute) for patch in self._patches}
+        for module_name, attribute in replaced_attributes(fn):
+            if (module_name, attribute) not in patched:
+                warnings.warn(
+                    f"{self!r}.run({function_name(fn)}): {module_name}.{attribute} has been "
+                    "replaced in this process. The ranks still use the original. Write: "
+                    f"with pool.patch({module_name}, {attribute!r}, ...):",
+                    stacklevel=3,
+                )
+
+    def _warn_again(self) -> None:
+        """Give the warnings of the ranks' replies again in this process.
+
+        Raises:
+            Warning: a filter turns a warning into an error.
+        """
+        if self._supervisor is None:
+            return
+        rank_warnings: list[RankWarning] = []
+        for rank in self._supervisor.ranks:
+            if "reply" in rank.messages and rank.messages["reply"].warnings:
+                rank_warnings += load(rank.messages["reply"].warnings)
+        self._warning_registries.warn_again(rank_warnings)
+
     def _running_supervisor(self) -> Supervisor:
         """Return the supervisor of the pool's processes. Start processes if there are none."""
         # If the fork server was killed, its ranks have ended, too. No call has failed, so new ranks
         # are started without an error.
         if self._supervisor is not None and _has_lost_server(self._supervisor):
-            self._end(grace=0.0)
+            self._end(grace=0.0)  # sets self._supervisor to None
         if self._supervisor is None:
             supervisor = Supervisor()
             self._supervisor = supervisor
             # _end() calls this finalizer. It is also called when the pool is garbage-collected, and
-            # when this process exits.
+            # when this process exits. A forked child inherits the finalizer. By the process id,
+            # _close() finds out that it runs in a child, and does nothing.
             self._close_supervisor = weakref.finalize(self, _close, os.getpid(), supervisor)
+            self._environment = dict(os.environ)
             # Each rank runs _serve(), which makes the calls that the pool sends.
-            payload = payload_of_call(Call(_serve, (self._fabric,), {}))
-            supervisor.start(fork_server().start_rank, node_worlds(self.size), payload)
+            payload = payload_of_call(
+                Call(_serve, (self._fabric, self._check_inputs, self._reset), {})
+            )
+            server = self._preloading_server or fork_server()
+            try:
+                supervisor.start(server.start_rank, node_worlds(self.size), payload)
+            except EOFError as error:  # the server has ended
+                raise UsageError(
+                    f"the start of {self!r}",
+                    problem="the process that forks the ranks has ended; if the import of a module "
+                    "of `preload` has failed, its traceback is in the standard error",
+                ) from error
             # Waits until all ranks are connected: each of them then sends a first reply, as if to a
             # call.
-            _collect_results(supervisor, "the start of the pool", _START_TIMEOUT)
+            limits = _TimeLimits(_START_TIMEOUT, _START_TIMEOUT)
+            _collect_results(supervisor, "the start of the pool", limits)
         return self._supervisor
 
     def _send_to_all(self, supervisor: Supervisor, message: bytes) -> None:
@@ -188,8 +396,8 @@ class RankPool:
         # All ranks have replied, so the threads that sent the previous call have ended.
         self._sender_threads.clear()
         for rank in supervisor.ranks:
-            # Remove the reply to the previous call. Before the first call, this is the reply by
-            # which the rank has said that it is ready. Then a "reply" means a new one.
+            # Remove the reply to the previous call, so that the next "reply" is the reply to this
+            # call. Before the first call, the rank has replied once, to say that it is ready.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)
@@ -244,17 +452,84 @@ def _close(owner: int, supervisor: Supervisor) -> None:
         supervisor.close()
 
 
-def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> list[Any]:
+class _TimeLimits(NamedTuple):
+    """When a call counts as hanging; see ``[Note: Shrinking a hang]`` in time_limits.py.
+
+    Attributes:
+        timeout: how long the ranks may take, in seconds.
+        patience: how long ranks may take that do not use the processor, in seconds.
+    """
+
+    timeout: float
+    patience: float
+
+
+def _check_modules(names: Sequence[str]) -> None:
+    """Check that modules exist, without importing them.
+
+    Raises:
+        ConfigurationError: a module does not exist.
+    """
+    for name in names:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ImportError:  # the package of the module does not exist
+            spec = None
+        if spec is None:
+            raise ConfigurationError(
+                f"RankPool(preload={list(names)!r})", problem=f"there is no module {name!r}"
+            )
+
+
+def _wait(supervisor: Supervisor, limits: _TimeLimits, is_settled: Callable[[], bool]) -> float:
+    """Wait for the replies of the ranks.
+
+    Args:
+        supervisor: the supervisor of the ranks.
+        limits: how long to wait at most.
+        is_settled: ends the wait earlier.
+
+    Returns:
+        The seconds that the ranks had.
+    """
+    if limits.patience >= limits.timeout:
+        supervisor.collect_until(limits.timeout, is_settled)
+        return limits.timeout
+    start = monotonic()
+    supervisor.collect_until(limits.patience, is_settled)
+    while not is_settled():
+        seconds = monotonic() - start
+        if seconds >= limits.timeout:
+            return limits.timeout
+        used_before = _processor_seconds(supervisor)
+        supervisor.collect_until(_IDLE_TIME, is_settled)
+        # The difference is NaN if a rank is running. A comparison with NaN is false.
+        if _processor_seconds(supervisor) - used_before <= _IDLE_TIME * _IDLE_LOAD:
+            return round(monotonic() - start, 1)
+    return limits.timeout
+
+
+def _processor_seconds(supervisor: Supervisor) -> float:
+    """Return the time on the processor of the ranks that have not replied, or NaN if one runs."""
+    seconds = 0.0
+    for rank in supervisor.ranks:
+        if "reply" not in rank.messages:
+            seconds += rank.processor_seconds()
+    return seconds
+
+
+def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits) -> list[Any]:
     """Wait for the replies of the ranks, and return their results in rank order.
 
     Args:
         supervisor: the supervisor of the ranks.
         call_text: the name of the call, for the error.
-        timeout: how long to wait at most, in seconds.
+        limits: how long to wait at most.
 
     Raises:
         RankFailedError: a rank raised, ended, or did not reply in time.
     """
+    __tracebackhide__ = True
 
     def have_all_answered() -> bool:
         """Return whether every rank has replied or ended, so that no reply is missing."""
@@ -264,7 +539,7 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
         """Return whether waiting longer would not change that the call succeeds or fails."""
         return have_all_answered() or _has_failed(supervisor)
 
-    supervisor.collect_until(timeout, is_settled)
+    seconds = _wait(supervisor, limits, is_settled)
     has_failed = _has_failed(supervisor)
     if not has_failed and have_all_answered():
         return [load(rank.messages["reply"].payload) for rank in supervisor.ranks]
@@ -279,7 +554,7 @@ def _collect_results(supervisor: Supervisor, call_text: str, timeout: float) -> 
         elif has_failed:
             report = Report(rank=rank.global_rank, outcome="was still in the call")
         else:
-            report = _report_of_running_rank(supervisor, rank, timeout)
+            report = _report_of_running_rank(supervisor, rank, seconds)
         reports.append(report)
     raise rank_failed_error(call_text, reports)
 
@@ -349,15 +624,13 @@ def _exit_report(rank: RankProcess, exit_code: int) -> Report:
 def _report_of_running_rank(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
     """Return the report of a rank that is still running after ``timeout`` seconds."""
     stack = _current_stack(supervisor, rank)
-    # The first line of the stack is a title, and the second line is the innermost frame.
-    _, _, frames = stack.partition("\n")
-    innermost_frame, _, _ = frames.partition("\n")
-    is_waiting = any(path in innermost_frame for path in _WHERE_RANKS_WAIT)
+    frames = frames_of_faulthandler(stack)
     return timeout_report(
         rank.global_rank,
         stack,
         timeout,
-        is_waiting=is_waiting,
+        is_waiting=is_waiting(frames),
+        position=position(frames),
         exit_code=-signal.SIGKILL,  # the pool kills the rank after this report
     )
 
@@ -372,21 +645,28 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
     if not is_serving:
         return ""
     rank.kill(signal.SIGUSR1)
-    # The rank writes the stack line by line. The frames of this file come last in the stack. So
-    # once the file name is there, all frames of the user are there.
-    supervisor.collect_until(_STACK_TIMEOUT, lambda: __file__ in rank.read_stack())
+
+    def has_answered_or_cannot() -> bool:
+        """Return whether waiting longer would not change the stack."""
+        # The rank writes the stack line by line. The frames of this file come last in the stack. So
+        # once the file name is there, all frames of the user are there.
+        return __file__ in rank.read_stack() or rank.is_stopped()
+
+    supervisor.collect_until(_STACK_TIMEOUT, has_answered_or_cannot)
     user_frames, _, _ = rank.read_stack().partition(__file__)
     complete_lines, _, _ = user_frames.rpartition("\n")
     return complete_lines
 
 
-def _serve(fabric: Fabric) -> None:
+def _serve(fabric: Fabric, check_inputs: bool, reset: bool) -> None:
     """Run a rank of a pool: connect, then make one call after another until the pool is closed.
 
     This function runs in the main thread of each rank.
 
     Args:
         fabric: the rank's copy of the pool's fabric, which is not connected yet.
+        check_inputs: whether a call fails if it changes its arguments in place.
+        reset: whether torch's global state is restored after each call.
     """
     control_thread = ControlThread.of_this_process()
     assert control_thread is not None, "this process was not started by a supervisor"
@@ -406,9 +686,20 @@ def _serve(fabric: Fabric) -> None:
     control_thread.send("reply", _Reply(first_report, dump_result(None)))
     folder_fd = os.open(".", os.O_RDONLY)
     environment = dict(os.environ)
+    state = GlobalState.current()
+    # The group is None if the fabric needs none. Then nothing is checked.
+    group = dist.group.WORLD if reset and dist.is_initialized() else None
+    groups: dict[Group, Any] = {}
     message = control_thread.calls.get()  # waits until the pool sends a call
     while message is not None:  # None means that the pool is closed, and this rank ends
-        reply = _run_call(fabric, world.rank, message)
+        if reset:
+            with recorded_warnings() as rank_warnings:
+                reply = _run_call(fabric, world.rank, message, check_inputs, group, groups)
+            if rank_warnings:
+                reply = reply._replace(warnings=dump_warnings(rank_warnings))
+            state.restore()
+        else:
+            reply = _run_call(fabric, world.rank, message, check_inputs, group, groups)
         # Undo what the call has done to the working directory and to the environment. The directory
         # is known by its descriptor, since its path may no longer exist.
         os.fchdir(folder_fd)
@@ -419,27 +710,57 @@ def _serve(fabric: Fabric) -> None:
         message = control_thread.calls.get()
 
 
-def _run_call(fabric: Fabric, rank: int, message: bytes) -> _Reply:
+def _run_call(
+    fabric: Fabric,
+    rank: int,
+    message: bytes,
+    check_inputs: bool,
+    group: dist.ProcessGroup | None,
+    groups: dict[Group, Any],
+) -> _Reply:
     """Run a call on this rank, and return the reply with the result or the error.
 
     Args:
         fabric: the connected fabric of this rank.
         rank: this rank.
         message: the message of :meth:`RankPool.run`.
+        check_inputs: whether the call fails if it changes its arguments in place.
+        group: the call fails if this is no longer the default group. None checks nothing.
+        groups: the groups of :meth:`RankPool.group` that this rank has made.
 
     Raises:
         SystemExit: the call exits. The rank ends.
         KeyboardInterrupt: a call has raised it. The rank ends.
     """
     try:
-        # The path is set first, because loading the call imports modules.
-        sys.path[:], pickled_call = load(message)
-        fn, args, kwargs = load(pickled_call)
+        call_message: _CallMessage = load(message)
+        # These come first, because loading the call imports modules.
+        sys.path[:] = call_message.path
+        for name, value in call_message.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        fn, args, kwargs = load(call_message.pickled_call)
         # Every call draws the same random numbers, whatever ran before it. Otherwise a failing
         # example of a test could not be repeated.
         seed_everything(0)
         args, kwargs = arguments_of_rank(args, kwargs, rank)
-        result = fn(fabric, *args, **kwargs)
+        args = [_with_group(argument, groups) for argument in args]
+        kwargs = {name: _with_group(argument, groups) for name, argument in kwargs.items()}
+        with applied(call_message.patches):
+            result = fn(fabric, *args, **kwargs)
+        check_group(group)
+        if check_inputs:
+            # The message still has the arguments as they were.
+            _, original_args, original_kwargs = load(call_message.pickled_call)
+            original_args, original_kwargs = arguments_of_rank(original_args, original_kwargs, rank)
+            original_args = [_with_group(argument, groups) for argument in original_args]
+            for name, argument in original_kwargs.items():
+                original_kwargs[name] = _with_group(argument, groups)
+            check_unchanged(
+                fn, [*args, *kwargs.values()], [*original_args, *original_kwargs.values()]
+            )
         return _Reply(Report(rank=rank), dump_result(result))
     except (SystemExit, KeyboardInterrupt):
         raise
@@ -451,13 +772,36 @@ def _run_call(fabric: Fabric, rank: int, message: bytes) -> _Reply:
         return _Reply(replace(report, error=None), payload)
 
 
+def _with_group(argument: Any, groups: dict[Group, Any]) -> Any:
+    """Return the process group of a :class:`Group`, and any other argument unchanged. Collective.
+
+    Args:
+        argument: an argument of the call.
+        groups: the groups that this rank has made, to which a new one is added.
+    """
+    if not isinstance(argument, Group):
+        return argument
+    if argument not in groups:
+        groups[argument] = dist.new_group(list(argument.ranks))
+    return groups[argument]
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that have changed. A variable that was deleted is None."""
+    changes: dict[str, str | None] = {}
+    for name in before.keys() | now.keys():
+        if before.get(name) != now.get(name):
+            changes[name] = now.get(name)
+    return changes
+
+
 def _dump_call(call: Call) -> bytes:
     """Pickle a call for the ranks of a pool.
 
     Functions of a test module are pickled by value, since ranks may be unable to import modules
     that a test runner has loaded in its own way.
     """
-    test_module = _module_of_test_runner(call.fn)
+    test_module = runner_module_of(call.fn)
     # main_is_importable is False, since the __main__ of this process is the test runner, which a
     # rank must not import.
     if test_module is None or not has_cloudpickle():
@@ -473,16 +817,3 @@ def _dump_call(call: Call) -> bytes:
         # If the user has registered the module before, it stays registered.
         if not was_registered:
             cloudpickle.unregister_pickle_by_value(test_module)
-
-
-def _module_of_test_runner(fn: Callable[..., Any]) -> ModuleType | None:
-    """Return the module of a function if pytest has loaded the module, else None."""
-    function = getattr(fn, "func", fn)  # the function of a functools.partial
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    spec = getattr(module, "__spec__", None)
-    loader = getattr(spec, "loader", None)
-    # pytest rewrites the assertions of test modules, and so has a loader of its own.
-    is_loaded_by_pytest = type(loader).__module__.startswith("_pytest.")
-    if is_loaded_by_pytest:
-        return module
-    return None

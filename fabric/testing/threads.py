@@ -30,11 +30,13 @@ from fabric.testing.base import (
     Report,
     arguments_of_rank,
     check_arguments,
+    check_unchanged,
     error_report,
     function_name,
     rank_failed_error,
     timeout_report,
 )
+from fabric.testing.stacks import frames_of_traceback, position
 from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
@@ -53,19 +55,28 @@ class ThreadedWorld:
     Args:
         world_size: number of ranks.
         timeout: seconds that a call may take, unless ``run`` is passed another timeout.
+        check_inputs: whether a call fails if a rank has changed its arguments in place.
         **options: options of :class:`fabric.Fabric`, for every rank.
 
     Raises:
         ConfigurationError: ``world_size`` is less than one.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 30.0,
+        check_inputs: bool = False,
+        **options: Any,
+    ) -> None:
         if world_size < 1:
             raise ConfigurationError(
                 f"ThreadedWorld({world_size})", problem="there has to be one rank at least"
             )
         self.size = world_size
         self.timeout = timeout
+        self._check_inputs = check_inputs
         self._fabric_options = options
 
     def __repr__(self) -> str:
@@ -101,6 +112,7 @@ class ThreadedWorld:
             mailbox=_Mailbox(),
             store=dist.HashStore(),
             fabric_options=self._fabric_options,
+            check_inputs=self._check_inputs,
             results=[None] * self.size,
             reports=[Report(rank=rank) for rank in range(self.size)],
         )
@@ -130,6 +142,7 @@ class _ThreadedCall:
         mailbox: the queues between the ranks.
         store: the store of the ranks.
         fabric_options: options of :class:`fabric.Fabric`.
+        check_inputs: whether a rank fails if it has changed its arguments in place.
         results: the result of each rank, which the rank's thread fills in.
         reports: one report per rank, which the rank's thread replaces if the function raises.
     """
@@ -140,6 +153,7 @@ class _ThreadedCall:
     mailbox: "_Mailbox"
     store: dist.Store
     fabric_options: Mapping[str, Any]
+    check_inputs: bool
     results: list[Any]
     reports: list[Report]
 
@@ -181,7 +195,19 @@ class _ThreadedCall:
             args, kwargs = copy.deepcopy(arguments_of_rank(self.args, self.kwargs, rank))
             with self._fabric_of_rank(rank) as fabric:
                 self.results[rank] = self.fn(fabric, *args, **kwargs)
+            if self.check_inputs:
+                # The ranks get copies, so these are the arguments as they were.
+                original_args, original_kwargs = arguments_of_rank(self.args, self.kwargs, rank)
+                check_unchanged(
+                    self.fn, [*args, *kwargs.values()], [*original_args, *original_kwargs.values()]
+                )
         except BaseException as error:  # noqa: BLE001 (ThreadedWorld.run raises it in the caller)
+            # This is the text of torch. Its remedy, init_process_group, does not help a thread.
+            if "Default process group has not been initialized" in str(error):
+                error.add_note(
+                    "The threads of a ThreadedWorld have no process group. Write: "
+                    f"RankPool({len(self.reports)}), whose ranks run calls of torch.distributed."
+                )
             self.reports[rank] = error_report(rank, error)
         # From here on, ranks that wait for this rank raise.
         self.mailbox.leave(rank, self.reports[rank].outcome)
@@ -213,7 +239,13 @@ def _report_of_running_thread(rank: int, thread: threading.Thread, timeout: floa
         if summary.filename == __file__ and summary.name == _Mailbox.take.__name__:
             is_waiting = True
     lines = ["it was here, most recent call last\n", *traceback.format_list(stack)]
-    return timeout_report(rank, "".join(lines), timeout, is_waiting=is_waiting)
+    return timeout_report(
+        rank,
+        "".join(lines),
+        timeout,
+        is_waiting=is_waiting,
+        position=position(frames_of_traceback(stack)),
+    )
 
 
 class ThreadedStrategy(Strategy):
@@ -429,7 +461,7 @@ class ThreadCommunicator(Communicator):
         """Return the communicator of a group of members, or None if this rank is not a member.
 
         Args:
-            members: ranks of this group, ascending.
+            members: the members, as ranks in the group of this communicator, ascending.
             name: the unique name of the new group.
         """
         world_ranks = [self._world_ranks[member] for member in members]

@@ -114,7 +114,10 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
     versions: list[str] = []
     for name in _PACKAGES:
         for distribution in distributions(name=name):
-            versions.append(f"{distribution.name} {distribution.version}")
+            version = f"{distribution.name} {distribution.version}"
+            # The checkout of an editable installation has metadata of its own.
+            if version not in versions:
+                versions.append(version)
     print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
     _print_tested_versions()
     launcher_name = "fabric"
@@ -254,19 +257,16 @@ def _examine_torch() -> str:
 
 
 def _examine_imports() -> Iterator[str]:
-    """Yield a failure for each file or package that may be imported in place of fabric."""
-    package = Path(__file__).parents[1]  # the folder of this installation of fabric
-    # The files that Python may import. A dict keeps the order, and drops a file that is found by
-    # several paths.
-    shadowing_paths: dict[Path, None] = {}
-    for folder in (os.getcwd(), *sys.path):
-        for name in ("fabric.py", "fabric/__init__.py"):
-            path = Path(folder, name)
-            if path.exists() and path.resolve().parent != package:
-                shadowing_paths[path.resolve()] = None
-    for path in shadowing_paths:
-        text = f"import fabric: {path} may be imported in place of {package}"
-        yield _finding(text, "give it another name")
+    """Yield a failure for each file or package that may be imported in place of torch or fabric."""
+    torch_folders: set[Path] = set()
+    for distribution in distributions(name="torch"):
+        folder = Path(str(distribution.locate_file("torch"))).resolve()
+        # An editable installation, from a checkout of torch, has no such folder.
+        if folder.exists():
+            torch_folders.add(folder)
+    if torch_folders:
+        yield from _find_shadowing_paths("torch", torch_folders)
+    yield from _find_shadowing_paths("fabric", {Path(__file__).resolve().parents[1]})
     # Other distributions on PyPI install a package of the same name, such as ``fabric`` for SSH.
     conflicting = set(packages_distributions().get("fabric", ())) - {"torch-fabric"}
     if conflicting:
@@ -274,6 +274,27 @@ def _examine_imports() -> Iterator[str]:
         # Both wrote the same folder, so both have to be removed before one is installed again.
         remedy = f"pip uninstall {names} torch-fabric; pip install torch-fabric"
         yield _finding(f"import fabric: {names} has the same name in this environment", remedy)
+
+
+def _find_shadowing_paths(package: str, folders: set[Path]) -> Iterator[str]:
+    """Yield a failure for each file or package that may be imported in place of a package.
+
+    Args:
+        package: the name of the package.
+        folders: the folders of its installations, without links.
+    """
+    # A dict keeps the order, and drops a file that is found by several paths.
+    shadowing_paths: dict[Path, None] = {}
+    # The folder of a script comes first in its sys.path, and is often the working folder.
+    for folder in (os.getcwd(), *sys.path):
+        for name in (f"{package}.py", f"{package}/__init__.py"):
+            path = Path(folder, name)
+            if path.exists() and path.resolve().parent not in folders:
+                shadowing_paths[path.resolve()] = None
+    places = " or ".join(map(str, sorted(folders)))
+    for path in shadowing_paths:
+        text = f"import {package}: {path} may be imported in place of {places}"
+        yield _finding(text, "give it another name, or start in another folder")
 
 
 def _examine_command() -> str:
@@ -331,6 +352,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     Raises:
         SystemExit: something is wrong; its message says what.
     """
+    stages = _StageTimes()
     # Without a launcher, this process is a job of its own.
     _, world = detect(os.environ) or (None, World())
     title = f"rank {world.rank} of {world.world_size} on {socket.gethostname()}"
@@ -340,7 +362,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
 
         from fabric._fabric import Fabric
 
-        device_count = torch.cuda.device_count()
+        device_count = torch.accelerator.device_count()
+    stages.end("import of torch")
     remedy = (
         "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, "
         "and a free port there"
@@ -354,6 +377,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         descriptions = _meet_ranks(
             store, world, title=title, device_count=device_count, seconds=seconds
         )
+    stages.end("rendezvous")
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     remedy = (
         f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
@@ -365,13 +389,44 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         accelerator = "cpu" if is_new and has_too_few_devices else "auto"
         fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
         fabric.launch()
+    stages.end("process group")
     # Leaving the context of ``fabric`` tears the process group down.
     with _report_part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
         summary = _check_collectives(fabric, world)
-    if world.rank == 0:
-        for text in [*descriptions, summary]:
+        stages.end("collectives")
+        seconds_of_ranks = fabric.gather(stages.seconds)
+    if seconds_of_ranks is not None:  # on rank 0
+        for text in [*descriptions, summary, _describe_stages(seconds_of_ranks)]:
             print(_finding(text))
         sys.stdout.flush()
+
+
+class _StageTimes:
+    """The seconds that each stage of the start took on this rank.
+
+    Attributes:
+        seconds: seconds by the name of the stage. The waits for other ranks are included.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = monotonic()
+
+    def end(self, stage: str) -> None:
+        """Record the stage that ends now. The next one begins."""
+        now = monotonic()
+        self.seconds[stage] = now - self._began
+        self._began = now
+
+
+def _describe_stages(seconds_of_ranks: Sequence[dict[str, float]]) -> str:
+    """Return a text with the seconds of each stage, on the rank where it took longest."""
+    stages: list[str] = []
+    for stage in seconds_of_ranks[0]:
+        seconds_of_stage = [seconds[stage] for seconds in seconds_of_ranks]
+        longest = max(seconds_of_stage)
+        stages.append(f"{stage} {longest:.2f} s (rank {seconds_of_stage.index(longest)})")
+    return f"longest stages of the start: {', '.join(stages)}"
 
 
 def _open_store(world: World, seconds: float) -> "Store":

@@ -8,7 +8,6 @@ fragmentation, the device context and NCCL's buffers are not included.
 """
 
 import inspect
-import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._fabric import Fabric
-from fabric._plan import parse_strategy
+from fabric._plan import parse_size, parse_strategy
 from fabric._torch import DispatchMode, FakeTensor, local_tensor
 from fabric.accelerators import ACCELERATORS, AcceleratorName
 from fabric.errors import ConfigurationError
@@ -135,10 +134,16 @@ class DryRun:
 
 
 def plan(
-    build: Callable[[Fabric], Any], step: Callable[..., Any], *, world: int = 1,
-    strategy: Strategy | StrategyName = "auto", memory: int | str | None = None, num_nodes: int = 1,
-    precision: Precision | PrecisionName | None = None, accelerator: AcceleratorName = "cuda",
-) -> DryRun:  # fmt: skip
+    build: Callable[[Fabric], Any],
+    step: Callable[..., Any],
+    *,
+    world: int = 1,
+    strategy: Strategy | StrategyName = "auto",
+    memory: int | str | None = None,
+    num_nodes: int = 1,
+    precision: Precision | PrecisionName | None = None,
+    accelerator: AcceleratorName = "cuda",
+) -> DryRun:
     """Plan what a training step needs on each rank of a job, in one process and on the CPU.
 
     ``build`` and ``step`` see a :class:`fabric.Fabric` that is rank 0 of the job, on the CPU.
@@ -171,13 +176,16 @@ def plan(
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
     _check_build(build)
+    memory_bytes: int | None = None
+    if memory is not None:
+        memory_bytes = parse_size(f"fabric.plan({memory=})", memory)
     job = _Job(
         build=build,
         step=step,
         world_size=world,
         num_nodes=num_nodes,
         steps_together=accelerator != "cpu",
-        memory=_parse_memory(memory),
+        memory=memory_bytes,
     )
     requested = parse_strategy(strategy)
     if requested is None:
@@ -285,6 +293,7 @@ class _Job:
             # The loss scaler and the training checks look at values, which fake tensors lack.
             precision=replace(precision, loss_scale=None),
             check_training=False,
+            check_replicas=False,
         )
 
     def _train(self, fabric: Fabric, trace: "_Trace") -> tuple[type[nn.Module], ...]:
@@ -624,31 +633,6 @@ def _nbytes_of_tensors(tree: Any) -> int:
         if isinstance(leaf, Tensor):
             nbytes += leaf.nbytes
     return nbytes
-
-
-def _parse_memory(memory: int | str | None) -> int | None:
-    """Return a number of bytes from a number or a text such as ``"80GiB"``, ``"80 GB"``, ``"8G"``.
-
-    ``GB`` and ``G`` are powers of 1000, and ``GiB`` is a power of 1024. None stays None.
-
-    Raises:
-        ConfigurationError: the text is not a size.
-    """
-    if memory is None:
-        return None
-    # The "I" of a binary prefix comes only after another letter.
-    pattern = r"(?P<number>\d+(\.\d*)?) *((?P<prefix>[KMGT])(?P<binary>I)?)?B?"
-    match = re.fullmatch(pattern, str(memory).upper())
-    if match is None:
-        raise ConfigurationError(
-            f"fabric.plan({memory=})", expected='a number of bytes, or a text such as "80GiB"'
-        )
-    base = 1024 if match["binary"] else 1000
-    exponent = 0
-    if match["prefix"]:
-        # The exponents are 1 for K, 2 for M and so on.
-        exponent = "KMGT".index(match["prefix"]) + 1
-    return int(float(match["number"]) * base**exponent)
 
 
 def _with_unit(nbytes: int) -> str:

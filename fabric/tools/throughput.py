@@ -173,6 +173,7 @@ class Throughput:
         Args:
             elapsed: nanoseconds of the window on this process.
         """
+        # The first step is the one whose FLOPs were counted: those of the window are in proportion.
         # int() reads tensors, which waits for the device.
         counts = _Sums(
             samples=int(self._samples),
@@ -181,7 +182,7 @@ class Throughput:
             first_tokens=int(self._first_tokens),
             first_flops=self._counter.flops,
             elapsed=elapsed,
-            ranks=1,
+            ranks=1,  # the sum is the number of ranks
         )
         # One collective for all fields, in their order.
         return _Sums(*self._fabric.all_reduce(list(counts), reduce_op="sum"))
@@ -243,8 +244,8 @@ class _FlopCounter(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        """Read torch's table of formulas, by operator. :class:`Throughput` calls it."""
-        DispatchMode.__init__(self)
+        """Read torch's table of formulas, by operator."""
+        super().__init__()
         # Imported here, since ``import torch`` does not import this module, which takes time.
         from torch.utils.flop_counter import FlopCounterMode
 

@@ -116,6 +116,9 @@ class _Round(NamedTuple):
 class Timeline(SessionObserver):
     """Measures the phases of a session, by hooks, until it is closed; see ``[Note: Timeline]``.
 
+    A *span* is the time of one phase, such as a forward pass, from one *mark* (a point in time) to
+    another. A *round* lasts from one step of the first optimizer to its next.
+
     Attributes:
         now: returns a mark of the current time.
         is_active: whether it measures, until it is closed.
@@ -163,15 +166,16 @@ class Timeline(SessionObserver):
 
         Forward passes are measured from :meth:`on_setup` on.
         """
-        # undo(function, *arguments) has close() call the function.
-        undo = self._hooks.callback
-        undo(setattr, self, "is_active", False)
-        undo(register_optimizer_step_pre_hook(self._before_step).remove)
-        undo(register_optimizer_step_post_hook(self._after_step).remove)
-        self._watch("backward", session.backward_hooks)
+        before_step = register_optimizer_step_pre_hook(self._before_step)
+        self._hooks.callback(before_step.remove)
+        after_step = register_optimizer_step_post_hook(self._after_step)
+        self._hooks.callback(after_step.remove)
+        self._record_between("backward", session.backward_hooks)
         recorder = session.runtime.recorder
         if recorder is not None:
-            undo(setattr, recorder, "collective_context", recorder.collective_context)
+            # close() puts the earlier context back.
+            earlier_context = recorder.collective_context
+            self._hooks.callback(setattr, recorder, "collective_context", earlier_context)
             recorder.collective_context = self._around_collective
 
     @contextmanager
@@ -184,6 +188,7 @@ class Timeline(SessionObserver):
     def close(self) -> None:
         """Remove all hooks. What was measured is kept."""
         self._hooks.close()
+        self.is_active = False
 
     @override
     def on_setup(self, model: FabricModule) -> None:
@@ -193,9 +198,7 @@ class Timeline(SessionObserver):
         collectives. Any other module may wait for gradients and buffers of DDP.
         """
         contract = model._fabric_contract
-        # undo(function) has close() call the function.
-        undo = self._hooks.callback
-        self._watch("forward", model._fabric_hooks)
+        self._record_between("forward", model._fabric_hooks)
         if contract.is_sharded:
             wrap_collectives(model._fabric_prepared, self._around_collective, self._hooks)
             return
@@ -204,11 +207,12 @@ class Timeline(SessionObserver):
         for parameter in contract.parameters().values():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
-                undo(handle.remove)
+                self._hooks.callback(handle.remove)
         # DDP broadcasts the buffers at the start of a forward pass.
         has_buffers = next(contract.module.buffers(), None) is not None
         if contract.needs_forward and has_buffers:
-            undo(contract.module.register_forward_pre_hook(self._record_buffers_wait).remove)
+            before_forward = contract.module.register_forward_pre_hook(self._record_buffers_wait)
+            self._hooks.callback(before_forward.remove)
 
     @override
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -273,9 +277,9 @@ class Timeline(SessionObserver):
         """Wait for the device, and mark the current round as disturbed by the wait."""
         self._is_disturbed = True
         if self._is_cuda:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
-    def _watch(self, name: str, hooks: Hooks) -> None:
+    def _record_between(self, name: str, hooks: Hooks) -> None:
         """Record what runs between the hooks as spans of this name, until :meth:`close`."""
         before = partial(self._begin_span, name)
         after = partial(self._end_span, name)
@@ -389,7 +393,8 @@ class Timeline(SessionObserver):
 
 def _record_event(device: torch.device) -> Mark:
     """Record an event on the current stream of a CUDA device. The event is read later."""
-    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
+    event = torch.Event(device, enable_timing=True)
+    return torch.accelerator.current_stream(device).record_event(event)
 
 
 def _nanoseconds(begin: Mark, end: Mark) -> float:
@@ -581,7 +586,8 @@ def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, s
     for own_seconds, waits in zip(own, waited, strict=True):
         # The rank that waited least came last, so the other ranks waited for it.
         last_rank = int(waits.argmin())
-        # By phase, how much longer it took than the fastest rank.
+        # By phase, how much longer the last rank took than the fastest one. The others are taken
+        # to have waited for the phase in which that is most.
         excess = own_seconds[last_rank] - own_seconds.amin(dim=0)
         phase = phases[int(excess.argmax())]
         others_waited = float((waits - waits.min()).sum())
@@ -614,7 +620,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     call_text = f"fabric.profile({path!r}, {steps=})"
     if steps is None:
         steps = range(2**62)  # more steps than any job makes
-    _check_steps(call_text, steps)
+    _require_contiguous(call_text, steps)
     timeline = _latest_timeline(session)
     if timeline is not None and timeline.on_step is not None:
         raise UsageError(call_text, problem="another profile is under way")
@@ -669,7 +675,7 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
     return _Clock(start=entries_of_rank0[0], lead=min(leads))
 
 
-def _check_steps(call_text: str, steps: Any) -> None:
+def _require_contiguous(call_text: str, steps: Any) -> None:
     """Raise a ConfigurationError unless ``steps`` is a contiguous range.
 
     ``call_text`` is the user's call, for the error. ``steps`` may have any type.
@@ -724,11 +730,11 @@ class _Profile:
         """Begin or end the recording. The timeline calls it after each step of the loop."""
         step = finished_steps - self._steps_before
         if step == self._steps.start:
-            self._begin()
+            self._begin_recording()
         elif step == self._steps.stop:
             self._at_end.close()
 
-    def _begin(self) -> None:
+    def _begin_recording(self) -> None:
         """Begin to record spans and collectives.
 
         ``_at_end`` gets the calls that end the recording, in reverse order: wait for the device,
@@ -749,14 +755,16 @@ class _Profile:
         """Add the events of the spans and collectives that were recorded.
 
         Args:
-            mark: a mark of the timeline, to which the marks of spans are compared.
+            mark: a mark of the timeline. The begin of a span is its distance from this mark.
             began: the time of the mark, on this process's clock, in nanoseconds.
         """
         for span in self._timeline.trace:
             begin = began + _nanoseconds(mark, span.begin)
             duration = _nanoseconds(span.begin, span.end)
+            # The format wants the duration of a complete event ("X") in microseconds.
             self._add_event("X", span.name, begin, track=0, dur=duration / 1e3)
-        # Collectives may overlap, so each of them is a pair of events with the same id.
+        # Collectives may overlap, so each of them is a pair of events, "b" for its begin and "e"
+        # for its end, with the same id.
         for number, collective in enumerate(self._collectives):
             pair = f"{self._store.rank}/{number}"
             self._add_event("b", collective.name, collective.begin, track=1, id=pair)

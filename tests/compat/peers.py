@@ -1,4 +1,4 @@
-"""The public names of Accelerate and Lightning Fabric, and their rows in docs/coming-from.md.
+"""The public names of Accelerate and Lightning Fabric, and their rows in docs/migrate.
 
 ``python -m tests.compat.peers FOLDER ...`` reads the names in the packages in these folders and
 stores them beside this file. It does not import the packages.
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "coming-from.md"
-SECTIONS = {
-    "accelerate": "From Hugging Face Accelerate",
-    "lightning_fabric": "From Lightning Fabric",
+FOLDER = HERE.parents[1] / "docs" / "migrate"
+PAGES = {
+    "accelerate": FOLDER / "accelerate.md",
+    "lightning_fabric": FOLDER / "lightning-fabric.md",
 }
 LIGHTNING_MODULES = (
     "accelerators",
@@ -157,10 +157,8 @@ def first_arguments(path: Path, method: str) -> Iterator[str]:
 
 
 def rows(package: str) -> Iterator[Row]:
-    """Yield the rows of the tables in the section of a package."""
-    _, _, section = PAGE.read_text().partition(f"## {SECTIONS[package]}\n")
-    section, _, _ = section.partition("\n## ")
-    for line in section.splitlines():
+    """Yield the rows of the tables on the page of a package."""
+    for line in PAGES[package].read_text().splitlines():
         if not line.startswith("| ") or line.count(" | ") < 2:
             continue
         first, second, _ = line.split(" | ", 2)

@@ -1,6 +1,6 @@
 """The imports of Lightning Fabric that resolve.
 
-``python -m tests.compat.table`` writes the table of docs/coming-from.md.
+``python -m tests.compat.table`` writes the table of docs/migrate/lightning-fabric.md.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 from fabric_compat.missing import Missing
 
 LIST = Path(__file__).parent / "imports.txt"
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "lightning-fabric.md"
 BEGIN = "<!-- imports: begin -->\n"
 END = "<!-- imports: end -->\n"
 # Words in the names of hardware and libraries that are not supported, and of the Trainer's classes.

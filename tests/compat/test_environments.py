@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Any, dict[str, str], str, int]] = {
     "torchrun": (TorchElasticEnvironment, {**TORCHRUN, **MASTER}, "host", 5),
     "torchrun without a master": (TorchElasticEnvironment, TORCHRUN, "127.0.0.1", 12910),
     "slurm": (SLURMEnvironment, SLURM, "alpha4", 15077),
+    "slurm with spaces": (SLURMEnvironment, {**SLURM, "SLURM_NODELIST": "a4, b c"}, "a4", 15077),
     "slurm with a master": (SLURMEnvironment, {**SLURM, **MASTER}, "host", 5),
     "mpi": (MPIEnvironment, {**MPI, **MASTER}, "host", 5),
     "lsf": (LSFEnvironment, LSF, "first", 10234),
@@ -123,3 +124,7 @@ def test_functions_for_rank_zero_know_the_rank_of_every_launcher(
     monkeypatch.delattr(rank_zero_only, "rank")
     set_default_rank()
     assert rank_zero_only.rank == 3
+
+
+def test_settings_are_validated_by_keyword() -> None:
+    LightningEnvironment().validate_settings(num_devices=2, num_nodes=1)

@@ -265,7 +265,7 @@ def run_script(script: str, folder: Path, option: str, *launcher: str) -> Output
     (folder / "script.py").write_text(script)
     command = [sys.executable, *launcher, "-m", "fabric_compat", "script.py", "--x", option]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, cwd=folder, check=False
+        command, capture_output=True, text=True, timeout=150, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stderr
     return Output(sorted(done.stdout.splitlines()), done.stderr)
@@ -284,6 +284,15 @@ def test_a_script_and_the_processes_that_it_spawns_import_it(tmp_path: Path) -> 
     assert output.errors == ""
 
 
+def noted_subjects(errors: str) -> list[str]:
+    """Return the first word of each note. Every line of the errors is a note."""
+    subjects = []
+    for line in errors.splitlines():
+        assert line.startswith(NOTE), errors
+        subjects.append(line.removeprefix(NOTE).split()[0])
+    return subjects
+
+
 def assert_differences_are_noted_once(folder: Path, option: str) -> None:
     output = run_script(DIFFERENCES, folder, option)
     assert [line for line in output.lines if line.startswith("rank")] == [
@@ -292,12 +301,12 @@ def assert_differences_are_noted_once(folder: Path, option: str) -> None:
     ]
     # Rank 0 announces, and so does the process that launches.
     assert output.lines.count("announced") == 2
-    subjects = []
-    for line in output.errors.splitlines():
-        subjects.append(line.removeprefix(NOTE).split()[0])
-    assert subjects == ["all_gather", "optimizers", "all_reduce"], output.errors
+    assert noted_subjects(output.errors) == ["all_gather", "optimizers", "all_reduce"]
 
 
+# Below, the command `run` shows the same with fewer processes, and tests/compat/test_scripts.py has
+# more scripts that launch their processes.
+@pytest.mark.slow
 def test_it_says_once_where_a_meaning_differs(tmp_path: Path) -> None:
     assert_differences_are_noted_once(tmp_path, "1")
 
@@ -312,16 +321,6 @@ def test_fabric_run_starts_the_processes_of_such_a_script(tmp_path: Path) -> Non
     output = run_script(SCRIPT, tmp_path, "1", "-m", "fabric", "run", "--devices", "2")
     assert ranks_of(output.lines) == ["0", "1"]
     assert output.errors == ""
-
-
-def run_module(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m`` with arguments; no exception may end the process."""
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, cwd=folder, check=False
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
 
 
 # Runs the command with wrong arguments, and prints what it says at its exit.
@@ -344,16 +343,72 @@ def test_a_wrong_file_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert "usage: python -m fabric_compat" in no_file
 
 
-def test_a_module_runs_too_and_so_do_tests(tmp_path: Path) -> None:
+# Runs a module as ``python -m fabric_compat -m job -x`` does.
+MODULE = """
+import os, sys
+os.chdir({folder!r})
+sys.path.insert(0, "")
+sys.argv[1:] = ["-m", "job", "-x"]
+from fabric_compat.__main__ import main
+main()
+"""
+# Runs tests as ``pytest -p fabric_compat.installed`` does.
+TESTS = """
+import os, pytest
+os.chdir({folder!r})
+plugins = ["-p", "fabric_compat.installed", "-p", "no:cacheprovider"]
+assert pytest.main(["-q", *plugins]) == 0
+"""
+
+
+def test_a_module_runs_too_and_so_do_tests(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.py").write_text(
         "import sys; from lightning_fabric import Fabric; print(Fabric, sys.argv[1:])"
     )
-    module = run_module(tmp_path, "fabric_compat", "-m", "job", "-x")
-    assert module.returncode == 0, module.stderr
-    assert "['-x']" in module.stdout + module.stderr
+    run(MODULE.format(folder=str(tmp_path)))
+    assert "['-x']" in capfd.readouterr().out
 
     (tmp_path / "test_job.py").write_text("def test_job():\n    import lightning.fabric\n")
-    plugin = ("-p", "fabric_compat.installed", "-p", "no:cacheprovider")
-    tests = run_module(tmp_path, "pytest", "-q", *plugin)
-    assert tests.returncode == 0, tests.stderr
-    assert "1 passed" in tests.stdout + tests.stderr
+    run(TESTS.format(folder=str(tmp_path)))
+    assert "1 passed" in capfd.readouterr().out
+
+
+COLLECTIVE_SCRIPT = """
+import sys
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.collectives import TorchCollective
+total = TorchCollective().setup().all_reduce(torch.ones(1), op="sum").item()
+fabric = Fabric()
+fabric.launch()
+total += fabric.all_reduce(torch.ones(1), reduce_op="sum").item()
+sys.stdout.write(f"rank {fabric.global_rank} {total} {sys.argv[1:]}\\n")
+"""
+
+
+def test_its_command_run_takes_options_on_both_sides_and_notes_each_difference_once(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(COLLECTIVE_SCRIPT + DIFFERENCES)
+    command = [sys.executable, "-m", "fabric_compat", "run", "--num_nodes=1", "script.py"]
+    options = ["--lr", "0.1", "--devices", "2", "--accelerator=cpu", "--main_port", "1234"]
+    done = subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [
+        "announced",
+        "rank 0 4.0 ['--lr', '0.1']",
+        "rank 0 [0.0, 2.0] ['--lr', '0.1']",
+        "rank 1 4.0 ['--lr', '0.1']",
+        "rank 1 [1.0, 3.0] ['--lr', '0.1']",
+    ]
+    assert noted_subjects(done.stderr) == ["all_reduce", "all_gather", "optimizers"]

@@ -1,15 +1,25 @@
 """Where Lightning Fabric means something else, fabric_compat means what Lightning does."""
 
+import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.world import World
@@ -33,9 +43,15 @@ from fabric_compat.plugins import (
     TorchCheckpointIO,
     TorchCollective,
 )
-from fabric_compat.strategies import STRATEGY_REGISTRY, DDPStrategy
+from fabric_compat.strategies import DDPStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
-from fabric_compat.utilities import AttributeDict, _sync_ddp_if_available, seed_everything
+from fabric_compat.utilities import (
+    AttributeDict,
+    _sync_ddp_if_available,
+    isolate_rng,
+    pl_worker_init_function,
+    seed_everything,
+)
 from fabric_compat.wrappers import (
     _FabricDataLoader,
     _FabricModule,
@@ -146,6 +162,18 @@ def test_outputs_are_float32_and_inputs_are_cast(
         note = f"get floating inputs as {inside}, and return torch.float32"
         assert note in capsys.readouterr().err
         assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+)
+def test_autocast_makes_tensors_of_the_dtype_of_a_true_precision(
+    precision: Any, dtype: torch.dtype
+) -> None:
+    with single(precision=precision) as fabric:
+        with fabric.autocast():
+            assert torch.zeros(1).dtype == dtype
+        assert torch.zeros(1).dtype == torch.float32
 
 
 def test_32_bit_precision_leaves_inputs_and_outputs_as_they_are() -> None:
@@ -410,6 +438,23 @@ def test_a_module_that_is_compiled_after_its_setup_is_set_up_compiled() -> None:
         assert torch.equal(second(torch.ones(1, 1)), first(torch.ones(1, 1)))
 
 
+def test_clipping_takes_the_users_own_module() -> None:
+    with single() as fabric:
+        module = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, _ = fabric.setup(module, optimizer)
+        module.weight.grad = torch.tensor([[3.0, 4.0]])
+        assert fabric.clip_gradients(module, optimizer, max_norm=1.0) == 5
+        assert fabric.clip_gradients(model, optimizer, max_norm=2.0) == pytest.approx(1.0)
+
+
+def test_a_loader_knows_the_device_of_its_batches() -> None:
+    with single() as fabric:
+        loader = DataLoader([1])
+        assert fabric.setup_dataloaders(loader).device == torch.device("cpu")
+        assert fabric.setup_dataloaders(loader, move_to_device=False).device is None
+
+
 def test_a_scheduler_may_be_the_third_argument_of_setup() -> None:
     with single() as fabric:
         module = nn.Linear(1, 1)
@@ -455,13 +500,120 @@ def test_seeding_is_a_static_method_with_a_default(monkeypatch: Any) -> None:
         Fabric.seed_everything(-1)
 
 
-def test_a_strategy_of_ones_own_has_a_name_and_ddp_takes_a_group() -> None:
-    STRATEGY_REGISTRY.register("mine", DDPStrategy, start_method="spawn")
-    try:
-        with Fabric(accelerator="cpu", devices=2, strategy="mine") as fabric:
-            assert fabric.strategy.start_method == "spawn"
-    finally:
-        STRATEGY_REGISTRY.remove("mine")
+@patch.dict(os.environ)
+def orders(fabric: Fabric) -> Any:
+    """Return the samples of this rank in two epochs of several loaders."""
+    seed_everything(3, verbose=False)
+    data = list(range(7))
+    weighted = WeightedRandomSampler([1.0] * 7, 7)
+    batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
+    loaders = fabric.setup_dataloaders(
+        DataLoader(data, shuffle=True),
+        DataLoader(data, 2, drop_last=True, shuffle=True),
+        DataLoader(data, sampler=weighted),
+        DataLoader(data, batch_sampler=batches),
+        DataLoader(data, batch_size=None, shuffle=True),
+        DataLoader(Streamed()),
+    )
+    samples: list[Any] = []
+    for loader in loaders:
+        for _ in range(2):
+            samples.append([torch.as_tensor(batch).flatten().tolist() for batch in loader])
+    return samples
+
+
+class Streamed(IterableDataset[int]):
+    """A dataset without indices, which shards itself or not at all."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
+def orders_of_torch(rank: int) -> Any:
+    """Return the same samples from torch's own samplers, as Lightning puts them together."""
+    data = list(range(7))
+    shuffled = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=3)
+    sequential = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
+    seed_everything(3, verbose=False)
+    weighted = WeightedRandomSampler([1.0] * 7, 7)
+    samples: list[Any] = []
+    for kind in ("single", "batches", "weighted", "sequential", "unbatched"):
+        for epoch in range(2):
+            shuffled.set_epoch(epoch)
+            # A loader draws the seed of its workers at the start of each epoch.
+            torch.empty((), dtype=torch.int64).random_()
+            match kind:
+                case "single" | "unbatched":
+                    samples.append([[index] for index in shuffled])
+                case "batches":
+                    samples.append(list(BatchSampler(shuffled, 2, drop_last=True)))
+                case "weighted":
+                    order = list(weighted)
+                    samples.append([[order[position]] for position in sequential])
+                case "sequential":
+                    samples.append(list(BatchSampler(sequential, 2, drop_last=False)))
+    samples += [[[0], [1], [2]]] * 2
+    return samples
+
+
+@patch.dict(os.environ)
+def test_samples_have_the_order_of_torchs_distributed_sampler() -> None:
+    expected = [orders_of_torch(rank) for rank in (0, 1)]
+    assert in_ranks(orders) == expected
+
+
+@patch.dict(os.environ)
+def test_one_process_of_ddp_has_a_distributed_sampler_and_one_device_has_not() -> None:
+    Fabric.seed_everything(3, verbose=False)
+    data = list(range(7))
+    expected = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=3)
+    with single(strategy="ddp") as fabric:
+        loader = fabric.setup_dataloaders(DataLoader(data, shuffle=True))
+        assert [batch.item() for batch in loader] == list(expected)
+    with single() as fabric:
+        loader = fabric.setup_dataloaders(DataLoader(data, shuffle=True))
+        torch.manual_seed(3)
+        order = [batch.item() for batch in loader]
+        torch.manual_seed(3)
+        assert order == [batch.item() for batch in DataLoader(data, shuffle=True)]
+        with pytest.raises(ValueError, match="at least one DataLoader"):
+            fabric.setup_dataloaders()
+        with pytest.raises(ValueError, match="set up already"):
+            fabric.setup_dataloaders(loader)
+
+
+# The numbers of Lightning 2.6.6 for a worker of rank 3.
+@pytest.mark.parametrize(
+    ("base_seed", "seeds"),
+    [
+        (7, [15930687233655344391, 14124977093515297596, 18066071283085120909]),
+        (2**62 + 11, [7924749085893437122, 14025884378140020251, 8566619229902299072]),
+    ],
+)
+def test_a_worker_has_the_random_numbers_that_lightning_gives_it(
+    base_seed: int, seeds: list[int]
+) -> None:
+    with isolate_rng():
+        torch.manual_seed(base_seed + 1)
+        pl_worker_init_function(worker_id=1, rank=3)
+        assert torch.initial_seed() == seeds[0]
+        drawn = random.random()
+        random.seed(seeds[1] << 32 | seeds[2])
+        assert random.random() == drawn
+
+
+@patch.dict(os.environ)
+def test_workers_have_random_streams_after_seed_everything_only() -> None:
+    loader = DataLoader([1, 2], num_workers=1)
+    with single() as fabric:
+        for workers in (True, False):
+            Fabric.seed_everything(3, workers=workers, verbose=False)
+            has_seeds = fabric.setup_dataloaders(loader).worker_init_fn is not None
+            assert has_seeds is workers
+    assert loader.worker_init_fn is None
+
+
+def test_ddp_takes_a_process_group() -> None:
     assert DDPStrategy(process_group="a group").ddp_kwargs["process_group"] == "a group"
 
 
@@ -488,6 +640,18 @@ def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
     assert any((tmp_path / "lightning_logs" / "version_1").iterdir())
 
 
+def test_a_graph_is_written_for_an_input(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path)
+    module = nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="there is no input_array"):
+        logger.log_graph(module)
+    logger.log_graph(module, torch.ones(1, 2))
+    logger.finalize("success")
+    [events] = Path(logger.log_dir).iterdir()
+    assert b"Linear" in events.read_bytes()
+
+
 def test_an_experiment_is_that_of_rank_0_before_anything_sets_a_rank(monkeypatch: Any) -> None:
     monkeypatch.delattr(rank_zero_only, "rank", raising=False)
     experiment = rank_zero_experiment(lambda self: 3)
@@ -504,14 +668,46 @@ def test_loggers_get_keywords_and_values_of_every_type(tmp_path: Path) -> None:
     with single(loggers=[KeywordLogger(), file_logger]) as fabric:
         fabric.log_dict({"sample": "a, b", "loss": torch.ones(1), "step": 9}, step=4)
         assert fabric.logger.row == ({"sample": "a, b", "loss": 1.0, "step": 9}, 4)
+        with pytest.raises(ValueError, match=r"shape \(2,\) is not a number"):
+            fabric.log("loss", torch.ones(2))
         replacement = KeywordLogger()
         fabric._loggers = [replacement]
         fabric.log("loss", 2)
         assert replacement.row == ({"loss": 2}, None)
         assert fabric.loggers == [replacement]
+    file_logger.save()
     path = Path(file_logger.experiment.metrics_file_path)
     assert path.parent == Path(file_logger.experiment.log_dir)
     assert path.read_text().splitlines() == ["sample,loss,step", '"a, b",1.0,4']
+
+
+def test_the_rows_of_a_csv_logger_are_in_the_file_every_few_steps(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, prefix="a", flush_logs_every_n_steps=2)
+    with single(loggers=logger) as fabric:
+        path = Path(logger.experiment.metrics_file_path)
+        fabric.log("loss", 0.5, step=0)
+        assert logger.experiment.metrics == [{"a-loss": 0.5, "step": 0}]
+        assert not path.exists()
+        fabric.log("loss", 0.25)
+        assert logger.experiment.metrics == []
+        assert path.read_text().splitlines() == ["a-loss,step", "0.5,0", "0.25,1"]
+        fabric.log("accuracy", 1, step=2)
+    assert path.read_text().splitlines()[-1] == ",2,1"
+
+
+def test_the_path_of_a_checkpoint_may_have_variables_and_a_tilde(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RUNS", "runs")
+    (tmp_path / "runs").mkdir()
+    module = nn.Linear(1, 1)
+    with single() as fabric:
+        fabric.save("~/$RUNS/checkpoint.pt", {"step": 3})
+        fabric.save("~/$RUNS/model.pt", module.state_dict())
+        assert (tmp_path / "runs" / "checkpoint.pt").exists()
+        assert fabric.load("~/${RUNS}/checkpoint.pt")["step"] == 3
+        fabric.load_raw("~/$RUNS/model.pt", module)
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])

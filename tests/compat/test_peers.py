@@ -15,7 +15,7 @@ from fabric import Fabric, _plan, accelerators, loggers, strategies
 from fabric.cli import main
 from fabric.precision import LossScale
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from tests.compat.peers import SECTIONS, Row, names_in_source, rows, stored_names
+from tests.compat.peers import PAGES, Row, names_in_source, rows, stored_names
 
 CLASSES = {
     "Fabric": Fabric,
@@ -26,7 +26,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("package", SECTIONS)
+@pytest.mark.parametrize("package", PAGES)
 def test_every_name_has_a_row(package: str) -> None:
     names_with_rows: set[str] = set()
     for row in rows(package):
@@ -35,7 +35,7 @@ def test_every_name_has_a_row(package: str) -> None:
     assert public_names - names_with_rows == set()
 
 
-@pytest.mark.parametrize("package", SECTIONS)
+@pytest.mark.parametrize("package", PAGES)
 def test_the_names_are_those_of_the_package(package: str) -> None:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -43,7 +43,7 @@ def test_the_names_are_those_of_the_package(package: str) -> None:
     assert names_in_source(Path(spec.origin).parent) == stored_names(package)
 
 
-@pytest.mark.parametrize("package", SECTIONS)
+@pytest.mark.parametrize("package", PAGES)
 def test_what_a_row_says_to_write_exists(package: str) -> None:
     for row in rows(package):
         for code in row.codes:
@@ -122,7 +122,7 @@ def commands_of(row: Row) -> list[list[str]]:
     return commands
 
 
-@pytest.mark.parametrize("package", SECTIONS)
+@pytest.mark.parametrize("package", PAGES)
 def test_the_commands_exist(package: str, capsys: Any) -> None:
     for row in rows(package):
         for command, *words in commands_of(row):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from tests.compat.scripts.models import (
     GPT,
@@ -46,7 +46,7 @@ def run(script: str, folder: Path, *arguments: str) -> list[Record]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -66,14 +66,20 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
+def shuffled(dataset: Dataset, batch_size: int, seed: int, epoch: int = 0) -> DataLoader:
+    """Return a loader whose batches are those of all ranks together."""
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
+    sampler.set_epoch(epoch)
+    return DataLoader(dataset, batch_size, sampler=sampler)
+
+
 def image_classifier() -> Iterator[Record]:
     torch.manual_seed(1)
-    loader = DataLoader(images(64), 16, shuffle=True)
     test_loader = DataLoader(images(32, seed=1), 32)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    for _ in range(2):
-        for batch, targets in loader:
+    for epoch in range(2):
+        for batch, targets in shuffled(images(64), 16, seed=1, epoch=epoch):
             loss = F.nll_loss(model(batch), targets)
             step(optimizer, loss)
         optimizer.param_groups[0]["lr"] *= 0.7
@@ -84,6 +90,8 @@ def image_classifier() -> Iterator[Record]:
         yield {"test_loss": test_loss.item(), "correct": correct.sum().item()}
 
 
+# In `make test`, test_imports.py runs a script.
+@pytest.mark.slow
 def test_an_image_classifier(tmp_path: Path) -> None:
     actual = run("image_classifier", tmp_path, "--save-model", "model.pt")
     assert_agree(actual, list(image_classifier()))
@@ -118,7 +126,7 @@ def kfold() -> Iterator[Record]:
         torch.manual_seed(fold)
         held_out = list(range(fold, 64, 4))
         indices = [index for index in range(64) if index not in held_out]
-        loader = DataLoader(Subset(dataset, indices), 16, shuffle=True)
+        loader = shuffled(Subset(dataset, indices), 16, seed=fold)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for data, target in loader:
@@ -135,7 +143,7 @@ def language_model_fsdp() -> Iterator[Record]:
     torch.manual_seed(5)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for iteration, batch in enumerate(DataLoader(sentences(48), 8, shuffle=True)):
+    for iteration, batch in enumerate(shuffled(sentences(48), 8, seed=5)):
         loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -87,7 +87,11 @@ def recorded_steps(record: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """Run the example in one process without an interruption, and return its steps."""
+    """Run the example in one process without an interruption, and return its steps.
+
+    A loss compares equal to that of several processes up to rounding: they sum the gradients of a
+    batch in another order than one process does.
+    """
     folder = tmp_path_factory.mktemp("uninterrupted")
     command = [sys.executable, *long_run(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=90)

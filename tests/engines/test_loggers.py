@@ -16,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.engines
 
 JOB = Path(__file__).with_name("logging_job.py")
+JOB_AT_EXIT = Path(__file__).with_name("logging_at_exit_job.py")
 SECONDS = 120
 # The steps with their losses: the mean over two ranks of 1 / (1 + step + rank).
 LOSSES = [
@@ -49,12 +50,12 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, job: Path = JOB) -> subprocess.CompletedProcess[str]:
     temporary = folder / "tmp"
     temporary.mkdir()
     folders = {"HOME": str(folder), "TMPDIR": str(temporary)}
     return subprocess.run(
-        [sys.executable, JOB, folder, *arguments],
+        [sys.executable, job, folder, *arguments],
         env=os.environ | VARIABLES | folders | {"OMP_NUM_THREADS": "1"},
         cwd=folder,
         text=True,
@@ -209,3 +210,21 @@ def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path) -> None:
     assert mlflow_run.info.status == "FAILED"
     assert WandbRun(tmp_path).exit_codes == [1]
     assert read_table(tmp_path / "csv/run/version_0/metrics.csv", "loss") == LOSSES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "status"), [([], 0, "FINISHED"), (["fails"], 1, "FAILED")]
+)
+def test_runs_that_are_made_after_the_launch_end_with_the_program(
+    tmp_path: Path, arguments: list[str], exit_code: int, status: str
+) -> None:
+    process = run(tmp_path, *arguments, job=JOB_AT_EXIT)
+    assert process.returncode == exit_code, process.stderr
+    assert "ConnectionError: the server is gone" in process.stderr
+    wandb_run = WandbRun(tmp_path)
+    assert [(row["_step"], row["loss"]) for row in wandb_run.rows] == LOSSES
+    assert wandb_run.config["lr"] == "0.5"
+    assert wandb_run.exit_codes == [exit_code]
+    mlflow_run = only_run(mlflow_client(tmp_path), "page")
+    assert mlflow_run.data.params == {"lr": "0.5"}
+    assert mlflow_run.info.status == status

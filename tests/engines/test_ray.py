@@ -17,7 +17,9 @@ from tests.engines.conftest import recorded_steps
 
 pytestmark = pytest.mark.engines
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TOLD_WORKER = Path(__file__).with_name("ray_told_worker.py")
 LOOPBACK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 STEPS = 40
 SECONDS = 150
@@ -122,3 +124,13 @@ def test_a_worker_is_killed_and_the_run_goes_on(
     latest = (checkpoints / "latest").read_text().strip()
     content = json.loads(Path(result["folder"], "checkpoint.json").read_text())
     assert content == {"path": str(checkpoints / latest)}
+
+
+def test_should_stop_and_exit_preempted_follow_what_ray_tells_a_worker(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    environment["PYTHONPATH"] = str(ROOT)
+    result = subprocess.run(
+        [sys.executable, TOLD_WORKER], env=environment, capture_output=True, timeout=SECONDS
+    )
+    assert result.stdout == b"False True waits\n", result.stderr

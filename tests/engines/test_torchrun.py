@@ -111,6 +111,45 @@ def test_fabric_run_on_each_host_makes_one_job(
     ]
 
 
+def test_hosts_restart_together_after_a_rank_a_command_and_the_link_have_failed(
+    hosts: Hosts, tmp_path: Path, uninterrupted: Steps
+) -> None:
+    record = tmp_path / "record"
+    options = ["--max-restarts=3", "--node-timeout=40", *long_run(tmp_path), "--pause=0.1"]
+    output = tmp_path / "output"
+
+    def start(node: int) -> "subprocess.Popen[str]":
+        host = list(ADDRESSES)[node]
+        command = [*FABRIC_RUN, *ON_TWO_HOSTS, f"--node-rank={node}", *options]
+        with open(output, "a") as file:
+            return hosts.start(host, *command, stdout=file, stderr=subprocess.STDOUT)
+
+    def wait_for(text: str, path: Path = output) -> None:
+        hosts.run("host-a", "sh", "-c", f"until grep -qs '{text}' {path}; do sleep 0.1; done")
+
+    first = start(0)
+    start(1)
+    wait_for('"step": 25,', record)
+    # The newest process of host-b is a rank.
+    hosts.run("host-a", "sh", "-c", "kill -9 $(ip netns pids host-b | sort -n | tail -n 1)")
+    wait_for("restart 1 of 3: machine 1 (host-b): rank")
+    wait_for('"step": 60,', record)
+    hosts.kill("host-b")
+    second = start(1)
+    wait_for("restart 2 of 3: machine 1 (host-b): its command ended and was started again")
+    wait_for('"step": 100,', record)
+    hosts.run("host-b", "ip", "link", "set", "eth0", "down")
+    wait_for("restart 3 of 3:")
+    hosts.run("host-b", "ip", "link", "set", "eth0", "up")
+    assert first.wait(120) == 0, output.read_text()
+    assert second.wait(30) == 0, output.read_text()
+    numbers = set()
+    for step in recorded_steps(record):
+        numbers.add(step["step"])
+        assert (step["loss"], step["samples"]) == uninterrupted[step["step"]]
+    assert numbers == set(range(1, 201))
+
+
 def test_a_job_on_one_host_cannot_be_reached_from_another_host(
     hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -21,14 +21,14 @@ DEADLINE = 60
 
 
 def within(seconds: float = 5.0) -> float:
-    """Return the promised limit in seconds, times the load per core of this machine.
+    """Return the seconds within which a job has to end on a busy machine.
 
-    Fabric promises ``seconds`` on an idle machine. The factor is an allowance of the tests and not
-    a part of the promise: fabric's own waits sum to less than 3.5 s (see
-    ``test_launchers_signals.py``), and the remaining time is work.
+    Fabric promises ``seconds`` on an idle machine, which ``python -m benchmarks.faults`` measures.
+    Fabric's own waits sum to less than 3.5 s (see ``test_launchers_signals.py``), and the remaining
+    time is work. The result allows for ten times that work. It is less than the next longer wait of
+    fabric, SAVE_GRACE.
     """
-    load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return seconds * max(1.0, load_per_core)
+    return seconds + 15.0
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class Job:
 
 
 def assert_no_files_left(directory: Path) -> None:
-    """Fail unless this directory for temporary files becomes empty within 5 seconds."""
-    deadline = time.monotonic() + 5
+    """Fail unless this directory for temporary files becomes empty within 30 seconds."""
+    deadline = time.monotonic() + 30
     files = _temporary_files(directory)
     while files:
         assert time.monotonic() < deadline, f"files were left in the temporary directory: {files}"

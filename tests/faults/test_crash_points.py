@@ -133,7 +133,6 @@ def assert_no_litter(strategy: str, path: Path, columns: int) -> None:
         assert len(list(path.iterdir())) == 5, "an index, shards and random states"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_killed_while_it_saves_beside_the_loop_leaves_a_complete_checkpoint(
     strategy: str, tmp_path: Path

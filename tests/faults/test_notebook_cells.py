@@ -13,8 +13,7 @@ from jupyter_client import BlockingKernelClient, KernelManager
 from tests.faults.jobs import assert_no_files_left, within
 from tests.faults.test_ranks import EXPECTED
 
-pytestmark = pytest.mark.timeout(150)
-DEADLINE = 60
+DEADLINE = 150
 DEFINITIONS = """
 from fabric import Fabric
 from tests.faults import train
@@ -131,6 +130,10 @@ class Net(nn.Linear):
         raise ValueError(hidden.shape)  # in the model
 
 def fails(fabric, where):
+    if where == "input":
+        input("name? ")  # at the keyboard
+    if where == "breakpoint":
+        breakpoint()  # in the debugger
     if where == "fabric":
         fabric.all_reduce({"hot": True})  # in a collective
     model = fabric.setup(Net(2, 1))
@@ -143,6 +146,8 @@ def fails(fabric, where):
     [
         ("model", ["in the loop", "in the model"], "\nValueError: torch.Size([4, 1])"),
         ("fabric", ["in a collective"], "\n  booleans have no mean\n"),
+        ("input", ["at the keyboard"], "UsageError: input() on rank "),
+        ("breakpoint", ["in the debugger"], "UsageError: breakpoint() on rank "),
     ],
 )
 def test_an_error_in_a_rank_shows_the_lines_of_the_cells_and_few_of_ours(
@@ -155,6 +160,15 @@ def test_an_error_in_a_rank_shows_the_lines_of_the_cells_and_few_of_ours(
     assert "\nfabric.errors.RankFailedError: rank " in shown
     assert end in shown
     assert f"{os.sep}fabric{os.sep}" not in shown
+    assert "_call_impl" not in shown
+
+
+def test_a_mistake_in_a_cell_shows_the_line_of_the_cell_alone(notebook):
+    cell = "fabric = Fabric(accelerator='cpu', devices=2)\nfabric.setup(Net(2, 1))  # here"
+    shown = "\n".join(notebook.run(cell)["traceback"])
+    assert re.findall(r"  (Cell|File) .+\n    .+# (.+)\n", shown) == [("Cell", "here")]
+    assert "\nfabric.errors.UsageError: fabric.setup" in shown
+    assert f"{os.sep}fabric{os.sep}" not in shown
 
 
 @pytest.mark.slow
@@ -164,8 +178,10 @@ def test_the_stop_button_ends_the_ranks_and_not_the_kernel(notebook, state):
     ranks = [psutil.Process(int(pid)) for pid in notebook.numbers(r"ready \d (\d+)")]
     since = time.monotonic()
     notebook.manager.interrupt_kernel()
-    assert notebook.reply()["ename"] == "KeyboardInterrupt"
+    reply = notebook.reply()
+    assert reply["ename"] == "KeyboardInterrupt"
     assert time.monotonic() - since < within()
+    assert f"{os.sep}fabric{os.sep}_fabric.py" not in "\n".join(reply["traceback"])
     assert not any(rank.is_running() for rank in ranks)
     assert notebook.works()
 

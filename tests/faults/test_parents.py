@@ -11,7 +11,6 @@ from tests.faults.jobs import TRAIN, Job, command, within
 from tests.faults.train import LAUNCHERS
 from tests.sampling import sampled
 
-pytestmark = pytest.mark.timeout(90)
 STATES = ("waits", "trains", "waits_in_cpp", "holds_the_lock")
 LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="only its kernel kills a process with its parent"
@@ -33,14 +32,14 @@ def marks_of_kill(case):
 
 KILLED = sampled(
     product(LAUNCHERS, STATES),
-    quick=[("popen", "holds_the_lock"), ("run", "waits_in_cpp")],
+    quick=[("popen", "holds_the_lock")],
     slow=6,
     marks=marks_of_kill,
 )
 SIGNALS = sampled(
     product(LAUNCHERS, STATES[:3], ["SIGINT", "SIGTERM"], ["parent", "group"]),
     quick=[("fork", "waits", "SIGINT", "parent")],
-    slow=14,
+    slow=9,
 )
 
 
@@ -111,6 +110,8 @@ def test_a_script_that_reads_should_stop_has_time_to_save(temporary, launcher):
     assert ended.seconds < within(10)
 
 
+# In `make test`, test_preemption.py sends a signal to one rank.
+@pytest.mark.slow
 def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
     with Job(temporary, command("forkserver", "saves_and_leaves")) as job:
         for _ in job.ranks:

@@ -152,7 +152,8 @@ def judge(name: str) -> Judgment:
         stack.enter_context(_temporary_files_in(temporary))
         hang_problems: list[str] = []
         try:
-            with RankPool(case.ranks, timeout=LIMIT, **options) as pool:
+            # A case may warn: without `reset` its ranks print their warnings.
+            with RankPool(case.ranks, timeout=LIMIT, reset=False, **options) as pool:
                 pool.run(_run_on_rank, case.function, folder, endings_folder)
         except RankFailedError as error:
             hang_problems.append(f"it hung, or was killed: {error}")
@@ -201,12 +202,12 @@ def _files_left(folder: str, temporary: str) -> list[Path]:
 
 
 def _processes_left(running: set[int]) -> list[psutil.Process]:
-    """Return the processes that were started since, and do not end within 5 seconds."""
+    """Return the processes that were started since, and do not end within 30 seconds."""
     started: list[psutil.Process] = []
     for child in psutil.Process().children(recursive=True):
         if child.pid not in running and not _is_server_of_python(child):
             started.append(child)
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=30)
     return alive
 
 

@@ -15,7 +15,7 @@ from tests.laws.exactness import (
 )
 
 SHORT = 4
-LONG = 50
+LONG = 30
 SOAK = 400
 SLOW = [
     pytest.param(LONG, marks=pytest.mark.slow),

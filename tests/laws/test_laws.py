@@ -9,8 +9,8 @@ from tests.laws import exchanges, reductions, universal
 from tests.laws.base import Law, Subject, check
 
 LAWS = (*reductions.LAWS, *exchanges.LAWS, *universal.LAWS)
-SHORT = 12
-LONG = 40
+SHORT = 8
+LONG = 25
 SOAK = 100
 
 

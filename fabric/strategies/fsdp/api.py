@@ -45,7 +45,7 @@ from fabric.strategies.fsdp.state import (
     UnshardedState,
     gather_full_tensor,
     shard_of,
-    shard_slots,
+    shard_parameter_state,
     shard_state,
 )
 from fabric.strategies.fsdp.wrapping import (
@@ -135,6 +135,9 @@ _OTHER_OPTIMIZER = (
 
 class FSDPStrategy(ParallelStrategy):
     """Data parallelism with parameters, gradients and optimizer state sharded by ``fully_shard``.
+
+    An *FSDP module* is a module to which ``fully_shard`` is applied. Its parameters are gathered
+    right before its forward pass, and freed after the forward pass.
 
     The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean
     over ranks. Under a ``*-mixed`` precision, parameters are gathered in the low precision and
@@ -235,9 +238,7 @@ class FSDPStrategy(ParallelStrategy):
             start_method=start_method,
             num_nodes=num_nodes,
         )
-        self.sharding_strategy = _parse_name(
-            "sharding_strategy", sharding_strategy, _SHARDING_STRATEGIES
-        )
+        self._sharding = _parse_name("sharding_strategy", sharding_strategy, _SHARDING_STRATEGIES)
         self.state_dict_type = _parse_name("state_dict_type", state_dict_type, _STATE_DICT_TYPES)
         self.saves_shards = self.state_dict_type == "sharded"
         self.device_mesh = device_mesh
@@ -248,7 +249,7 @@ class FSDPStrategy(ParallelStrategy):
         self.broadcast_buffers = broadcast_buffers
 
         # The names of the user's options that only torch's first FSDP had.
-        self._first_fsdp_options = _first_fsdp_options(fsdp_kwargs, self.sharding_strategy)
+        self._first_fsdp_options = _first_fsdp_options(fsdp_kwargs, self._sharding)
         self.activation_checkpointing = _parse_activation_checkpointing(
             activation_checkpointing, fsdp_kwargs.get("activation_checkpointing_policy")
         )
@@ -262,6 +263,11 @@ class FSDPStrategy(ParallelStrategy):
         # since a strategy is pickled on the way to a rank.
         self._sharded_forwards: MutableMapping[int, ShardedForward] = {}
 
+    @property
+    def sharding_strategy(self) -> str:
+        """The name of the sharding strategy."""
+        return self._sharding
+
     # -- the process ----------------------------------------------------------------------------
 
     @override
@@ -270,17 +276,18 @@ class FSDPStrategy(ParallelStrategy):
     ) -> None:
         """Check the mesh against the number of processes, before any process is started."""
         world_size = len(devices) * num_nodes
-        check_mesh(self.device_mesh, self.sharding_strategy, world_size)
+        check_mesh(self.device_mesh, self._sharding, world_size)
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         """Start the runtime in this process, and check the mesh against the job. Collective."""
         super().setup_environment(runtime)
-        check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
+        check_mesh(self.device_mesh, self._sharding, self.world_size)
         # Without this call, the process may keep the memory of parameters that a step has freed.
         self.runtime.accelerator.return_freed_memory()
         self._sharded_forwards = WeakValueDictionary()
-        # A change in place of a view is correct, or raises an error that _EXPLANATIONS explains.
+        # torch warns that in-place changes of a view may give wrong gradients. Under this strategy
+        # they are correct, or raise an error that _EXPLANATIONS explains.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if self.is_global_zero:
             self._warn_of_options()
@@ -297,7 +304,7 @@ class FSDPStrategy(ParallelStrategy):
             warnings.warn(
                 "cpu_offload means nothing on the CPU, where everything is already", stacklevel=3
             )
-        has_replica_per_node = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
+        has_replica_per_node = self._sharding == "HYBRID_SHARD" and self.device_mesh is None
         if has_replica_per_node and self.runtime.world.num_nodes == 1:
             warnings.warn(
                 "HYBRID_SHARD has one replica, on one node; device_mesh=(2, shards) is for two",
@@ -352,8 +359,8 @@ class FSDPStrategy(ParallelStrategy):
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
         state_before = _rng_state()
-        # This rank's random states before and after the block. They stay empty if the block raises.
-        # Then rank 0 stores an empty value, and the other ranks raise an error.
+        # This rank's random states before and after the block, joined. If the block of rank 0
+        # raises, rank 0 stores this empty value, by which the other ranks know of the error.
         states = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
@@ -485,12 +492,16 @@ class FSDPStrategy(ParallelStrategy):
 
         unsharded = UnshardedState(
             root,
+            # The ranks with different samples: the gradients of unsharded parameters are averaged
+            # over these ranks.
             communicator=self._distinct_samples_communicator(),
             replicated=replicated,
             broadcasts_statistics=self.broadcast_buffers,
         )
-        # Registers hooks with the model. The hooks keep this object alive, and the dict does not.
+        # Registers hooks with the model, which keep this object alive.
         forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
+        # The dict holds the object weakly. So the entry ends with the model, before another model
+        # can get the same id.
         self._sharded_forwards[id(root)] = forward
         return module
 
@@ -525,7 +536,7 @@ class FSDPStrategy(ParallelStrategy):
             replicated: the parameters that ``fully_shard`` has to leave alone.
         """
         arguments: dict[str, Any] = {"mesh": mesh}
-        if self.sharding_strategy == "SHARD_GRAD_OP":
+        if self._sharding == "SHARD_GRAD_OP":
             # By default, torch keeps only the root gathered, which the backward pass needs first.
             arguments["reshard_after_forward"] = False
         # An option of the user takes precedence over the sharding strategy.
@@ -565,7 +576,7 @@ class FSDPStrategy(ParallelStrategy):
         """
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
-        sizes = mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world)
+        sizes = mesh_sizes(self.device_mesh, self._sharding, self.runtime.world)
         return self.runtime.mesh(**sizes)
 
     def _shard_ranks(self) -> Sequence[int]:
@@ -597,9 +608,9 @@ class FSDPStrategy(ParallelStrategy):
                     # Setup has not replaced this parameter by a sharded one.
                     continue
                 parameters[index] = shard
-                slots = optimizer.state.pop(parameter, None)
-                if slots:
-                    optimizer.state[shard] = shard_slots(shard, slots)
+                state = optimizer.state.pop(parameter, None)
+                if state:
+                    optimizer.state[shard] = shard_parameter_state(shard, state)
         optimizer.register_load_state_dict_pre_hook(shard_state)
 
     @override
@@ -609,7 +620,9 @@ class FSDPStrategy(ParallelStrategy):
         Called once, after the setup of the model.
         """
         root = uncompiled(prepared)
+        # The hooks around each forward pass of the model.
         forward = self._sharded_forwards[id(root)]
+        # The parameters and buffers of the model that every rank holds in full.
         unsharded = forward.unsharded
         # Collected once, because the contract's functions are called in every step.
         parameters = dict(root.named_parameters())
@@ -617,6 +630,10 @@ class FSDPStrategy(ParallelStrategy):
         for name, parameter in parameters.items():
             if parameter in unsharded.parameters:
                 replicated[name] = parameter
+
+        def replicas() -> dict[str, Tensor]:
+            """Return the parameters, and the buffers at the time of the call."""
+            return {**parameters, **dict(root.named_buffers())}
 
         def unreduced() -> list[Tensor]:
             """Return the sharded and the replicated parameters with gradients not reduced yet."""
@@ -635,6 +652,7 @@ class FSDPStrategy(ParallelStrategy):
             # Each rank has the gradients of its own shards.
             gradients_may_differ=True,
             replicated=lambda: replicated,
+            replicas=replicas,
             unreduced=unreduced,
             unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
             # Offloaded shards are copied to the device in the background: reshard has to wait for

@@ -41,7 +41,9 @@ class ShardedForward:
     """The hooks around each forward pass of a sharded model. See ``[Note: Sharded forward]``.
 
     The hooks refuse calls of submodules, and leave the model ready for the next forward pass after
-    each forward pass, even after one that raised. The hooks of the root keep this object alive.
+    each forward pass, even after one that raised. The hooks of the root keep this object alive. A
+    *slot* is a name under which a module holds a parameter. A *record* is FSDP2's own object of a
+    sharded parameter.
 
     Args:
         root: the user's module, which is sharded already.
@@ -65,6 +67,7 @@ class ShardedForward:
         self._depth = 0
         # Whether the last forward pass did not raise. False while a forward pass is running.
         self._has_succeeded = True
+        # Returns whether a backward pass of the model has begun and has not ended.
         self._backward_is_unfinished = unfinished_backward_check(root)
         # Like FSDP's own hooks, these are not part of a compiled graph.
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
@@ -75,7 +78,7 @@ class ShardedForward:
         self._records = {
             id(record.sharded_param): record for record in fsdp_parameter_records(root)
         }
-        self._owners = [slot.owner_parameters for slot in self._slots]
+        self._owners = [slot.parameters_of_module for slot in self._slots]
         self._names = [slot.name for slot in self._slots]
         # The sum of the in-place versions of the shards before the last forward pass.
         self._sum_of_versions = 0
@@ -116,7 +119,10 @@ class ShardedForward:
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Keep gradients unsharded, and do not reduce them, in backward passes in this context."""
+        """Do not reduce gradients in backward passes in this context.
+
+        FSDP2 keeps the full gradients on this rank until a backward pass outside of the context.
+        """
         synchronized_before = self.unsharded.synchronizes
         self.unreduced.watch()
         self.unsharded.synchronizes = False
@@ -172,8 +178,8 @@ class ShardedForward:
         is_compiling = torch.compiler.is_dynamo_compiling()
         is_outermost = self._depth == 0
         if is_outermost and not is_compiling:
-            # An unfinished backward pass has failed, unless it is still running: activation
-            # checkpointing calls the root in it.
+            # If a backward pass has not ended, it has raised an error. The exception is a backward
+            # pass that is still running: its activation checkpointing calls the root.
             has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
             if has_failed_backward:
                 self.unreduced.reset_pass()
@@ -200,7 +206,7 @@ class ShardedForward:
 
         torch does not call this hook after an error, whereas it always calls ``_end_pass``.
         """
-        # False at the end of an inner call, if the model calls itself.
+        # The model may call itself. Only the end of the outermost call is the end of the pass.
         self._has_succeeded = self._depth == 1
 
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
@@ -225,8 +231,9 @@ class ShardedForward:
         if not self._has_succeeded:
             self.unreduced.reset_pass()
         elif not torch.is_grad_enabled():
-            # No backward pass will free the gathered parameters of the root. A change of them would
-            # be lost, since the shards would not change.
+            # FSDP2 keeps the parameters of the root gathered for a backward pass, which does not
+            # follow here. The user must find the shards: a change of gathered parameters would be
+            # lost.
             self.reshard()
 
     def _refuse_substitutes(self) -> None:
@@ -236,7 +243,7 @@ class ShardedForward:
         """
         replaced: list[ParameterSlot] = []
         for slot in self._slots:
-            registered = slot.owner_parameters.get(slot.name)
+            registered = slot.parameters_of_module.get(slot.name)
             if registered is slot.parameter:
                 continue
             record = self._records.get(id(slot.parameter))
@@ -244,7 +251,7 @@ class ShardedForward:
             if record is not None and not is_parameter_of_record(registered, record):
                 replaced.append(slot)
         if replaced:
-            # Only for the error, since gathered parameters get here in correct loops, too.
+            # The names cost time, and are collected only for the error.
             paths = {module: path for path, module in self.root.named_modules()}
             names: list[str] = []
             for slot in replaced:
@@ -261,13 +268,15 @@ class ShardedForward:
             )
 
     def _free_outdated_parameters(self) -> None:
-        """Free gathered parameters, since the shards have changed after the gathering.
+        """Free gathered parameters if there are any. Called after the shards have changed.
 
         A forward pass that is not followed by a backward pass leaves gathered parameters in place.
+        The next forward pass would use their values, which are those of the shards before the
+        change.
         """
         for slot in self._slots:
             shard = slot.parameter
-            is_gathered = slot.owner_parameters[slot.name] is not shard
+            is_gathered = slot.parameters_of_module[slot.name] is not shard
             if is_gathered:
                 self.reshard()
                 return

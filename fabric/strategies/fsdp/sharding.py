@@ -75,8 +75,8 @@ def check_mesh(
     if isinstance(mesh, DeviceMesh):
         sizes = tuple(mesh.shape)
     # 2.0 equals 2, but is no size.
-    has_numbers = isinstance(sizes, Sequence) and all(type(size) is int for size in sizes)
-    if not has_numbers or tuple(sizes) not in valid_sizes:
+    are_integers = isinstance(sizes, Sequence) and all(type(size) is int for size in sizes)
+    if not are_integers or tuple(sizes) not in valid_sizes:
         expected = " or ".join(map(str, valid_sizes))
         raise ConfigurationError(
             f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} "
@@ -143,7 +143,7 @@ def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
 
     if isinstance(value, MixedPrecisionPolicy):
         return MixedPrecisionOption(value)
-    # FSDP2 has no keep_low_precision_grads.
+    # FSDP2 has no keep_low_precision_grads, so that option is refused.
     if not isinstance(value, MixedPrecision) or value.keep_low_precision_grads:
         raise ConfigurationError(
             f"FSDPStrategy(mixed_precision={value!r})",
@@ -369,8 +369,9 @@ def _problem_of_optimizer(
         )
     if _holds_gathered(parameters, models):
         return "it holds parameters that a forward pass gathered, and that are freed again"
+    # setup gives the optimizer the shards in place of these parameters, but cannot shard its state.
     for parameter in parameters:
-        if parameter in parameters_to_shard and _has_history(optimizer.state.get(parameter)):
+        if parameter in parameters_to_shard and _has_state_to_lose(optimizer.state.get(parameter)):
             return "it has state for whole parameters, and these are about to be sharded"
     if not _has_step_for_shards(optimizer, num_shards, parameters_to_shard):
         return 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
@@ -378,9 +379,10 @@ def _problem_of_optimizer(
 
 
 def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> bool:
-    """Return whether some parameters are full ones, which a forward pass gathered from shards.
+    """Return whether an optimizer holds full parameters that a forward pass gathered from shards.
 
-    Such a parameter is either freed by now, or still in its model in place of the shards.
+    FSDP2 frees a gathered parameter after the pass, so a step of the optimizer would be lost. By
+    now, the parameter is either freed, or still in its model in place of its shard.
 
     Args:
         parameters: the parameters of an optimizer.
@@ -403,10 +405,11 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
     return False
 
 
-def _has_history(state: Mapping[str, Any] | None) -> bool:
-    """Return whether an optimizer's state of a parameter holds more than initial values.
+def _has_state_to_lose(state: Mapping[str, Any] | None) -> bool:
+    """Return whether an optimizer has state of a parameter that would be lost by sharding.
 
-    Adagrad fills in initial values when the optimizer is made, with a step of 0.
+    State after a step would be lost, and so would state on the meta device. The initial values of
+    Adagrad, which have a step of 0, are not lost: they are made again for the shard.
 
     Args:
         state: the state by name. None if the parameter has no state.
@@ -417,8 +420,7 @@ def _has_history(state: Mapping[str, Any] | None) -> bool:
     has_stepped = bool(state.get("step", 1))
     if has_stepped:
         return True
-    # Initial values of parameters on the meta device are on this device, too, and cannot be
-    # sharded. So they are refused like history.
+    # The initial values for a parameter on the meta device are on the meta device, too.
     return any(getattr(value, "is_meta", False) for value in state.values())
 
 
@@ -455,9 +457,10 @@ def _has_flat_shards(parameter: Tensor, num_shards: int) -> bool:
     if parameter.dim() == 0:
         return True
     length = parameter.shape[0]
-    # torch cannot flatten the dimension of the shards away: it removes a dimension of length 1.
+    # Flattening removes a dimension of length 1. torch cannot remove the dimension that is sharded.
     is_removed = parameter.dim() > 1 and length == 1
-    return length % num_shards == 0 and not is_removed
+    has_equal_shards = length % num_shards == 0
+    return has_equal_shards and not is_removed
 
 
 # -- sharding -----------------------------------------------------------------------------------
@@ -476,8 +479,8 @@ def shard_module(
     Args:
         communicator: all ranks.
         module: the module. If it is an FSDP module already, it stays as it is.
-        originals: by name, the original parameters of the parameters that are split already over
-            another dimension of the mesh. They have their values, and are freed here.
+        originals: the user's parameters that tensor parallelism has replaced by DTensors already,
+            by name. Their values are distributed already, and so they are only freed here.
         **arguments: arguments of ``fully_shard``.
     """
     # Imported here, so that importing fabric stays fast.
@@ -507,9 +510,9 @@ def shard_module(
         This is a forward pre-hook that runs after FSDP's own pre-hook. FSDP has just gathered the
         parameters for the first time, and uses the same tensors in all later forward passes.
         """
-        handle.remove()
+        handle.remove()  # of this hook
         for slot in slots:
-            gathered = slot.owner_parameters[slot.name]
+            gathered = slot.parameters_of_module[slot.name]
             _share_attributes(slot.parameter, gathered)
 
     # Dynamo must not trace the hook, because the hook changes the module.
@@ -550,8 +553,9 @@ def prepare_unsharded_module(
     for name, original in {**plain_parameters, **originals}.items():
         parameter = module.get_parameter(name)
         if is_mapped(parameter):
+            # Moved to ordinary memory: no shard replaces it, and so it is used as it is.
             parameter.data = parameter.detach().clone()
-        # The outer modules name the parameters of the inner ones again.
+        # An inner module was prepared before, and its parameters are listed here again.
         is_replaced = shard_of(original) is parameter
         if parameter is not original and not is_replaced:
             _replace_original(original, parameter)
@@ -650,7 +654,7 @@ def receive_values(
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
     """
-    # The memo of all calls of deepcopy. Copies of buffers then share memory where the buffers do.
+    # The memo for all calls of deepcopy: buffers that share memory get copies that share memory.
     copies: dict[int, Any] = {}
     for tensor in tensors:
         value = _receive_value(communicator, tensor)
@@ -700,7 +704,8 @@ def _replace_original(original: nn.Parameter, replacement: nn.Parameter) -> None
     _share_attributes(original, replacement)
     share_accumulation_hooks(original, replacement)
     set_shard_of(original, replacement)
-    # Frees the values of the original, although an optimizer may still hold the original.
+    # Frees the values, although an optimizer may still hold the original. It never reads them: its
+    # setup puts the replacement in the place of the original.
     original.data = original.new_empty(0)
 
 

@@ -40,7 +40,7 @@ __all__ = [
     "parameter_slots",
     "set_shard_of",
     "shard_of",
-    "shard_slots",
+    "shard_parameter_state",
     "shard_state",
     "take_shards",
 ]
@@ -57,13 +57,13 @@ class ParameterSlot(NamedTuple):
 
     Attributes:
         module: the module.
-        owner_parameters: the dict in which the module holds its parameters.
+        parameters_of_module: the dict in which the module holds its parameters.
         name: the name in that dict.
         parameter: the parameter that was in the dict when the slot was made.
     """
 
     module: nn.Module
-    owner_parameters: dict[str, nn.Parameter | None]
+    parameters_of_module: dict[str, nn.Parameter | None]
     name: str
     parameter: nn.Parameter
 
@@ -158,24 +158,24 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
     # Not strict: if there are more or fewer parameters, load_state_dict() raises torch's error.
     parameters_by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     state: dict[int, dict[str, Any]] = {}
-    for number, slots in state_dict["state"].items():
-        # None for state without a parameter, which shard_slots() returns as it is.
+    for number, parameter_state in state_dict["state"].items():
+        # None for state without a parameter, which shard_parameter_state() returns as it is.
         parameter = parameters_by_number.get(number)
-        state[number] = shard_slots(parameter, slots)
+        state[number] = shard_parameter_state(parameter, parameter_state)
     return {**state_dict, "state": state}
 
 
-def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
+def shard_parameter_state(parameter: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state of one parameter with full tensors replaced by shards.
 
     Not a collective.
 
     Args:
         parameter: the sharded parameter. For None or a plain parameter, values stay as they are.
-        slots: the state of the parameter, by name, such as ``"exp_avg"``.
+        state: the optimizer's state of the parameter, by name, such as ``"exp_avg"``.
     """
     sharded: dict[str, Any] = {}
-    for name, value in slots.items():
+    for name, value in state.items():
         if name in _SCALAR_STATE:
             # Never sharded, even if the parameter has the same shape.
             sharded[name] = value
@@ -185,10 +185,11 @@ def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shard_like(sharded: Any, value: Any) -> Any:
-    """Return this rank's shard of a full tensor, placed as another tensor is. Not a collective.
+    """Return this rank's shard of a full tensor, sharded as another tensor is. Not a collective.
 
     Args:
-        sharded: the tensor that is placed already. If it is not a DTensor, ``value`` is returned.
+        sharded: the tensor whose mesh and placements are used. If it is not a DTensor, ``value`` is
+            returned unchanged.
         value: a full tensor of the same shape. Any other value is returned unchanged.
     """
     if sharded is None or local_tensor(sharded) is sharded:
@@ -196,7 +197,8 @@ def _shard_like(sharded: Any, value: Any) -> Any:
     is_full_tensor = isinstance(value, Tensor) and local_tensor(value) is value
     if not is_full_tensor or value.shape != sharded.shape:
         return value
-    from torch.distributed.tensor import distribute_tensor  # slow; a DTensor has imported it
+    # Imported here, since the import takes long. By now, the DTensor's own code has made it.
+    from torch.distributed.tensor import distribute_tensor
 
     mesh = sharded.device_mesh
     # Without a source rank, nothing is sent: every rank cuts its shard from its own full tensor.
@@ -212,6 +214,10 @@ def _shard_like(sharded: Any, value: Any) -> Any:
 
 class UnshardedState:
     """The parameters and buffers of a model that are not sharded. See ``[Note: Unsharded state]``.
+
+    Each of these parameters is a replicated DTensor. From a forward pass until the end of the
+    backward pass after it, this rank's plain tensor takes its place in the module. A *slot* is a
+    name under which a module holds a parameter.
 
     Args:
         root: the user's module, which is sharded already.
@@ -274,10 +280,12 @@ class UnshardedState:
         # As under DDP, the next forward pass broadcasts again only if this one trains with
         # synchronization.
         self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
-        # Reset, since autograd drops the callback of a backward pass that raises.
+        # Reset here, too: autograd drops the callback of a backward pass that raises, and so
+        # _after_backward() has not reset it.
         self._awaits_backward_end = False
         for slot in self._slots:
-            was_replaced_by_user = slot.owner_parameters.get(slot.name) is not slot.parameter
+            # For example by torch.func.functional_call(). The module then uses the user's tensor.
+            was_replaced_by_user = slot.parameters_of_module.get(slot.name) is not slot.parameter
             if was_replaced_by_user:
                 continue
             parameter: Any = slot.parameter
@@ -321,8 +329,8 @@ class UnshardedState:
         """Have autograd call ``_after_backward`` once, at the end of the running backward pass.
 
         This is a hook of the outputs of a forward pass and of the plain tensors of the replicated
-        parameters. The first gradient that reaches one of them shows that a backward pass is
-        running.
+        parameters. It is called for each of their gradients. The first call of a backward pass
+        registers the callback.
         """
         if not self._awaits_backward_end:
             self._awaits_backward_end = True

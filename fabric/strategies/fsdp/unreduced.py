@@ -35,6 +35,10 @@ __all__ = ["UnreducedGradients"]
 class UnreducedGradients:
     """The unreduced gradients of a sharded model. See ``[Note: Unreduced gradients]``.
 
+    In ``no_backward_sync``, FSDP2 keeps full gradients in its *records*, its own objects of the
+    sharded parameters, where the user does not see them. A *placeholder* in ``parameter.grad``
+    stands for such a gradient: if the user clears it, the gradient is dropped, too.
+
     Args:
         root: the user's module, which is sharded already.
         synchronizes: returns whether a backward pass reduces gradients.
@@ -75,7 +79,8 @@ class UnreducedGradients:
         for record in self._records:
             parameter = record.sharded_param
             if parameter.requires_grad:
-                # The gathered parameter, which backward passes reach, shares these hooks.
+                # Backward passes reach the gathered parameter, to which shard_module() has given
+                # the dict of hooks of the sharded one.
                 self._handles.append(parameter.register_hook(self._on_gradient))
 
     def reset_pass(self) -> None:
@@ -84,7 +89,11 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def add_placeholders(self) -> None:
-        """Make the gradients of parameters show that there are unreduced gradients."""
+        """Put a placeholder into ``parameter.grad`` for each unreduced gradient.
+
+        If there is a reduced gradient of an earlier backward pass, that one is the placeholder. See
+        ``[Note: Unreduced gradients]``.
+        """
         self._with_placeholder.clear()
         for record in self._records:
             if not has_unreduced_gradient(record):
@@ -99,7 +108,8 @@ class UnreducedGradients:
     def _on_gradient(self, grad: Tensor) -> None:
         """Drop cleared gradients when a backward pass begins. The hook of watched parameters.
 
-        The gradient is the first of the backward pass, and has not been added to others yet.
+        Only the first call of a backward pass does something. At that time, no gradient of the pass
+        has been added to an earlier gradient yet.
         """
         number = backward_number()
         if number == self._backward_number:
@@ -109,11 +119,17 @@ class UnreducedGradients:
         at_end_of_backward(self._after_backward)
 
     def _after_backward(self) -> None:
-        """Add placeholders at the end of a backward pass, or stop watching after a reduction."""
+        """Put placeholders in ``parameter.grad``, or stop watching after a reduction.
+
+        Called at the end of a backward pass. A placeholder stands for an unreduced gradient. If the
+        user clears it, the unreduced gradient is dropped, too. See
+        ``[Note: Unreduced gradients]``.
+        """
         if not self._synchronizes():
             self.num_passes += 1
             self.add_placeholders()
             return
+        # The reduced gradients have replaced the placeholders.
         self._with_placeholder.clear()
         for handle in self._handles:
             handle.remove()
@@ -142,10 +158,13 @@ class UnreducedGradients:
         for record, cleared in zip(with_elements, are_cleared, strict=True):
             if cleared:
                 drop_unreduced_gradient(record)
-        # A shard without elements cannot show that it was set to zero. So it goes with the other
-        # parameters of the model. Without any, the version of its gradient tells.
-        were_all_cleared = bool(are_cleared) and all(are_cleared)
+        # A shard without elements cannot show that it was set to zero. Such a shard counts as
+        # cleared if all other shards were cleared. If there are no others, it counts as cleared if
+        # its placeholder was changed in place.
         for record in without_elements:
-            was_changed = in_place_version(record.sharded_param.grad) > 0
-            if were_all_cleared or (was_changed and not with_elements):
+            if with_elements:
+                was_cleared = all(are_cleared)
+            else:
+                was_cleared = in_place_version(record.sharded_param.grad) > 0
+            if was_cleared:
                 drop_unreduced_gradient(record)

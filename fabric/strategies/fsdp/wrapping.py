@@ -48,7 +48,7 @@ def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
     classes = tuple(choice) if isinstance(choice, Collection) else (choice,)
     if classes and all(_is_module_class(value) for value in classes):
         return classes
-    # A class that is not a class of modules is callable, too, but is a mistake of the user.
+    # A class is callable, too. A class that is not a class of modules is a mistake of the user.
     if callable(choice) and not isinstance(choice, type):
         return choice
     raise ArgumentTypeError(
@@ -59,8 +59,8 @@ def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
 def parse_wrap_policy(policy: Any) -> ModuleChoice | None:
     """Return the choice of modules that the option ``auto_wrap_policy`` stands for.
 
-    A positive int is a number of parameters: FSDP modules have at least as many, by torch's
-    size-based policy. See :func:`parse_choice` for everything else.
+    A positive int is the least number of parameters of an FSDP module, as in torch's
+    ``size_based_auto_wrap_policy``. See :func:`parse_choice` for everything else.
     """
     # type() and not isinstance(): a bool is not a number of parameters.
     is_number_of_parameters = type(policy) is int and policy >= 1
@@ -116,9 +116,7 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
             - A function of a module: the modules for which it is true are FSDP modules.
             - A function with a parameter ``recurse``: it is called as by torch's first FSDP, as
               ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
-            - None: the repeated blocks. These are modules of a class that occurs more than once in
-              lists and sequences. If there are none, they are modules of a class with submodules
-              that occurs more than once at all.
+            - None: the repeated blocks, see :func:`_repeated_blocks`.
 
     Raises:
         ConfigurationError: the policy chooses no module, or a parameter would belong to two FSDP
@@ -130,8 +128,7 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
         fsdp_modules = _choose_by_module(root, policy)
     else:
         fsdp_modules = []
-        # Appends the modules to the list.
-        _choose_by_size(root, root, policy, fsdp_modules)
+        _choose_by_size(root, root, policy, fsdp_modules)  # appends to the list
     owners_of_shared_parameters = _owners_of_shared_parameters(root, fsdp_modules)
     if owners_of_shared_parameters:
         names = "; ".join(" and ".join(owners) for owners in owners_of_shared_parameters)
@@ -155,7 +152,7 @@ def owners_by_name(
         root: the model.
         fsdp_modules: its FSDP modules, without the root.
     """
-    fsdp_module_set = set(fsdp_modules)
+    fsdp_module_set = set(fsdp_modules)  # a set is searched faster
     # The owner of the parameters directly in a module, by the path of the module.
     owner_at = {"": root}
     owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
@@ -234,8 +231,9 @@ def _choose_by_size(
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Return the outermost repeated blocks of a model, in the order of ``root.modules()``.
 
-    Repeated blocks are modules in lists and sequences whose class occurs more than once there. If
-    there are none, they are modules with submodules whose class occurs more than once in the model.
+    A repeated block is an item of a ModuleList, ModuleDict or Sequential that has the same class as
+    another such item. If there are none, a repeated block is any module that has submodules and the
+    same class as another such module of the model.
     """
     with_children = {module for module in root.modules() if _has_children(module)}
     in_lists: set[nn.Module] = set()
@@ -243,7 +241,8 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
         if isinstance(container, _CONTAINERS):
             in_lists.update(container.children())
         elif isinstance(container, nn.Sequential):
-            # A layer of a Sequential is too small for a collective, unless it has submodules.
+            # A block is gathered by an all-gather of its own. A layer of a Sequential is too small
+            # for that, unless it has submodules.
             in_lists.update(with_children.intersection(container.children()))
     for candidates in (in_lists, with_children - {root}):
         blocks = _modules_of_repeated_classes(root, candidates)
@@ -274,9 +273,9 @@ def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) ->
 
 def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
     """Return the FSDP modules that have no parameter in common with another, or with the root."""
-    # Repeated, since the parameters of a module that is left out go to an outer FSDP module, which
-    # may then share them with another. A shared parameter has two owners or more, and one of them
-    # is not the root. So each round leaves out at least one module.
+    # The parameters of a module that is left out go to an outer FSDP module, which may then share
+    # them with another module. So this is repeated until no parameter is shared. The loop ends: a
+    # shared parameter has an owner that is not the root, and each round leaves that owner out.
     while shared := _owners_of_shared_parameters(root, fsdp_modules):
         modules_to_leave_out: set[nn.Module] = set()
         for owner_by_name in shared:

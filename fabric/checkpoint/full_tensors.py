@@ -1,0 +1,394 @@
+"""Full tensors of sharded ones, gathered in buckets.
+
+[Note: Buckets of shards] The tensors of a bucket are gathered together, one dimension of their mesh
+after another, from the outermost to the innermost. Each gather is one message for the shards of all
+tensors in the bucket that are split along the same dimensions. If one rank alone needs the full
+tensors, the shards travel along each dimension to the ranks that have its coordinate there, and the
+other ranks are done. Shards travel as bytes, so that the tensors of a bucket may differ in dtype.
+The parts of all ranks have sections of equal length in a message, since the backends need it.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fabric._torch import local_tensor
+from fabric.checkpoint.encoding import memory_key
+from fabric.communicators import Communicator
+from fabric.communicators.base import CallDescription, Collective, Operation, Reduce
+from fabric.tree import map_tensors
+
+__all__ = ["BUCKET_BYTES", "FullTensors", "ShardGatherer"]
+
+BUCKET_BYTES = 2**26  # of the tensors that a save gathers at once, to bound the memory
+
+# The names and values of a state, with full tensors. The tensors are None on ranks that do not get
+# them.
+FullTensors = Iterator[tuple[str, Any]]
+
+_ALIGNMENT = 16  # bytes; a multiple of the size of every dtype
+
+
+class _Split(NamedTuple):
+    """How a tensor is split along one dimension of its mesh.
+
+    Attributes:
+        dim: the dimension of the tensor. None if the ranks have equal parts.
+        lengths: the length of each rank's part in that dimension.
+    """
+
+    dim: int | None
+    lengths: Sequence[int]
+
+
+# The tensor is not split along a dimension of its mesh: the ranks have equal parts.
+_NOT_SPLIT = _Split(dim=None, lengths=())
+
+
+class _Shard(NamedTuple):
+    """This rank's part of a tensor that is being gathered.
+
+    Attributes:
+        part: the values.
+        splits: how the tensor is split along each dimension of its mesh.
+    """
+
+    part: Tensor
+    splits: Sequence[_Split]
+
+
+class _Section(NamedTuple):
+    """The bytes of one tensor in the message of each rank.
+
+    Attributes:
+        part: this rank's part of the tensor.
+        split: how the tensor is split over the ranks that send the messages.
+        start: the first byte.
+        length: the number of bytes that a message has for the tensor.
+    """
+
+    part: Tensor
+    split: _Split
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ShardGatherer:
+    """Gathers full tensors of sharded ones. See ``[Note: Buckets of shards]``.
+
+    Args:
+        communicator: all ranks of the job.
+        communicator_over: returns the collectives over a process group.
+        device: the device of this rank, on which full tensors are returned.
+        full_state: returns a state with full tensors in place of shards. Collective. It gathers
+            what buckets cannot hold, such as the shards of another library.
+    """
+
+    communicator: Communicator
+    communicator_over: Callable[[dist.ProcessGroup], Communicator]
+    device: torch.device
+    full_state: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def gather(
+        self,
+        state: Mapping[str, Any],
+        max_bytes: float,
+        dtype: torch.dtype | None = None,
+        dst: int | None = None,
+    ) -> FullTensors:
+        """Yield the names and values of a state, with full tensors in place of shards.
+
+        Collective: all ranks that iterate must iterate to the end, or stop at the same tensor. If a
+        rank stops earlier and makes another call, all ranks raise an error that says so. Values
+        that are not sharded are yielded as they are, cast to ``dtype``. Runs no code of the user.
+
+        Args:
+            state: the values by name. A value may be anything.
+            max_bytes: the size of a bucket. A larger tensor has a bucket of its own.
+            dtype: the dtype of floating tensors. None leaves the tensors as they are.
+            dst: the only rank that gets values. The others get None for each value.
+        """
+        for bucket in _split_into_buckets(state, max_bytes, dtype):
+            yield from self._gather_bucket(bucket, dtype, dst)
+
+    def copy_to_first_rank(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of the values of a state, with full tensors on the CPU. Collective.
+
+        On ranks other than rank 0, an empty dict is returned.
+
+        Args:
+            state: the state of a module, with shards as DTensors.
+        """
+        is_first = self.communicator.rank == 0
+        full_state: Any = {}
+        if is_first:
+            # A shallow copy keeps the versions of layers that torch attaches to a state dict.
+            full_state = copy.copy(state)
+        copies: dict[Any, Any] = {}
+        for name, full in self.gather(state, BUCKET_BYTES, dst=0):
+            if not is_first:
+                continue
+            # Values with the same memory, such as tied weights, get the same copy. A tensor that
+            # is empty here, or of another library's class, has no memory key and shares no copy.
+            key = memory_key(state[name]) or name
+            if key not in copies:
+                copies[key] = map_tensors(_copy_to_cpu, full)
+            full_state[name] = copies[key]
+        return full_state
+
+    def _gather_bucket(
+        self, bucket: dict[str, Any], dtype: torch.dtype | None, dst: int | None
+    ) -> FullTensors:
+        """Yield what :meth:`gather` yields, for the values of one bucket. Collective."""
+        # The shards on the same mesh that are split along the same dimensions travel together.
+        shards_by_key: dict[Any, list[_Shard]] = {}
+        key_of_name: dict[str, Any] = {}
+        for name, value in bucket.items():
+            splits = _describe_splits(value)
+            if splits is None:
+                continue
+            is_split = tuple(split.dim is not None for split in splits)
+            key = (value.device_mesh, is_split)
+            key_of_name[name] = key
+            part = _cast(local_tensor(value).detach(), dtype)
+            shards_by_key.setdefault(key, []).append(_Shard(part, splits))
+        if shards_by_key:
+            self._check_same_call(
+                f"{next(iter(bucket))} to {next(reversed(bucket))}, {dtype=}, {dst=}"
+            )
+        tensors_by_key: dict[Any, Iterator[Tensor | None]] = {}
+        for key, shards in shards_by_key.items():
+            mesh, _ = key
+            tensors_by_key[key] = self._gather_shards(mesh, shards, dst)
+        for name, value in bucket.items():
+            if name in key_of_name:
+                yield name, next(tensors_by_key[key_of_name[name]])
+                continue
+            full = self.full_state({name: value})[name]
+            if dst is not None and self.communicator.rank != dst:
+                yield name, None
+            else:
+                yield name, _cast(full, dtype)
+
+    def _check_same_call(self, text: str) -> None:
+        """Raise an error on all ranks if another rank makes another call. Collective.
+
+        The gathers after this call may be in groups of their own, where a rank that is missing
+        would not be noticed. ``text`` has what must be the same on all ranks.
+        """
+        if self.communicator.size == 1:
+            return
+        call = CallDescription("iter_full_tensors", lambda: text, text, reads_result=True)
+        nothing = torch.zeros(1, device=self.communicator.device)
+        collective = Collective(Operation.ALL_REDUCE, nothing, Reduce.MAX, call=call)
+        self.communicator.run(collective)
+
+    def _gather_shards(
+        self, mesh: Any, shards: list[_Shard], dst: int | None
+    ) -> Iterator[Tensor | None]:
+        """Return the full tensors of shards that are split along the same dimensions. Collective.
+
+        The tensors are made when they are read, one at a time. They are None on ranks that do not
+        get them.
+        """
+        # The positions of this rank and of dst along each dimension of the mesh.
+        coordinate: Sequence[int] = mesh.get_coordinate()
+        dst_coordinate: Sequence[int] | None = None
+        if dst is not None:
+            coordinates = (mesh.mesh == dst).nonzero().tolist()
+            if not coordinates:
+                # The mesh is a part of the job, and dst is in another part with the same tensors.
+                return repeat(None, len(shards))
+            dst_coordinate = coordinates[0]
+        parts: Iterator[Tensor] = iter([shard.part for shard in shards])
+        for mesh_dim in range(mesh.ndim):
+            # The rank along this dimension that receives. None if all of them do.
+            root: int | None = None
+            if dst_coordinate is not None:
+                root = dst_coordinate[mesh_dim]
+            splits = [shard.splits[mesh_dim] for shard in shards]
+            if splits[0].dim is not None:
+                communicator = self.communicator_over(mesh.get_group(mesh_dim))
+                sections = _lay_out_sections(list(parts), splits)
+                parts = self._gather_parts(communicator, sections, root)
+            if root is not None and coordinate[mesh_dim] != root:
+                # Another rank goes on with the parts.
+                return repeat(None, len(shards))
+        return map(self._to_device, parts)
+
+    def _gather_parts(
+        self, communicator: Communicator, sections: list[_Section], root: int | None
+    ) -> Iterator[Tensor]:
+        """Return the parts of tensors, joined along one dimension of a mesh. Collective.
+
+        The parts are joined when they are read. On ranks other than ``root``, there are none.
+
+        Args:
+            communicator: the ranks along the dimension.
+            sections: where the parts are in a message.
+            root: the only rank that gets the parts. None for all ranks.
+        """
+        last = sections[-1]
+        message = torch.zeros(
+            last.start + last.length, dtype=torch.uint8, device=communicator.device
+        )
+        for section in sections:
+            content = section.part.contiguous().view(-1).view(torch.uint8)
+            message[section.start : section.start + len(content)] = content
+        if root is None:
+            messages = communicator.all_gather(message)
+        else:
+            messages = communicator.gather(message, root)
+        if messages is None:
+            return iter(())
+        return (_join_parts(messages, section) for section in sections)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _split_into_buckets(
+    state: Mapping[str, Any], max_bytes: float, dtype: torch.dtype | None
+) -> Iterator[dict[str, Any]]:
+    """Split a state into buckets of at most ``max_bytes`` each, in its order.
+
+    A value that is larger has a bucket of its own. Values that are not tensors have no size.
+    """
+    bucket: dict[str, Any] = {}
+    size_of_bucket = 0
+    for name, value in state.items():
+        size = 0
+        if isinstance(value, Tensor):
+            itemsize = value.itemsize
+            if dtype is not None and value.is_floating_point():
+                itemsize = dtype.itemsize
+            size = value.numel() * itemsize
+        if bucket and size_of_bucket + size > max_bytes:
+            yield bucket
+            bucket = {}
+            size_of_bucket = 0
+        bucket[name] = value
+        size_of_bucket += size
+    if bucket:
+        yield bucket
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a floating tensor in another dtype, and any other value unchanged."""
+    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype)
+
+
+def _describe_splits(value: Any) -> list[_Split] | None:
+    """Return how a tensor is split along each dimension of its mesh, the same on all ranks.
+
+    Return None for a plain tensor, for a DTensor whose local part is a tensor subclass, and for a
+    placement that :func:`_split_along` cannot describe, such as a partial sum.
+    """
+    local = local_tensor(value)
+    is_dtensor = local is not value
+    # The parts travel as plain bytes, which do not hold all of a tensor subclass.
+    if not is_dtensor or type(local) is not Tensor:
+        return None
+    splits: list[_Split] = []
+    for mesh_dim, placement in enumerate(value.placements):
+        if placement.is_replicate() or value.device_mesh.size(mesh_dim) == 1:
+            splits.append(_NOT_SPLIT)
+            continue
+        split = _split_along(value, mesh_dim)
+        if split is None:
+            return None
+        splits.append(split)
+    return splits
+
+
+def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
+    """Return how a DTensor is split along a dimension of its mesh.
+
+    Return None for a partial sum, and for a split that precedes one along an inner dimension.
+    """
+    mesh = tensor.device_mesh
+    placement = tensor.placements[mesh_dim]
+    # A shard has a dimension, and a partial sum has none.
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return None
+    # FSDP splits the parts of tensor parallelism, which are along an inner dimension of the mesh.
+    # So the length to split is that of the inner part.
+    length = tensor.shape[dim]
+    num_inner_parts = 1
+    for inner_dim in range(mesh_dim + 1, mesh.ndim):
+        if getattr(tensor.placements[inner_dim], "dim", None) == dim:
+            num_inner_parts *= mesh.size(inner_dim)
+            inner_lengths = _lengths_of_parts(length, mesh.size(inner_dim))
+            length = inner_lengths[mesh.get_local_rank(inner_dim)]
+    # torch notes the number of inner parts, unless the outer split came first.
+    if getattr(placement, "split_factor", 1) != num_inner_parts:
+        return None
+    return _Split(dim, _lengths_of_parts(length, mesh.size(mesh_dim)))
+
+
+def _lengths_of_parts(length: int, num_parts: int) -> list[int]:
+    """Return the lengths of the parts of a dimension, as ``torch.chunk`` makes them, or 0."""
+    longest = math.ceil(length / num_parts)
+    lengths: list[int] = []
+    for number in range(num_parts):
+        remaining = max(0, length - number * longest)
+        lengths.append(min(longest, remaining))
+    return lengths
+
+
+def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list[_Section]:
+    """Return the section of each tensor in a message, the same on all ranks.
+
+    Args:
+        parts: this rank's parts of the tensors.
+        splits: how each of the tensors is split over the ranks that send messages.
+    """
+    sections: list[_Section] = []
+    start = 0
+    for part, split in zip(parts, splits, strict=True):
+        longest_shape = _shape_of_part(part, split, max(split.lengths))
+        nbytes = math.prod(longest_shape) * part.itemsize
+        length = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+        sections.append(_Section(part, split, start, length))
+        start += length
+    return sections
+
+
+def _shape_of_part(part: Tensor, split: _Split, length: int) -> list[int]:
+    """Return the shape of a part of the same tensor that has this length in the split dimension."""
+    assert split.dim is not None, "the ranks have equal parts"
+    shape = list(part.shape)
+    shape[split.dim] = length
+    return shape
+
+
+def _join_parts(messages: Tensor, section: _Section) -> Tensor:
+    """Return the parts of one tensor, joined.
+
+    Args:
+        messages: the message of each rank, in rank order.
+        section: where the parts are in a message.
+    """
+    parts: list[Tensor] = []
+    for message, length in zip(messages, section.split.lengths, strict=True):
+        shape = _shape_of_part(section.part, section.split, length)
+        end = section.start + math.prod(shape) * section.part.itemsize
+        content = message[section.start : end]
+        parts.append(content.view(section.part.dtype).view(shape))
+    assert section.split.dim is not None, "the ranks have equal parts"
+    return torch.cat(parts, section.split.dim)

@@ -1,0 +1,583 @@
+"""The comparison of replicas: what several ranks should hold alike, and where it differs.
+
+[Note: Comparison of replicas] Ranks hold the same parameters under DDP, along the replicated
+dimensions of a mesh, and in layers that tensor parallelism does not split. Nothing keeps them the
+same but equal gradients and equal steps: one scheduler that steps on one rank alone, one skipped
+step or one flipped bit, and the replicas drift apart without an error.
+
+A :class:`Replica` is one quantity that should be equal on some ranks. Most comparisons find no
+difference, so they send a single number. Each rank takes a digest of its replicas for each set of
+ranks, and adds up all digests, each times a weight. In each set of ranks the weights add up to
+zero, so the sum over all ranks is zero if each set holds equal replicas. One all_reduce serves all
+sets, however the mesh is laid out, and no process group is needed for a set.
+
+If the sum is not zero, all ranks know. A second all_reduce has one such sum for each of 1,024
+buckets of names, and then each rank sends the details of a few replicas in the buckets that differ.
+
+A comparison is a collective, so it takes place only where all ranks are in the same call: in a
+save, and in a backward pass that synchronizes gradients. An optimizer step is no such place. A rank
+that leaves out a step, which is what the comparison has to find, would keep the others waiting.
+"""
+
+import gc
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, NoReturn, Protocol
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from fabric._torch import local_tensor
+from fabric.communicators import Communicator, Reduce
+from fabric.contract import GradientContract
+from fabric.diagnostics.digest import combined_digests, digests
+from fabric.diagnostics.drift import (
+    Kind,
+    RankDetails,
+    ReplicaDetails,
+    describe_drift,
+    position_sums,
+)
+from fabric.diagnostics.recorder import STEP, FlightRecorder
+from fabric.errors import ReplicaDriftError
+from fabric.hooks import Hooks
+from fabric.optim.loss_scaler import LossScaler
+from fabric.tree import parameters_of
+
+__all__ = ["Averages", "Replica", "ReplicaComparison"]
+
+_BUCKETS = 1024  # of names, among which a comparison that has found a difference looks for it
+# The number of replicas of each kind of which a rank sends details.
+_DETAILS_OF_KIND = 4
+_MODULUS = 1 << 64
+
+
+class Averages(Protocol):
+    """The averages of a model's parameters, as ``fabric.ema`` returns them."""
+
+    def _averages_of_parameters(self) -> Mapping[str, Tensor]:
+        """Return the averages by the names of their parameters."""
+        ...
+
+    def get_extra_state(self) -> int:
+        """Return the number of updates."""
+        ...
+
+
+class Replica(NamedTuple):
+    """A quantity that should be equal on several ranks.
+
+    Attributes:
+        key: identifies the replica. It is the same on all ranks.
+        name: the name for errors.
+        kind: the kind.
+        ranks: the ranks that should hold the same, in ascending order.
+        value: the part of a tensor on this rank, or a number as text.
+        parameter: the parameter, if this is one.
+    """
+
+    key: str
+    name: str
+    kind: Kind
+    ranks: tuple[int, ...]
+    value: Tensor | str
+    parameter: Tensor | None = None
+
+    @property
+    def description(self) -> str:
+        """A text for all but the elements of a tensor."""
+        if isinstance(self.value, str):
+            return f"{self.key} {self.value}"
+        return f"{self.key} {self.value.dtype} {tuple(self.value.shape)}"
+
+
+class _WatchedModule(NamedTuple):
+    """A set-up module.
+
+    Attributes:
+        number: the number of the module among all that are set up. It is the same on all ranks.
+        buffer_digests: the digests of its buffers after the setup, by name.
+    """
+
+    number: int
+    buffer_digests: dict[str, int]
+
+
+class ReplicaComparison:
+    """Compares the replicas of all ranks. See ``[Note: Comparison of replicas]``.
+
+    A *replica* is one quantity that should be equal on some ranks, such as a parameter under DDP.
+    What is set up is held weakly.
+
+    Args:
+        communicator: all ranks of the job, at least two.
+        scaler: the loss scaler, or None.
+        recorder: counts the optimizer steps.
+
+    Attributes:
+        is_paused: whether ranks may make different numbers of backward passes now, as within
+            ``fabric.join``.
+    """
+
+    def __init__(
+        self, communicator: Communicator, scaler: LossScaler | None, recorder: FlightRecorder
+    ) -> None:
+        """Start without modules and optimizers."""
+        self.is_paused = False
+        self._communicator = communicator
+        self._scaler = scaler
+        self._recorder = recorder
+        # Objects are set up in the same order on all ranks, so that a number means the same object
+        # on all of them, even if only some have collected an older one. Some jobs keep averages on
+        # one rank alone, so each kind of objects is counted for itself.
+        self._module_numbers = count()
+        self._optimizer_numbers = count()
+        self._averages_numbers = count()
+        self._modules: WeakKeyDictionary[GradientContract, _WatchedModule] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # The number of each, and the contract of the averaged module.
+        self._averages: WeakKeyDictionary[Averages, tuple[int, GradientContract]] = (
+            WeakKeyDictionary()
+        )
+        # The number of optimizer steps before the latest comparison that found no difference. None
+        # before the first.
+        self._agreed_steps: int | None = None
+        # The number of optimizer steps before the latest comparison.
+        self._compared_steps = 0
+
+        # For comparisons every so many backward passes; see compare_every(). None for none.
+        self._passes_between: int | None = None
+        self._passes = 0
+        # Whether the next backward pass is made by all ranks.
+        self._is_next_pass_counted = False
+
+    def watch_module(self, contract: GradientContract, forward: Hooks) -> None:
+        """Compare a module from now on. Called at its setup, when all ranks hold the same.
+
+        Args:
+            contract: the contract of the module.
+            forward: the hooks around the module's forward pass.
+        """
+        buffers: dict[str, Tensor] = {}
+        for name, tensor in contract.replicas().items():
+            if not isinstance(tensor, nn.Parameter) and _is_comparable(tensor):
+                buffers[name] = tensor
+        numbers = dict(zip(buffers, digests(buffers.values()), strict=True))
+        self._modules[contract] = _WatchedModule(next(self._module_numbers), numbers)
+        if self._passes_between is not None:
+            forward.after.append(partial(self._after_forward, contract.synchronizes))
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Compare the options and the state of an optimizer from now on. Called at its setup."""
+        self._optimizers[optimizer] = next(self._optimizer_numbers)
+
+    def watch_averages(self, averages: Averages, contract: GradientContract) -> None:
+        """Compare the averages of a module from now on."""
+        self._averages[averages] = (next(self._averages_numbers), contract)
+
+    def compare(self, request: str, saved: Collection[object] | None = None) -> None:
+        """Compare the replicas of all ranks. Collective: every rank must call it.
+
+        Args:
+            request: where the comparison takes place, for the error.
+            saved: the objects that a save writes, once for all ranks. The states of other
+                optimizers are left out. None stands for all optimizers, of which those that shard
+                their own state are not reported.
+
+        Raises:
+            ReplicaDriftError: replicas differ. All ranks raise it.
+        """
+        replicas = self._replicas(saved)
+        difference = self._sum_over_ranks([_weighted_digest(self._communicator.rank, replicas)])
+        steps = self._recorder.counts.get(STEP, 0)
+        steps_since = steps - self._compared_steps
+        self._compared_steps = steps
+        if difference != [0]:
+            # Drops models that are garbage in cycles of references, perhaps on some ranks alone.
+            gc.collect()
+            replicas = self._replicas(saved)
+            sentences = self._find_drift(replicas, steps_since, may_shard_states=saved is None)
+            if sentences:
+                self._raise_drift(request, sentences, steps)
+        self._agreed_steps = steps
+
+    def _raise_drift(self, request: str, sentences: Sequence[str], steps: int) -> NoReturn:
+        """Raise a ReplicaDriftError, as on all other ranks."""
+        if self._agreed_steps is None:
+            agreement = "the ranks have not been compared before"
+        else:
+            agreement = f"all ranks agreed after {self._agreed_steps} optimizer steps"
+        raise ReplicaDriftError(
+            f"{request}, after {steps} optimizer steps, on rank {self._communicator.rank}",
+            problem="\n  ".join([sentences[0], agreement, *sentences[1:]]),
+            expected="the same steps, options and changes on all ranks",
+            suggestion="no branch on the rank around steps of optimizers and schedulers, or around "
+            "changes of the model; Fabric(check_replicas=1) to find the step; "
+            "fabric.load(...) of an earlier checkpoint to go on; or "
+            "Fabric(check_replicas=False) if this is meant",
+        )
+
+    def _sum_over_ranks(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sums of numbers over all ranks, modulo 2**64. Collective."""
+        # The numbers as signed integers.
+        signed = [(number + _MODULUS // 2) % _MODULUS - _MODULUS // 2 for number in numbers]
+        tensor = torch.tensor(signed, dtype=torch.int64, device=self._communicator.device)
+        return self._communicator.all_reduce(tensor, Reduce.SUM).tolist()
+
+    def _find_drift(
+        self, replicas: Sequence[Replica], steps: int, *, may_shard_states: bool
+    ) -> list[str]:
+        """Return sentences about what differs, the same on all ranks. Collective.
+
+        The list is empty if what differs is only known to some ranks, such as a model that other
+        ranks have collected as garbage.
+
+        Args:
+            replicas: the replicas of this rank.
+            steps: the number of optimizer steps of this rank since the latest comparison.
+            may_shard_states: whether each rank may hold a part of an optimizer's state.
+        """
+        rank = self._communicator.rank
+        buckets: list[list[Replica]] = [[] for _ in range(_BUCKETS)]
+        for replica in replicas:
+            buckets[crc32(replica.key.encode()) % _BUCKETS].append(replica)
+        digests_of_buckets = [_weighted_digest(rank, bucket) for bucket in buckets]
+        differences = self._sum_over_ranks(digests_of_buckets)
+        suspects: set[str] = set()
+        for bucket, difference in zip(buckets, differences, strict=True):
+            if difference != 0:
+                suspects.update(replica.key for replica in bucket)
+        details = _rank_details(replicas, suspects, steps)
+        details_of_ranks = self._communicator.gather_objects(details)
+        return describe_drift(details_of_ranks, may_shard_states=may_shard_states)
+
+    # -- every so many backward passes ----------------------------------------------------------
+
+    def compare_every(self, num_passes: int, backward: Hooks) -> None:
+        """Compare the replicas after every ``num_passes`` backward passes that all ranks make."""
+        self._passes_between = num_passes
+        backward.after.append(self._after_backward)
+
+    def _after_forward(
+        self, synchronizes: Callable[[], bool], output: object, error: BaseException | None
+    ) -> None:
+        """Note that the next backward pass synchronizes gradients. A function of ``Hooks.after``.
+
+        Other backward passes are not counted: a rank may make them alone, for a model of its own.
+        """
+        if error is None and torch.is_grad_enabled() and synchronizes():
+            self._is_next_pass_counted = True
+
+    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        """Count a backward pass, and compare the replicas if it is time. Collective.
+
+        A function of ``Hooks.after``. All ranks have just made the same backward pass.
+        """
+        is_counted = self._is_next_pass_counted and error is None and not self.is_paused
+        self._is_next_pass_counted = False
+        if not is_counted or self._passes_between is None:
+            return
+        self._passes += 1
+        if self._passes % self._passes_between == 0:
+            self.compare("fabric.backward(...)")
+
+    # -- what is compared -----------------------------------------------------------------------
+
+    def _replicas(self, saved: Collection[object] | None) -> list[Replica]:
+        """Return what this rank and at least one other rank should hold alike.
+
+        Args:
+            saved: see :meth:`compare`.
+        """
+        layout = _Layout(self._communicator.size)
+        candidates: list[Replica] = []
+        for contract, watched in self._modules.items():
+            candidates.extend(_replicas_of_module(contract, watched, layout))
+        for optimizer, number in self._optimizers.items():
+            candidates.extend(_options_of_optimizer(optimizer, number, layout))
+            is_compared = saved is None or any(optimizer is target for target in saved)
+            if is_compared:
+                candidates.extend(_states_of_optimizer(optimizer, number, layout))
+        for averages, (number, contract) in self._averages.items():
+            candidates.extend(_replicas_of_averages(averages, number, contract, layout))
+        if self._scaler is not None:
+            state = self._scaler.state_dict()
+            value = f"{state['scale']} ({state['growth_tracker']} steps since its last change)"
+            candidates.append(
+                Replica("loss scale", "the loss scale", Kind.LOSS_SCALE, layout.all_ranks, value)
+            )
+        return [replica for replica in candidates if len(replica.ranks) > 1]
+
+
+class _Layout:
+    """The ranks that should hold the same, for each tensor.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Start without parameters. :meth:`add` adds them."""
+        self.all_ranks = tuple(range(size))
+        # The ranks for each mesh and placement, since most parameters share them.
+        self._ranks: dict[tuple[int, Any], tuple[int, ...]] = {}
+        self._parameters: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def add(self, parameter: Tensor, name: str) -> None:
+        """Add a parameter of a set-up module with its name for errors."""
+        self._parameters[id(parameter)] = (name, self.ranks_of(parameter))
+
+    def find(self, parameter: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        """Return the name and the ranks of a parameter. None if it was not added."""
+        return self._parameters.get(id(parameter))
+
+    def ranks_of(self, tensor: Any) -> tuple[int, ...]:
+        """Return the ranks that hold the same part of a tensor. Of a plain tensor, all ranks."""
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is None:
+            return self.all_ranks
+        key = (id(mesh), tensor.placements)
+        if key not in self._ranks:
+            self._ranks[key] = _ranks_of_part(mesh, tensor.placements)
+        return self._ranks[key]
+
+
+def _ranks_of_part(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a DTensor as this rank, in ascending order."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    ranks = mesh.mesh
+    # From the last dimension to the first, so that the remaining dimensions keep their numbers.
+    for dim in reversed(range(len(placements))):
+        if not placements[dim].is_replicate():
+            ranks = ranks.select(dim, coordinate[dim])
+    return tuple(sorted(ranks.flatten().tolist()))
+
+
+def _replicas_of_module(
+    contract: GradientContract, watched: _WatchedModule, layout: _Layout
+) -> Iterator[Replica]:
+    """Yield the parameters of a module, and whether its buffers have changed since the setup.
+
+    Running statistics differ between ranks, and the strategy or a checkpoint takes those of rank 0.
+    Every rank changes them in its forward passes. A buffer that has changed on some ranks alone is
+    another one, such as a mask.
+    """
+    buffers: dict[str, Tensor] = {}
+    for name, tensor in contract.replicas().items():
+        if not _is_comparable(tensor):
+            continue
+        if name in watched.buffer_digests:
+            buffers[name] = tensor
+        elif isinstance(tensor, nn.Parameter):
+            title = f"{name} of {contract.title}"
+            layout.add(tensor, title)
+            key = f"parameter {watched.number} {name}"
+            ranks = layout.ranks_of(tensor)
+            yield Replica(key, title, Kind.PARAMETER, ranks, local_tensor(tensor), tensor)
+    for name, number in zip(buffers, digests(buffers.values()), strict=True):
+        value = "unchanged since setup"
+        if number != watched.buffer_digests[name]:
+            value = "changed"
+        yield Replica(
+            f"buffer {watched.number} {name}",
+            f"the buffer {name} of {contract.title}",
+            Kind.BUFFER,
+            layout.all_ranks,
+            value,
+        )
+
+
+def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
+    """Yield the state of an optimizer for the parameters that are replicas."""
+    class_name = type(optimizer).__name__
+    for parameter in parameters_of(optimizer):
+        name_and_ranks = layout.find(parameter)
+        state = optimizer.state.get(parameter)
+        if name_and_ranks is None or not isinstance(state, Mapping):
+            continue
+        parameter_name, ranks = name_and_ranks
+        # The state has names such as "exp_avg".
+        for state_name, value in state.items():
+            key = f"state {number} {state_name} {parameter_name}"
+            name = f"{state_name} of {parameter_name} in {class_name}"
+            if isinstance(value, Tensor):
+                if _is_comparable(value):
+                    yield Replica(key, name, Kind.STATE, ranks, local_tensor(value))
+            elif _is_number(value):
+                yield Replica(key, name, Kind.STATE, ranks, repr(value))
+
+
+def _options_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
+    """Yield the numbers among an optimizer's options, if any of its parameters is a replica.
+
+    ``number`` is the number of the optimizer among all that are set up, the same on all ranks.
+    """
+    class_name = type(optimizer).__name__
+    if all(layout.find(parameter) is None for parameter in parameters_of(optimizer)):
+        return
+    # Options that the optimizer does not define may be anything. Wrappers of optimizers, such as
+    # torch's PostLocalSGDOptimizer, define none.
+    options = getattr(optimizer, "defaults", ())
+    for index, group in enumerate(optimizer.param_groups):
+        for option in options:
+            value = group.get(option)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if _is_number(value) or _are_numbers(value):
+                yield Replica(
+                    key=f"option {number} {index} {option}",
+                    name=f"{option} of {class_name}",
+                    kind=Kind.OPTION,
+                    ranks=layout.all_ranks,
+                    value=repr(value),
+                )
+
+
+def _replicas_of_averages(
+    averages: Averages, number: int, contract: GradientContract, layout: _Layout
+) -> Iterator[Replica]:
+    """Yield the averages of a module's parameters, and the number of their updates.
+
+    Args:
+        averages: the averages.
+        number: the number of the averages among all that are watched, the same on all ranks.
+        contract: the contract of the module.
+        layout: which ranks hold a parameter alike.
+    """
+    replicated_parameters = contract.replicas()
+    has_replicas = False
+    for name, average in averages._averages_of_parameters().items():
+        if name not in replicated_parameters or not _is_comparable(average):
+            continue
+        name_and_ranks = layout.find(replicated_parameters[name])
+        if name_and_ranks is None:
+            continue
+        has_replicas = True
+        parameter_name, ranks = name_and_ranks
+        yield Replica(
+            key=f"average {number} {name}",
+            name=f"the average of {parameter_name}",
+            kind=Kind.AVERAGE,
+            ranks=ranks,
+            value=local_tensor(average),
+        )
+    if has_replicas:
+        # All ranks must have the same number, also those with other shards: so it is an option.
+        update_count = averages.get_extra_state()
+        yield Replica(
+            key=f"updates {number}",
+            name=f"the number of updates of the averages of {contract.title}",
+            kind=Kind.OPTION,
+            ranks=layout.all_ranks,
+            value=str(update_count),
+        )
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Return whether the bits of a tensor can be read. A tensor of a subclass may have others."""
+    local = local_tensor(tensor)
+    is_plain = type(local) in (Tensor, nn.Parameter) and not is_lazy(local)
+    return is_plain and local.layout is torch.strided and not local.is_meta
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_numbers(value: object) -> bool:
+    """Return whether an option is a tuple of numbers, such as the betas of Adam."""
+    return isinstance(value, tuple | list) and all(map(_is_number, value))
+
+
+# -- digests -----------------------------------------------------------------------------------
+
+
+def _weighted_digest(rank: int, replicas: Iterable[Replica]) -> int:
+    """Return the sum of the digests for each set of ranks, each times the weight of this rank.
+
+    The weights of the ranks of a set add up to zero modulo 2**64. The weight of the first rank is
+    minus the sum of the other weights.
+    """
+    sets_of_replicas: dict[tuple[int, ...], list[Replica]] = {}
+    for replica in replicas:
+        sets_of_replicas.setdefault(replica.ranks, []).append(replica)
+    total = 0
+    for ranks, replicas_of_ranks in sets_of_replicas.items():
+        if rank == ranks[0]:
+            weight = -sum(map(_weight, ranks[1:]))
+        else:
+            weight = _weight(rank)
+        total += weight * _digest(replicas_of_ranks)
+    return total % _MODULUS
+
+
+def _weight(rank: int) -> int:
+    """Return an odd pseudorandom number of 64 bits."""
+    return _hash(f"rank {rank}") | 1
+
+
+def _digest(replicas: Iterable[Replica]) -> int:
+    """Return a digest of all bits of replicas, and of their names."""
+    descriptions: list[str] = []
+    tensors: list[Tensor] = []
+    for replica in replicas:
+        descriptions.append(replica.description)
+        if isinstance(replica.value, Tensor):
+            tensors.append(replica.value)
+    return _hash(repr((descriptions, combined_digests(tensors))))
+
+
+def _hash(text: str) -> int:
+    """Return a hash of 64 bits that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _rank_details(replicas: Sequence[Replica], suspects: Set[str], steps: int) -> RankDetails:
+    """Return the details of some replicas of this rank.
+
+    Args:
+        replicas: the replicas of this rank.
+        suspects: the keys of those that may differ.
+        steps: the number of optimizer steps of this rank since the latest comparison.
+    """
+    details: list[ReplicaDetails] = []
+    counts: Counter[Kind] = Counter()
+    for replica in replicas:
+        if replica.key in suspects:
+            counts[replica.kind] += 1
+            if counts[replica.kind] <= _DETAILS_OF_KIND:
+                details.append(_details_of(replica))
+    has_state = any(replica.kind is Kind.STATE for replica in replicas)
+    cut_kinds = [kind for kind in counts if counts[kind] > _DETAILS_OF_KIND]
+    return RankDetails(steps, has_state, details, cut_kinds)
+
+
+def _details_of(replica: Replica) -> ReplicaDetails:
+    """Return what this rank sends about a replica that may differ, for the error."""
+    details = ReplicaDetails(
+        key=replica.key, name=replica.name, kind=replica.kind, ranks=replica.ranks, value=""
+    )
+    if isinstance(replica.value, str):
+        return details._replace(value=replica.value)
+    grad = None
+    if replica.parameter is not None:
+        grad = replica.parameter.grad
+    digest_of_gradient = None
+    if grad is not None and _is_comparable(grad):
+        (digest_of_gradient,) = digests([grad])
+    description = f"{replica.value.dtype} {tuple(replica.value.shape)}"
+    return details._replace(
+        value=f"{description} {digests([replica.value])}",
+        sums=position_sums(replica.value),
+        gradient=digest_of_gradient,
+    )

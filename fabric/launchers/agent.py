@@ -1,0 +1,878 @@
+"""The agent of one machine in a job of several machines, which start and restart together.
+
+[Note: Generations] ``fabric run`` has an *agent* on each machine of a job. The ranks that all
+machines start together are a *generation*. The agents meet in a store that the agent of machine 0
+serves. Each agent has a thread that publishes a :class:`_NodeStatus` ten times a second, and reads
+the :class:`_JobState`. The thread of machine 0 also runs the :class:`_Coordinator`, the only writer
+of the state, so that two failures at once are one end of a generation:
+
+1. The coordinator admits one agent for each machine. When all machines are ready, it opens a new
+   store for the ranks and publishes the port. Ranks of two generations never share a store.
+2. A rank or a machine that fails ends the generation: the coordinator publishes the number of the
+   next one without a port. Every agent then ends its ranks. If no restart is left, the other ranks
+   get some time before that, to fail by themselves and say what they know.
+3. When no machine has ranks any more, the coordinator counts one restart, and goes on with step 1
+   as soon as all machines are there.
+
+[Note: Lost machines] No two generations may have ranks at the same time, since both would write to
+the folder of checkpoints. An agent without contact to machine 0 ends its ranks after half of the
+time after which the coordinator counts the machine as lost (its lease). A new agent of a machine
+replaces an earlier one when the lease is over, or at once if it runs on the same host and sees that
+the process of the earlier agent has ended. The ranks of an agent end with the agent.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, Self, final
+
+import torch.distributed as dist
+
+from fabric.errors import ConfigurationError
+from fabric.launchers.rank import PREEMPTED
+from fabric.launchers.script import ScriptEnd
+from fabric.launchers.supervisor import Supervisor
+from fabric.store import JobStore
+
+__all__ = ["AgentConfig", "Generation", "NodeAgent"]
+
+# All times are in seconds.
+
+# The time between two messages of an agent.
+_INTERVAL = 0.1
+# The longest lease of a machine; see [Note: Lost machines].
+_MAX_LEASE = 30.0
+# How long ranks may go on at most after the failure of another machine, if no restart is left. A
+# rank of `fabric doctor` takes up to 40 s to say what it cannot reach.
+_MAX_FAILURE_GRACE = 60.0
+# How long an agent that was stopped by a signal waits until machine 0 has ended the job.
+_CLOSE_TIME = 5.0
+# How long machine 0 waits for its port, which the store of an earlier job may still hold.
+_PORT_TIMEOUT = 10.0
+# After this time the agents print which machines they wait for.
+_NOTICE_TIME = 10.0
+# The time for one attempt to reach machine 0.
+_CONNECT_TIMEOUT = 2.0
+
+RestartRule = Callable[[float, Sequence[float]], bool]
+"""A function of the present time and of the times of all restarts: whether to restart again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """The place of a machine in its job, and the rules of the job.
+
+    Attributes:
+        node_rank: the number of this machine.
+        num_nodes: the number of machines.
+        num_processes: the number of ranks on each machine.
+        address: the host name of machine 0.
+        port: the port of machine 0 on which the agents meet.
+        node_timeout: how long to wait for a machine that is missing, in seconds.
+        restart_limit: how many restarts are allowed, in words. Machine 0 decides.
+        allows_restart: whether another restart is allowed.
+    """
+
+    node_rank: int
+    num_nodes: int
+    num_processes: int
+    address: str
+    port: int
+    node_timeout: float
+    restart_limit: str
+    allows_restart: RestartRule
+
+    @property
+    def lease(self) -> float:
+        """The seconds without a message after which a machine counts as lost."""
+        return min(_MAX_LEASE, self.node_timeout / 2)
+
+
+class Generation(NamedTuple):
+    """A start of the ranks on all machines.
+
+    Attributes:
+        number: how many generations came before.
+        port: the port of the store on machine 0 through which the ranks connect.
+    """
+
+    number: int
+    port: int
+
+
+class _NodeEnd(NamedTuple):
+    """How the ranks of one machine have ended.
+
+    Attributes:
+        exit_code: the exit code for ``fabric run``.
+        is_interrupted: whether a signal to the command has ended the ranks.
+        failure: the rank that failed and how, in words. Empty if no rank failed.
+        is_secondary: whether the failure looks like the result of another rank's failure.
+    """
+
+    exit_code: int
+    is_interrupted: bool = False
+    failure: str = ""
+    is_secondary: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks have neither finished nor been preempted."""
+        return self.exit_code not in (0, PREEMPTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeStatus:
+    """What an agent publishes about itself.
+
+    Attributes:
+        agent_id: the random name of the agent.
+        host: the host name.
+        process: identifies the process of the agent, see :func:`_read_process_identity`.
+        num_nodes: the number of machines that the agent expects.
+        num_processes: the number of ranks that the agent starts.
+        beat: changes with each message, which shows that the agent is alive.
+        ended_agent: the name of the earlier agent of this machine, if its process has ended.
+        seen_generation: the generation of the latest state that the agent has read.
+        generation: the latest generation that the agent has started. -1 before the first.
+        is_running: whether the ranks of this generation run, or are about to start.
+        end: how the ranks have ended, as a list of the items of a :class:`_NodeEnd`. None before.
+        has_read_end: whether the agent knows how the job has ended.
+    """
+
+    agent_id: str
+    host: str
+    process: list[str]
+    num_nodes: int
+    num_processes: int
+    beat: int = 0
+    ended_agent: str = ""
+    seen_generation: int = -1
+    generation: int = -1
+    is_running: bool = False
+    end: list[object] | None = None
+    has_read_end: bool = False
+
+    def read_end(self) -> _NodeEnd | None:
+        """Return how the ranks have ended, or None."""
+        if self.end is None:
+            return None
+        return _NodeEnd(*self.end)  # pyright: ignore[reportArgumentType] (written by report())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobState:
+    """What the coordinator publishes for all agents.
+
+    Attributes:
+        beat: changes with each message, which shows that machine 0 is alive.
+        generation: the number of the generation that runs, or that is to start next.
+        port: the port of the ranks' store. None until the generation may start.
+        notice: a text that every agent prints once.
+        cause_node: the machine whose error has ended the generation before. None if there is none.
+        exit_code: the exit code of the job. None while the job goes on.
+    """
+
+    beat: int = 0
+    generation: int = 0
+    port: int | None = None
+    notice: str = ""
+    cause_node: int | None = None
+    exit_code: int | None = None
+
+
+@dataclass
+class _Node:
+    """A machine, as the coordinator sees it.
+
+    Attributes:
+        last_seen: when the latest message arrived. Before the first, when the coordinator started.
+        status: the latest status of the admitted agent. None if no agent has been admitted.
+        newcomer: the name of another agent that wants to be admitted.
+        newcomer_since: when the newcomer was noticed.
+        has_added_cause: whether the end of the present generation's ranks has been noticed.
+    """
+
+    last_seen: float
+    status: _NodeStatus | None = None
+    newcomer: str = ""
+    newcomer_since: float = 0.0
+    has_added_cause: bool = False
+
+
+# How unlikely an event is the root cause of the end of a generation, compared with other events.
+_OWN_ERROR = 0
+_LOST_MACHINE = 1
+_SECONDARY_ERROR = 2
+
+
+class _Cause(NamedTuple):
+    """A reason for the end of a generation.
+
+    Attributes:
+        unlikeliness: how unlikely this is the root cause: ``_OWN_ERROR`` for a rank's own error,
+            ``_LOST_MACHINE`` for a machine that was lost or whose agent was replaced,
+            ``_SECONDARY_ERROR`` for errors that others may have caused.
+        exit_code: the exit code of the job if it does not restart.
+        text: what happened, in words.
+        node_rank: the machine.
+    """
+
+    unlikeliness: int
+    exit_code: int
+    text: str
+    node_rank: int
+
+
+@final
+class _Coordinator:
+    """The part of machine 0's agent that decides for all machines. See ``[Note: Generations]``.
+
+    A *generation* is the ranks that all machines start together. An agent is *admitted* when it
+    becomes the agent of its machine. A machine is *lost* if its agent has not answered for the time
+    of its *lease*. Only the thread of the agent uses the coordinator.
+
+    Args:
+        config: the place and the rules of machine 0.
+        store: the store of the agents.
+    """
+
+    def __init__(self, config: AgentConfig, store: JobStore) -> None:
+        """Wait for the agents of all machines. :meth:`update` lets them start."""
+        self._config = config
+        self._store = store
+        self._start = time.monotonic()
+        self._nodes = [_Node(last_seen=self._start) for _ in range(config.num_nodes)]
+        self._state = _JobState()
+        # The store of the ranks, which is served as long as this object refers to it.
+        self._rank_store: dist.TCPStore | None = None
+        # Why the present generation has ended. Empty while it runs.
+        self._causes: list[_Cause] = []
+        # When the first failure of the present generation was noticed.
+        self._failure_time: float | None = None
+        self._restart_times: list[float] = []
+        self._waiting_since = self._start
+        self._started_generation = -1
+
+    def update(self) -> None:
+        """Read all messages, decide, and publish the state. Do not wait."""
+        now = time.monotonic()
+        self._read_statuses(now)
+        self._admit_newcomers(now)
+        if self._state.exit_code is None:
+            self._decide(now)
+        self._state = replace(self._state, beat=self._state.beat + 1)
+        self._store.publish("job", asdict(self._state))
+
+    def is_done(self) -> bool:
+        """Return whether the job has ended, and all agents that are left know how."""
+        if self._state.exit_code is None:
+            return False
+        now = time.monotonic()
+        for node in self._nodes:
+            if node.status is None or self._is_lost(node, now):
+                continue
+            if not node.status.has_read_end:
+                return False
+        return True
+
+    def _is_lost(self, node: _Node, now: float) -> bool:
+        """Return whether a machine has sent no message for so long that its ranks have ended."""
+        return now - node.last_seen > self._config.lease
+
+    def _title(self, node_rank: int) -> str:
+        """Return the name of a machine for messages."""
+        status = self._nodes[node_rank].status
+        if status is None:
+            return f"machine {node_rank}"
+        return f"machine {node_rank} ({status.host})"
+
+    def _read_statuses(self, now: float) -> None:
+        """Read the statuses of the admitted agents."""
+        for node_rank, content in self._store.read("agent", range(len(self._nodes))).items():
+            status = _NodeStatus(**content)
+            node = self._nodes[node_rank]
+            # A replaced agent may have written after the one that has replaced it.
+            if node.status is None or node.status.agent_id != status.agent_id:
+                continue
+            if node.status.beat != status.beat:
+                node.last_seen = now
+            node.status = status
+
+    def _admit_newcomers(self, now: float) -> None:
+        """Admit or refuse the agents that have asked to be the agent of their machine."""
+        for node_rank, content in self._store.read("newcomer", range(len(self._nodes))).items():
+            newcomer = _NodeStatus(**content)
+            node = self._nodes[node_rank]
+            current = node.status
+            if current is not None and current.agent_id == newcomer.agent_id:
+                continue
+            problem = self._find_problem(newcomer)
+            if problem != "":
+                self._store.set(f"refused/{newcomer.agent_id}", problem)
+                continue
+            if node.newcomer != newcomer.agent_id:
+                node.newcomer = newcomer.agent_id
+                node.newcomer_since = now
+            if current is not None:
+                has_ended = newcomer.ended_agent == current.agent_id
+                if not has_ended and not self._is_lost(node, now):
+                    if node.last_seen > node.newcomer_since + self._config.lease:
+                        self._store.set(
+                            f"refused/{newcomer.agent_id}",
+                            f"{self._title(node_rank)} has a running command already",
+                        )
+                    continue
+                text = f"{self._title(node_rank)}: its command ended and was started again"
+                cause = _Cause(
+                    unlikeliness=_LOST_MACHINE, exit_code=1, text=text, node_rank=node_rank
+                )
+                self._end_generation(cause)
+            node.status = newcomer
+            node.last_seen = now
+            self._store.set(f"member/{node_rank}", newcomer.agent_id)
+
+    def _find_problem(self, newcomer: _NodeStatus) -> str:
+        """Return why an agent cannot be part of this job, or an empty text."""
+        config = self._config
+        if newcomer.num_nodes != config.num_nodes:
+            return (
+                f"this machine has --num-nodes {newcomer.num_nodes}, and machine 0 "
+                f"{config.num_nodes}"
+            )
+        if newcomer.num_processes != config.num_processes:
+            return (
+                f"this machine starts {newcomer.num_processes} processes, machine 0 "
+                f"{config.num_processes}: write the same --devices on all machines"
+            )
+        return ""
+
+    def _decide(self, now: float) -> None:
+        """End the job, end the generation, or start the next one, if it is time to."""
+        for node_rank, node in enumerate(self._nodes):
+            end = None
+            if node.status is not None:
+                end = node.status.read_end()
+            if end is not None and end.is_interrupted:
+                self._end_job(end.exit_code, f"{self._title(node_rank)} was stopped by a signal")
+                return
+            silent_since = max(node.last_seen, self._start)
+            if now - silent_since > self._config.node_timeout:
+                self._end_job(1, f"{self._title(node_rank)} {self._describe_silence(node)}")
+                return
+        is_generation_running = self._state.port is not None
+        if is_generation_running:
+            self._end_if_over(now)
+            return
+        # Causes are dropped when the last generation is over. Without a cause, nothing has to end.
+        may_start = not self._causes or self._finish_generation(now)
+        if may_start:
+            self._start_generation(now)
+
+    def _describe_silence(self, node: _Node) -> str:
+        """Return what is known about a machine that has been missing for too long."""
+        seconds = f"{self._config.node_timeout:g} s (--node-timeout)"
+        if node.status is None:
+            return f"has not joined within {seconds}"
+        return f"has not answered for {seconds}"
+
+    def _end_if_over(self, now: float) -> None:
+        """End the generation if a machine has failed, and the job if all machines have finished."""
+        exit_codes: list[int] = []
+        is_any_running = False
+        for node_rank, node in enumerate(self._nodes):
+            status = node.status
+            assert status is not None  # a generation starts when all machines are there
+            if self._is_lost(node, now):
+                self._add_cause(node_rank, now)
+                continue
+            end = status.read_end()
+            has_ended = status.generation == self._state.generation and not status.is_running
+            if not has_ended or end is None:
+                is_any_running = True
+                continue
+            if end.has_failed:
+                self._add_cause(node_rank, now)
+            exit_codes.append(end.exit_code)
+        if self._causes:
+            if self._failure_time is None:
+                self._failure_time = now
+            if not is_any_running or self._should_end_other_ranks(now):
+                self._end_generation()
+        elif len(exit_codes) == len(self._nodes):
+            # All of them are 0, or PREEMPTED.
+            self._end_job(max(exit_codes), "")
+
+    def _should_end_other_ranks(self, now: float) -> bool:
+        """Return whether machines have to end their ranks, since another machine has failed.
+
+        If the job is to restart, they end them at once. Otherwise the ranks may go on for a while,
+        to fail by themselves: they may know more than the ranks that have failed first.
+        """
+        if self._config.allows_restart(now, self._restart_times):
+            return True
+        assert self._failure_time is not None  # a machine has failed
+        return now - self._failure_time > min(_MAX_FAILURE_GRACE, self._config.node_timeout)
+
+    def _end_generation(self, cause: _Cause | None = None) -> None:
+        """Have all agents end their ranks. If they do so already, only add the cause."""
+        is_running = self._state.port is not None
+        # The last generation is over, and the next one has not started. So there is nothing to end,
+        # and no failure that the cause could explain.
+        is_between_generations = not is_running and not self._causes
+        if cause is not None and not is_between_generations:
+            self._causes.append(cause)
+        if is_running:
+            next_generation = self._state.generation + 1
+            self._state = replace(self._state, generation=next_generation, port=None)
+
+    def _add_cause(self, node_rank: int, now: float) -> None:
+        """Add the failure of a machine to the causes, once in each generation."""
+        node = self._nodes[node_rank]
+        if node.has_added_cause or node.status is None:
+            return
+        title = self._title(node_rank)
+        if self._is_lost(node, now):
+            node.has_added_cause = True
+            text = f"{title} has not answered for {self._config.lease:g} s"
+            cause = _Cause(unlikeliness=_LOST_MACHINE, exit_code=1, text=text, node_rank=node_rank)
+            self._causes.append(cause)
+            return
+        end = node.status.read_end()
+        is_of_generation = node.status.generation == self._started_generation
+        if is_of_generation and end is not None and end.has_failed:
+            node.has_added_cause = True
+            cause = _Cause(
+                unlikeliness=_SECONDARY_ERROR if end.is_secondary else _OWN_ERROR,
+                exit_code=end.exit_code,
+                text=f"{title}: {end.failure}",
+                node_rank=node_rank,
+            )
+            self._causes.append(cause)
+
+    def _finish_generation(self, now: float) -> bool:
+        """Count a restart, or end the job, if no machine has ranks of the last generation.
+
+        Returns:
+            Whether the next generation may start.
+        """
+        for node_rank, node in enumerate(self._nodes):
+            self._add_cause(node_rank, now)
+            status = node.status
+            if status is None or self._is_lost(node, now):
+                continue
+            if status.is_running or status.seen_generation != self._state.generation:
+                return False
+        # The most likely root cause. Of equally likely ones, min() returns the earliest.
+        cause = min(self._causes, key=lambda cause: cause.unlikeliness)
+        self._state = replace(self._state, cause_node=cause.node_rank)
+        if not self._config.allows_restart(now, self._restart_times):
+            self._end_job(cause.exit_code, cause.text)
+            return False
+        self._restart_times.append(now)
+        count = f"restart {len(self._restart_times)} of {self._config.restart_limit}"
+        notice = f"{count}: {cause.text}"
+        self._state = replace(self._state, notice=notice)
+        self._causes = []
+        self._failure_time = None
+        self._waiting_since = now
+        for node in self._nodes:
+            node.has_added_cause = False
+        return True
+
+    def _start_generation(self, now: float) -> None:
+        """Start the next generation if all machines are there. Otherwise say which are missing."""
+        missing: list[str] = []
+        for node_rank, node in enumerate(self._nodes):
+            is_ready = False
+            if node.status is not None and not self._is_lost(node, now):
+                is_ready = node.status.seen_generation == self._state.generation
+            if not is_ready:
+                missing.append(self._title(node_rank))
+        if not missing:
+            # The port is any that is free. The store of the last generation closes.
+            self._rank_store = _serve(self._config.address, 0)
+            self._state = replace(self._state, port=self._rank_store.port)
+            self._started_generation = self._state.generation
+        elif now - self._waiting_since > _NOTICE_TIME:
+            names = ", ".join(missing[:8])
+            notice = f"waiting for {len(missing)} of {len(self._nodes)} machines: {names}"
+            self._state = replace(self._state, notice=notice)
+
+    def _end_job(self, exit_code: int, notice: str) -> None:
+        """End the job on all machines, which print the notice unless it is empty."""
+        if notice != "":
+            notice = f"the job ends: {notice}"
+        self._state = replace(self._state, port=None, notice=notice, exit_code=exit_code)
+
+
+@final
+class NodeAgent:
+    """This machine's agent, which starts and ends the ranks when the other machines do.
+
+    The ranks that all machines start together are a *generation*. See ``[Note: Generations]`` in
+    agent.py. Use the agent as a context manager, in the main thread.
+    On machine 0 the agents meet in its store, and the job ends when the block ends.
+
+    Args:
+        config: the place of this machine, and the rules of the job.
+
+    Raises:
+        ConfigurationError: the port is taken on machine 0.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Serve the store of the agents on machine 0. The thread starts with the ``with`` block."""
+        self._config = config
+        self._status = _NodeStatus(
+            agent_id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            process=_read_process_identity(),
+            num_nodes=config.num_nodes,
+            num_processes=config.num_processes,
+        )
+        self._lock = threading.Lock()  # guards _status
+        self._state = _JobState()
+        self._last_contact = time.monotonic()
+        self._problem = ""  # why this agent cannot go on
+        self._generation: Generation | None = None  # to start
+        self._has_news = threading.Event()  # wakes the main thread
+        self._wake = threading.Event()  # wakes the thread of the agent
+        self._should_leave = False
+        self._printed_notice = ""
+        self._report = ""  # the error of this machine's ranks, if another may be the cause
+        self._coordinator: _Coordinator | None = None
+        self._server: dist.TCPStore | None = None
+        if config.node_rank == 0:
+            self._server = _serve_when_free(config.address, config.port)
+        self._thread = threading.Thread(target=self._run, name="fabric-agent", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start the thread of the agent."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Leave the job. An error, such as Ctrl-C, ends the job on all machines."""
+        if error_type is not None:
+            self._set_end(_NodeEnd(130, is_interrupted=True, failure="the command was stopped"))
+        self._should_leave = True
+        self._wake.set()
+        # The thread may wait for a machine that does not answer, and then ends with this process.
+        timeout = _CLOSE_TIME
+        if self._coordinator is not None:
+            timeout += self._config.lease  # until the other agents know, or are lost
+        self._thread.join(timeout)
+
+    def wait_for_generation(self) -> Generation | None:
+        """Wait until all machines start the next generation, or until the job has ended.
+
+        Returns:
+            The generation to start, or None. Then :meth:`exit_code` is known.
+        """
+        # Set once this machine is interrupted: until then, machine 0 may answer.
+        deadline: float | None = None
+        with Supervisor() as supervisor:  # records signals
+            while True:
+                # The thread of the agent, which talks to machine 0, sets this event.
+                self._has_news.wait(_INTERVAL)
+                self._has_news.clear()
+                self._print_notice()
+                if self._problem != "" or self._state.exit_code is not None:
+                    return None
+                if self._is_silent_for(self._config.node_timeout):
+                    self._problem = (
+                        f"machine 0 ({self._config.address}:{self._config.port}) has not answered "
+                        f"for {self._config.node_timeout:g} s (--node-timeout)"
+                    )
+                    return None
+                # How the ranks of this machine have ended in the last generation.
+                end = self._status.read_end()
+                if supervisor.signals and (end is None or not end.is_interrupted):
+                    # A signal between two generations ends the job, as one during a generation.
+                    end = _NodeEnd(128 + supervisor.signals[0].number, is_interrupted=True)
+                    self._set_end(end)
+                if end is not None and end.is_interrupted:
+                    # Machine 0 learns of it and ends the job, which the next turns of this loop
+                    # see. If machine 0 does not answer in time, this machine ends alone.
+                    deadline = deadline or time.monotonic() + _CLOSE_TIME
+                    if time.monotonic() > deadline:
+                        return None
+                    continue
+                generation = self._generation
+                if generation is not None:
+                    self._generation = None
+                    return generation
+
+    def should_end_ranks(self) -> bool:
+        """Return whether the ranks of this machine have to end, since the generation has ended."""
+        if self._state.generation != self._status.generation or self._problem != "":
+            return True
+        return self._state.exit_code is not None or self._is_silent_for(self._config.lease / 2)
+
+    def report(self, script_end: ScriptEnd) -> None:
+        """Tell the other machines how the ranks of this machine have ended."""
+        failure = script_end.failure
+        is_secondary = script_end.is_secondary
+        if script_end.is_canceled:
+            failure = "the ranks were ended after the contact to machine 0 was lost"
+            is_secondary = True
+        self._report = script_end.report
+        if not is_secondary:
+            self._print_report()
+        end = _NodeEnd(
+            exit_code=script_end.exit_code,
+            is_interrupted=script_end.is_interrupted,
+            failure=failure,
+            is_secondary=is_secondary,
+        )
+        self._set_end(end)
+
+    def exit_code(self) -> int:
+        """Return the exit code of the job. Print the reason if this machine alone knows it."""
+        if self._problem != "":
+            print(f"fabric run: {self._problem}", file=sys.stderr, flush=True)
+            return 1
+        end = self._status.read_end()
+        if end is not None and end.is_interrupted:
+            return end.exit_code
+        assert self._state.exit_code is not None
+        return self._state.exit_code
+
+    def _print_notice(self) -> None:
+        """Print the coordinator's notice once, and this machine's error if it matters."""
+        state = self._state
+        if state.notice == self._printed_notice:
+            return
+        # The error of another machine's ranks is the cause of a restart, and worth its lines only
+        # there. At the end of the job each machine says what its own ranks have found.
+        is_cause = state.cause_node == self._config.node_rank
+        if is_cause or state.exit_code is not None:
+            self._print_report()
+        self._printed_notice = state.notice
+        print(f"fabric run: {state.notice}", file=sys.stderr, flush=True)
+
+    def _print_report(self) -> None:
+        """Print the error of this machine's ranks, unless it has been printed."""
+        if self._report != "":
+            print(f"\n{self._report}", file=sys.stderr, flush=True)
+        self._report = ""
+
+    def _is_silent_for(self, seconds: float) -> bool:
+        """Return whether machine 0 has not been heard for this time."""
+        return time.monotonic() - self._last_contact > seconds
+
+    def _set_end(self, end: _NodeEnd) -> None:
+        """Publish how the ranks of this machine have ended."""
+        with self._lock:
+            self._status = replace(self._status, is_running=False, end=list(end))
+        self._wake.set()
+
+    # The methods below run in the thread of the agent. Its calls of the store may block for long,
+    # if the network fails. The main thread does not wait for them.
+
+    def _run(self) -> None:
+        """Exchange messages until this agent leaves. This is the main function of the thread."""
+        store = self._join_job()
+        if store is None:
+            return
+        try:
+            has_read_end = False
+            while not has_read_end and not self._should_leave:
+                self._exchange(store)
+                has_read_end = self._state.exit_code is not None
+            self._leave(store)
+        except dist.DistError:
+            self._problem = (
+                f"machine 0 ({self._config.address}:{self._config.port}) has ended, and with it "
+                "the job. Start the command again on all machines"
+            )
+        self._has_news.set()
+
+    def _join_job(self) -> JobStore | None:
+        """Connect to machine 0 until the coordinator admits this agent. Return the store.
+
+        The result is None if this agent leaves before, or is refused.
+        """
+        config = self._config
+        while not self._should_leave and self._problem == "":
+            try:
+                server = self._server
+                if server is None:
+                    server = _connect(config.address, config.port)
+                store = JobStore(server, config.node_rank, config.num_nodes)
+                if self._server is not None:
+                    self._coordinator = _Coordinator(config, store)
+                if self._is_admitted(store):
+                    return store
+            except (OSError, dist.DistError):
+                pass  # machine 0 is not there yet, or has just ended an earlier job
+            time.sleep(_INTERVAL)
+        self._has_news.set()
+        return None
+
+    def _is_admitted(self, store: JobStore) -> bool:
+        """Ask to be the agent of this machine. Return False if the job has ended already."""
+        node_rank = self._config.node_rank
+        agent_id = self._status.agent_id
+        while not self._should_leave:
+            earlier = store.read("agent", [node_rank]).get(node_rank)
+            ended_agent = ""
+            if earlier is not None and _has_ended(earlier["process"]):
+                ended_agent = earlier["agent_id"]
+            store.publish("newcomer", asdict(replace(self._status, ended_agent=ended_agent)))
+            if self._coordinator is not None:
+                self._coordinator.update()
+            if store.get_nowait(f"member/{node_rank}") == agent_id.encode():
+                return True
+            refusal = store.get_nowait(f"refused/{agent_id}")
+            if refusal is not None:
+                self._problem = f"machine 0 has refused this machine: {refusal.decode()}"
+                return False
+            state = self._read_state(store)
+            if state is not None and state.exit_code is not None:
+                return False
+            time.sleep(_INTERVAL)
+        return False
+
+    def _read_state(self, store: JobStore) -> _JobState | None:
+        """Return the coordinator's state, and note the time if it is newer than the known state.
+
+        Returns:
+            The state. None if the coordinator has not written one yet.
+        """
+        content = store.read("job", [0]).get(0)
+        if content is None:
+            return None
+        state = _JobState(**content)
+        if state.beat != self._state.beat:
+            self._last_contact = time.monotonic()
+        return state
+
+    def _exchange(self, store: JobStore) -> None:
+        """Publish the status, read the state, and note a generation that is to start."""
+        node_rank = self._config.node_rank
+        with self._lock:
+            self._status = replace(self._status, beat=self._status.beat + 1)
+        store.publish("agent", asdict(self._status))
+        if self._coordinator is not None:
+            self._coordinator.update()
+        state = self._read_state(store)
+        assert state is not None  # this agent has been admitted
+        if store.get_nowait(f"member/{node_rank}") != self._status.agent_id.encode():
+            self._problem = f"another command has become machine {node_rank} of this job"
+            self._should_leave = True
+        with self._lock:
+            status = replace(self._status, seen_generation=state.generation)
+            is_new = status.generation != state.generation
+            should_start = state.port is not None and is_new and not status.is_running
+            if should_start:
+                status = replace(status, generation=state.generation, is_running=True, end=None)
+            self._status = status
+            self._state = state
+        if should_start and state.port is not None:
+            # Set last: should_end_ranks() compares the status and the state.
+            self._generation = Generation(state.generation, state.port)
+            self._has_news.set()
+        self._wake.wait(_INTERVAL)
+        self._wake.clear()
+
+    def _leave(self, store: JobStore) -> None:
+        """Publish that this agent knows the end of the job. On machine 0, wait for the others.
+
+        The store ends with machine 0, so it waits until all other agents know the end, or are lost.
+        """
+        with self._lock:
+            beat = self._status.beat + 1
+            self._status = replace(self._status, beat=beat, has_read_end=True)
+        store.publish("agent", asdict(self._status))
+        self._has_news.set()
+        coordinator = self._coordinator
+        while coordinator is not None and not coordinator.is_done():
+            coordinator.update()
+            time.sleep(_INTERVAL)
+
+
+def _serve(address: str, port: int) -> dist.TCPStore:
+    """Return a new store that this process serves. The port 0 takes any that is free."""
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_PORT_TIMEOUT),
+    )
+
+
+def _serve_when_free(address: str, port: int) -> dist.TCPStore:
+    """Return the store of the agents, once its port is free.
+
+    Raises:
+        ConfigurationError: the port does not become free in time.
+    """
+    deadline = time.monotonic() + _PORT_TIMEOUT
+    while True:
+        try:
+            return _serve(address, port)
+        except dist.DistNetworkError as error:
+            if time.monotonic() < deadline:
+                time.sleep(5 * _INTERVAL)
+                continue
+            raise ConfigurationError(
+                f"port {port} of machine 0, where the machines of the job meet",
+                problem=str(error).partition("\n")[0],
+                expected=f"--main-address {address} is this machine, and no other process uses "
+                "the port",
+                suggestion="--main-port with another number, on every machine",
+            ) from error
+
+
+def _connect(address: str, port: int) -> dist.TCPStore:
+    """Return a connection to the store of machine 0.
+
+    Raises:
+        OSError: machine 0 does not answer.
+        torch.distributed.DistError: the store of machine 0 does not answer.
+    """
+    # torch would print a warning for each attempt that fails.
+    socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT).close()
+    timeout = timedelta(seconds=_MAX_LEASE)
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _read_process_identity(pid: str = "self") -> list[str]:
+    """Return what identifies a process of this host: boot, namespace, id and start time.
+
+    The result is empty if there is no such process, if it is a zombie, or if this is not Linux.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    process_id, _, _ = stat.partition(" ")
+    # The name of the program in parentheses may contain spaces.
+    _, _, after_name = stat.rpartition(")")
+    state, *fields = after_name.split()
+    if state in "ZX":
+        return []
+    # The index 0 of `fields` is the fourth field of proc(5), and the start time is the 22nd.
+    return [boot, namespace, process_id, fields[18]]
+
+
+def _has_ended(process: Sequence[str]) -> bool:
+    """Return whether a process has certainly ended: it ran on this host, and is not there."""
+    this_process = _read_process_identity()
+    if not process or not this_process:
+        return False
+    if list(process[:2]) != this_process[:2]:  # another host, or another container
+        return False
+    return _read_process_identity(process[2]) != list(process)

@@ -1,0 +1,516 @@
+"""The fork server: a process with torch loaded, from which ranks are forked.
+
+[Note: The fork server] The process that started the server is its *owner*. The fork server of the
+standard library is not used, for two reasons: it leaves its socket directory behind if its owner is
+killed, and its children write to the output that the owner had when the server started. Fabric's
+server inherits one end of a socket pair, on which the owner sends requests of one byte. The request
+for a rank is sent with these open files:
+
+- the rank's end of the control pipe,
+- a *status pipe*, on which the server sends the rank's process id and later its exit code,
+- the standard output and the standard error of the rank,
+- the standard input, if the rank reads any.
+
+[Note: A fork like a new interpreter] A rank that runs a script must not differ from
+``python script.py``. So the server of a script imports a fixed list of modules and runs nothing
+else, and its ranks go on where a rank in a new interpreter does. What a fork would still change is
+looked for before each start of the ranks, and where it is found, they start in new interpreters:
+
+- another thread in the server, which would be missing in a fork,
+- an initialized device library, which no fork can use,
+- a file next to the script that the script would import in place of a loaded module,
+- a variable in the text of the script that libraries read while they are loaded.
+
+The server has the number of threads of the ranks in its environment, since libraries read the
+number while they are loaded.
+"""
+
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from importlib.machinery import PathFinder
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import NamedTuple
+
+from fabric.errors import UsageError
+from fabric.launchers import base
+from fabric.launchers.rank import RankConfig, end_with_parent, ending_signals, run_process
+from fabric.launchers.supervisor import StartedProcess
+
+__all__ = [
+    "UNKNOWN_EXIT_CODE",
+    "ForkServer",
+    "fork_server",
+    "forkserver_main",
+    "script_forkserver_main",
+]
+
+# Seconds for the fork server to start a rank. For the first rank, most of the time is spent on the
+# import of torch.
+_START_TIMEOUT = 120.0
+# The exit code that is reported for a rank if the fork server was killed and cannot tell the code.
+UNKNOWN_EXIT_CODE = 255
+# The modules that the fork server loads. Creating the first optimizer imports torch._dynamo, which
+# takes longer to import than torch itself. Nearly every function of a rank receives a Fabric.
+_PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
+# The variable in the environment of a server with the names of further modules.
+_MODULES_VARIABLE = "FABRIC_FORK_SERVER_MODULES"
+# The requests that the owner sends.
+_RANK_REQUEST = b"!"
+_HAZARD_REQUEST = b"?"
+# The server's answer to a hazard request if a fork is like a new interpreter.
+_NO_HAZARD = b"-"
+
+
+class _ServerConnection(NamedTuple):
+    """The owner's connection to a running fork server.
+
+    Attributes:
+        requests: the socket on which ranks are requested.
+        stop: ends the server. A second call does nothing.
+    """
+
+    requests: socket.socket
+    stop: Callable[[], object]
+
+
+class ForkServer:
+    """The owner's side of the fork server; see ``[Note: The fork server]`` in fork_server.py.
+
+    The server process is started when it is needed first, is started again if it has died, and ends
+    with this object and with this process.
+
+    Args:
+        main: the main function of the server process.
+        arguments: further arguments of the server process.
+        variables: variables for the environment of the server process.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[], None],
+        arguments: Sequence[str] = (),
+        variables: Mapping[str, str] = {},
+    ) -> None:
+        self._main = main
+        self._arguments = arguments
+        self._variables = variables
+        self._lock = threading.Lock()  # guards _server: several threads may launch
+        self._server: _ServerConnection | None = None
+
+    @classmethod
+    def of_script(
+        cls, path_entry: str, arguments: Sequence[str], variables: Mapping[str, str]
+    ) -> "ForkServer":
+        """Return a fork server for the ranks of a script.
+
+        Use it in the main thread: the server ends with the thread that has started it.
+
+        Args:
+            path_entry: the folder or archive that the script prepends to ``sys.path``, or "".
+            arguments: the arguments of the script, which process lists show for all ranks.
+            variables: the variables of the ranks that libraries read while they are loaded.
+        """
+        return cls(script_forkserver_main, [path_entry, *arguments], variables)
+
+    @classmethod
+    def with_modules(cls, names: Sequence[str]) -> "ForkServer":
+        """Return a fork server that imports further modules, which its ranks then have loaded.
+
+        Args:
+            names: the names of the modules. The server finds them as this process does.
+        """
+        variables = {
+            _MODULES_VARIABLE: " ".join(names),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        return cls(forkserver_main, variables=variables)
+
+    def warm_up(self) -> None:
+        """Start the server process if there is none, without waiting until it has loaded torch."""
+        # If the system has no room for the process now, the launch tries again, and reports it.
+        with self._lock, suppress(OSError):
+            if self._server is None:
+                self._server = self._start_server()
+
+    def find_hazard(self) -> str:
+        """Return why a forked rank could differ from one in a new interpreter, or an empty text.
+
+        Only the server of a script can answer. This method waits until it has started.
+        """
+        with self._lock:
+            if self._server is None:
+                self._server = self._start_server()
+            requests = self._server.requests
+            try:
+                requests.sendall(_HAZARD_REQUEST)
+                requests.settimeout(_START_TIMEOUT)
+                answer = requests.recv(4096)
+            except OSError as error:
+                return f"the fork server does not start: {error}"
+            finally:
+                requests.settimeout(None)
+        if answer == b"":
+            return "the fork server has failed"
+        if answer == _NO_HAZARD:
+            return ""
+        return answer.decode()
+
+    def start_rank(
+        self,
+        control: Connection,
+        config: RankConfig,
+        stdin: int | None = None,
+        output: int | None = None,
+    ) -> StartedProcess:
+        """Have the server fork a rank.
+
+        Args:
+            control: the rank's end of the control pipe, which is sent to the server.
+            config: unused. The rank receives the configuration through the control pipe.
+            stdin: the descriptor of the standard input. None for a rank that reads nothing.
+            output: the descriptor of the standard output and error. None uses the output of this
+                process.
+
+        Raises:
+            UsageError: the server does not answer in time.
+        """
+        # _fork_rank() reads the descriptors in this order.
+        descriptors = [control.fileno(), 1, 2]
+        if output is not None:
+            descriptors = [control.fileno(), output, output]
+        if stdin is not None:
+            descriptors.append(stdin)
+        with self._lock:
+            if self._server is not None:
+                # These errors mean that the server was killed since the last launch. Then a new
+                # server is started.
+                with suppress(OSError, EOFError):
+                    return _request_rank(self._server, descriptors)
+                self._server.stop()
+            self._server = self._start_server()
+            return _request_rank(self._server, descriptors)
+
+    def _start_server(self) -> _ServerConnection:
+        """Start a server process, and return the connection to the process."""
+        requests, server_requests = socket.socketpair()
+        # The server and its ranks inherit the block, see Supervisor._start_rank.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            # The server inherits its end of the pair, so this process closes its copy.
+            with server_requests:
+                process = base.start_interpreter(
+                    self._main,
+                    server_requests.fileno(),
+                    arguments=self._arguments,
+                    stdin=subprocess.DEVNULL,
+                    variables=self._variables,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        # The finalizer also runs when this process exits.
+        stop = weakref.finalize(self, _stop_server, requests, process)
+        return _ServerConnection(requests, stop)
+
+
+def fork_server() -> ForkServer:
+    """Return the fork server of this process. All launches of a process share one server."""
+    return _fork_server_of_process(os.getpid())
+
+
+@cache
+def _fork_server_of_process(pid: int) -> ForkServer:
+    """Return the fork server of this process, which the first call creates.
+
+    Args:
+        pid: the id of this process, as the key of the cache. A forked child inherits the cache, and
+            must not use the server of its parent.
+    """
+    return ForkServer(forkserver_main)
+
+
+def _request_rank(server: _ServerConnection, descriptors: Sequence[int]) -> StartedProcess:
+    """Ask the server for a rank, and wait until the server has forked the rank.
+
+    Args:
+        server: the connection to the server.
+        descriptors: the open files of the rank, without the status pipe.
+
+    Raises:
+        OSError: the server has ended.
+        EOFError: the server has ended.
+        UsageError: the server does not answer in time.
+    """
+    status_pipe, server_status_pipe = multiprocessing.Pipe(duplex=False)
+    # The server gets a copy of its end of the pipe, so this process closes the end after sending.
+    with server_status_pipe:
+        # Descriptors can only be sent along with data.
+        file_descriptors = [server_status_pipe.fileno(), *descriptors]
+        socket.send_fds(server.requests, [_RANK_REQUEST], file_descriptors)
+    if not status_pipe.poll(_START_TIMEOUT):
+        # Otherwise the server might still fork a rank, which nobody would end.
+        server.stop()
+        raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
+    pid = status_pipe.recv()
+    return StartedProcess(pid, partial(_read_exit_code, status_pipe))
+
+
+def _stop_server(requests: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    """End the server process and reap it. Ranks of the server end with it."""
+    requests.close()
+    process.kill()
+    process.wait()
+
+
+def _read_exit_code(status_pipe: Connection) -> int | None:
+    """Return the exit code that the server has sent, or None if the rank still runs.
+
+    This function does not wait. The code can be read only once, so a caller does not ask again
+    after a code was returned.
+
+    Args:
+        status_pipe: the owner's end of the rank's status pipe. The rank is a child of the server,
+            so only the server can wait for the rank.
+    """
+    try:
+        if not status_pipe.poll():
+            return None
+        return status_pipe.recv()
+    except EOFError:
+        # The server was killed, so the exit code cannot be known. The rank ends, too, because it
+        # watches the id of its parent process.
+        return UNKNOWN_EXIT_CODE
+
+
+# -- the process of the server --------------------------------------------------------------------
+
+
+def script_forkserver_main() -> None:
+    """Run the fork server of a script; see :meth:`ForkServer.of_script`."""
+    # The server of a function does without: it outlives the thread that has started it.
+    end_with_parent()
+    forkserver_main()
+
+
+def forkserver_main() -> None:
+    """Run the fork server: fork a rank for each request until the owner has ended.
+
+    This is the main function of the server process. In each forked rank, ``serve()`` returns, and
+    this function goes on to run the rank. The first argument is the number of the socket on which
+    the owner sends requests. The second argument, if the ranks run a script, is the entry of
+    ``sys.path`` that the script adds.
+    """
+    server = _Server(socket.socket(fileno=int(sys.argv[1])), path_entry="".join(sys.argv[2:3]))
+    for name in (*_PRELOAD, *os.environ.pop(_MODULES_VARIABLE, "").split()):
+        importlib.import_module(name)
+    # The ranks share the memory of these objects with the server. A garbage collection in a rank
+    # would write to all objects that are not frozen, and the system would copy their memory.
+    gc.freeze()
+    control = server.serve()
+    # Only a forked rank comes here. It ends like a rank in an interpreter of its own.
+    run_process(control)
+
+
+class _Server:
+    """The server's side of the fork server.
+
+    Args:
+        requests: the socket on which the owner sends requests.
+        path_entry: the entry of ``sys.path`` that a script adds, or "".
+    """
+
+    def __init__(self, requests: socket.socket, path_entry: str) -> None:
+        """Install the signal handlers of the server process. :meth:`serve` answers requests."""
+        self._owner = os.getppid()  # the id of the owner's process
+        self._requests = requests
+        self._path_entry = path_entry
+        self._status_pipes: dict[int, Connection] = {}  # of the running ranks, by process id
+        # The server has to survive signals to the process group, since only the server can report
+        # the exit codes of the ranks. An ignored signal stays ignored, because the ranks inherit
+        # this, too.
+        for number in ending_signals():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _do_nothing)
+        # The interpreter writes a byte to this pipe when a rank ends.
+        self._wakeup_pipe, writing_end = os.pipe()
+        self._descriptors = [self._wakeup_pipe, writing_end]
+        os.set_blocking(self._wakeup_pipe, False)
+        os.set_blocking(writing_end, False)
+        signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _do_nothing)
+
+    def serve(self) -> Connection:
+        """Answer requests until the owner has ended, and then exit.
+
+        Returns:
+            In a forked rank: the rank's end of the control pipe. In the server this method does not
+            return.
+        """
+        # The id of the parent process changes when the owner ends. The socket does not show it: a
+        # process that the owner forked may hold the socket open.
+        while os.getppid() == self._owner:
+            ready = wait([self._requests, self._wakeup_pipe], timeout=1.0)
+            if self._wakeup_pipe in ready:
+                os.read(self._wakeup_pipe, 4096)
+                self._report_exits()
+            if self._requests not in ready:
+                continue
+            request, descriptors, _, _ = socket.recv_fds(self._requests, 1, maxfds=5)
+            if not request:  # the owner has closed the socket
+                break
+            if request == _HAZARD_REQUEST:
+                hazard = _find_fork_hazard(self._path_entry).encode()
+                self._requests.sendall(hazard or _NO_HAZARD)
+                continue
+            control = self._fork_rank(*descriptors)
+            if control is not None:
+                return control
+        # Exits without exit handlers. They would wait for the ranks, which exit by themselves.
+        os._exit(0)
+
+    def _report_exits(self) -> None:
+        """Send the exit codes of the ranks that have ended to the owner."""
+        for pid in list(self._status_pipes):
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid == pid:
+                status_pipe = self._status_pipes.pop(pid)
+                _send_status(status_pipe, os.waitstatus_to_exitcode(status))
+
+    def _fork_rank(self, status_fd: int, control_fd: int, *standard_fds: int) -> Connection | None:
+        """Fork a rank, and send its process id through the status pipe.
+
+        Args:
+            status_fd: the descriptor of the server's end of the rank's status pipe.
+            control_fd: the descriptor of the rank's end of the control pipe.
+            standard_fds: the descriptors of the rank's standard output, standard error and, if the
+                rank reads any, standard input.
+
+        Returns:
+            In the rank: its end of the control pipe. In the server: None.
+        """
+        status_pipe = Connection(status_fd)
+        pid = os.fork()
+        if pid == 0:
+            status_pipe.close()
+            self._close_in_rank()
+            _seed_generators()
+            # Replace the standard streams of the server. Without an input, the rank keeps that of
+            # the server, which is empty.
+            for standard_fd, descriptor in zip((1, 2, 0), standard_fds, strict=False):
+                os.dup2(descriptor, standard_fd)
+                os.close(descriptor)
+            return Connection(control_fd)
+        # The rank has its own copies of these files.
+        for descriptor in (control_fd, *standard_fds):
+            os.close(descriptor)
+        _send_status(status_pipe, pid)
+        # Stays open for the exit code.
+        self._status_pipes[pid] = status_pipe
+        return None
+
+    def _close_in_rank(self) -> None:
+        """Close what only the server uses, in a forked rank.
+
+        An open copy in the rank would hide from the owner that the server has ended.
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._requests.close()
+        for status_pipe in self._status_pipes.values():
+            status_pipe.close()
+
+
+def _seed_generators() -> None:
+    """Seed the generators that all forked ranks inherit in the same state, as an import does.
+
+    Otherwise all ranks would draw the same numbers. Python itself seeds ``random`` after a fork.
+    """
+    torch = sys.modules["torch"]
+    torch.default_generator.seed()
+    # torch works without NumPy.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal without any effect."""
+
+
+def _send_status(status_pipe: Connection, pid_or_exit_code: int) -> None:
+    """Send a rank's process id, or later its exit code, to the owner of the fork server."""
+    # If the owner has ended, the loop of _Server.serve() ends the server.
+    with suppress(BrokenPipeError):
+        status_pipe.send(pid_or_exit_code)
+
+
+# -- forks that are like new interpreters ---------------------------------------------------------
+
+
+def _find_fork_hazard(path_entry: str) -> str:
+    """Return why a fork of this server could differ from a new interpreter, or an empty text.
+
+    See ``[Note: A fork like a new interpreter]`` in fork_server.py.
+
+    Args:
+        path_entry: the entry of ``sys.path`` that the script adds, or "".
+    """
+    if _count_threads() > 1:
+        # OpenBLAS starts threads when it is loaded. It ends them before a fork, and starts them
+        # again when it needs them. This fork has no other purpose.
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    threads = _count_threads()
+    if threads > 1:
+        # A fork has only the thread that forks: the others would be missing in each rank.
+        return f"the imports of torch and fabric have left {threads} threads, which no fork has"
+    device = base.initialized_backend("cpu")  # looks for CUDA and XPU, too
+    if device is not None:
+        return f"the imports of torch and fabric have initialized {device}"
+    module = _find_shadowed_module(path_entry)
+    if module is not None:
+        return f"the script would import a module {module!r} of {path_entry} first"
+    return ""
+
+
+def _count_threads() -> int:
+    """Return the number of threads of this process, also of those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _find_shadowed_module(path_entry: str) -> str | None:
+    """Return a loaded module that an interpreter would import from an entry of ``sys.path``.
+
+    The result is None if there is no such module, or if the entry is "".
+    """
+    if path_entry == "":
+        return None
+    for name, module in list(sys.modules.items()):
+        # Built-in modules are found before all entries of sys.path.
+        if "." in name or name == "__main__" or name in sys.builtin_module_names:
+            continue
+        spec = PathFinder.find_spec(name, [path_entry])
+        # A folder without __init__.py has no origin, and comes after all other modules.
+        if spec is None or spec.origin is None:
+            continue
+        loaded_file = getattr(module, "__file__", None) or ""
+        if os.path.realpath(spec.origin) != os.path.realpath(loaded_file):
+            return name
+    # Python keeps a list of the files in the folder. The ranks must see the files of their time.
+    sys.path_importer_cache.pop(path_entry, None)
+    return None

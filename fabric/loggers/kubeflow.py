@@ -1,0 +1,147 @@
+"""A logger that reports progress to Kubeflow Trainer.
+
+The requests follow the guide "TrainJob Progress and Training Metrics" of Kubeflow Trainer 2.2.
+"""
+
+import json
+import math
+import os
+import ssl
+import time
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, final
+from urllib.request import Request, urlopen
+
+from fabric.errors import ConfigurationError
+
+__all__ = ["KubeflowLogger"]
+
+_INTERVAL = 5.0  # seconds between two requests, of which Kubeflow wants no more
+_REQUEST_TIMEOUT = 5.0  # seconds
+
+
+@final
+class KubeflowLogger:
+    """A logger that reports progress and metrics to the status of a Kubeflow TrainJob.
+
+    ``kubectl describe trainjob NAME`` then shows the percentage of the steps, the remaining time,
+    and the latest value of each metric. Kubeflow Trainer 2.2 or newer is needed, with its feature
+    gate ``TrainJobStatus``. Where these do not set ``KUBEFLOW_TRAINER_SERVER_URL``, as on a laptop,
+    the logger does nothing.
+
+    At most one request is sent in five seconds, by another thread, so that training does not wait.
+    A request that fails is a warning, once.
+
+    Args:
+        total_steps: the number of steps of the whole training, of which the ``step`` of a logged
+            metric is one.
+
+    Raises:
+        ConfigurationError: ``total_steps`` is less than one.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        if total_steps < 1:
+            raise ConfigurationError(
+                f"KubeflowLogger(total_steps={total_steps})",
+                problem="a training has one step at least",
+            )
+        self._total_steps = total_steps
+        self._url = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL")
+        self._values: dict[str, float] = {}  # the latest value of each metric
+        self._step = 0
+        # The first step that was logged, and when, on the monotonic clock. A resumed job does not
+        # begin at step 0.
+        self._first_step: int | None = None
+        self._first_time = 0.0
+        self._last_request_time = -math.inf
+        self._executor = ThreadPoolExecutor(max_workers=1)
+        self._request: Future[None] | None = None
+        self._has_warned = False
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Note the values, and send them if the last request was five seconds ago.
+
+        Args:
+            metrics: the values by the names of the metrics.
+            step: the training step. None keeps the progress as it is.
+        """
+        if self._url is None:
+            return
+        now = time.monotonic()
+        self._values.update(metrics)
+        if step is not None:
+            self._step = step
+            if self._first_step is None:
+                self._first_step = step
+                self._first_time = now
+        is_sending = self._request is not None and not self._request.done()
+        if is_sending or now - self._last_request_time < _INTERVAL:
+            return
+        self._last_request_time = now
+        self._request = self._executor.submit(self._send, self._status(now))
+
+    def finalize(self, status: str) -> None:
+        """Send the last values and wait for the request.
+
+        Args:
+            status: ``"success"``, which is shown as 100 percent, or ``"failed"``.
+        """
+        if self._url is None:
+            return
+        if self._request is not None:
+            self._request.result()
+        if status == "success":
+            self._step = self._total_steps
+        # In this thread: no other thread can be started while the interpreter exits.
+        self._send(self._status(time.monotonic()))
+
+    def _status(self, now: float) -> dict[str, Any]:
+        """Return the ``trainerStatus`` of a request.
+
+        Args:
+            now: the time on the monotonic clock.
+        """
+        step = min(self._step, self._total_steps)
+        metrics = [{"name": name, "value": str(value)} for name, value in self._values.items()]
+        status: dict[str, Any] = {
+            "progressPercentage": 100 * step // self._total_steps,
+            "metrics": metrics,
+            "lastUpdatedTime": datetime.now(UTC).isoformat(),
+        }
+        if self._first_step is not None and step > self._first_step:
+            seconds_per_step = (now - self._first_time) / (step - self._first_step)
+            remaining_steps = self._total_steps - step
+            status["estimatedRemainingSeconds"] = round(remaining_steps * seconds_per_step)
+        return status
+
+    def _send(self, status: Mapping[str, Any]) -> None:
+        """Send a status. Warn once if that fails."""
+        try:
+            # The token is read for each request, since Kubernetes replaces it from time to time.
+            token = Path(os.environ["KUBEFLOW_TRAINER_SERVER_TOKEN"]).read_text(encoding="utf-8")
+            request = Request(
+                str(self._url),
+                data=json.dumps({"trainerStatus": status}).encode(),
+                headers={
+                    "Authorization": f"Bearer {token.strip()}",
+                    "Content-Type": "application/json",
+                },
+            )
+            certificates = os.environ.get("KUBEFLOW_TRAINER_SERVER_CA_CERT")
+            context = ssl.create_default_context(cafile=certificates)
+            with urlopen(request, timeout=_REQUEST_TIMEOUT, context=context):
+                pass
+        except (OSError, HTTPException, KeyError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"KubeflowLogger could not report the progress to {self._url}: {error!r}. "
+                    "Training goes on, and later failures are not reported.",
+                    stacklevel=2,
+                )

@@ -1,0 +1,131 @@
+"""How long the calls of a pool may take, and how long hypothesis may shrink a failing example.
+
+[Note: Shrinking a hang] To shrink an example, hypothesis runs some hundred smaller ones, and many
+of them fail in the same way. If a rank hangs, each of them would take the whole timeout. So once a
+function has hung, a later call of it ends as soon as its ranks have been idle for much longer than
+its slowest call that passed. Ranks that use the processor have the whole timeout, also on a busy
+machine. And when failing examples have taken long enough, the pool rejects new ones, as ``assume``
+does, so that hypothesis reports the smallest example so far.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["CallTimes", "ShrinkingBudget"]
+
+# A call counts as hanging if its ranks are idle for this many times the slowest call that passed.
+_PATIENCE_FACTOR = 20
+_SHORTEST_PATIENCE = 0.2  # seconds
+
+
+class CallTimes:
+    """How long the calls of each function have taken, and which functions have hung."""
+
+    def __init__(self) -> None:
+        self._slowest: dict[tuple[str, str], float] = {}
+        self._hanging: set[tuple[str, str]] = set()
+
+    def patience(self, fn: Callable[..., Any], timeout: float) -> float:
+        """Return after how many seconds idle ranks count as hanging.
+
+        Args:
+            fn: the function of the call.
+            timeout: the timeout of the call, which is returned if the function has never hung.
+        """
+        key = _key_of(fn)
+        if key not in self._hanging:
+            return timeout
+        patience = _PATIENCE_FACTOR * self._slowest.get(key, 0.0)
+        return min(timeout, max(patience, _SHORTEST_PATIENCE))
+
+    def record_pass(self, fn: Callable[..., Any], seconds: float) -> None:
+        """Record that a call has passed."""
+        key = _key_of(fn)
+        self._slowest[key] = max(seconds, self._slowest.get(key, 0.0))
+
+    def record_hang(self, fn: Callable[..., Any]) -> None:
+        """Record that a call did not return in time."""
+        self._hanging.add(_key_of(fn))
+
+
+def _key_of(fn: Callable[..., Any]) -> tuple[str, str]:
+    """Return what tells functions apart. Each example of a test may make its own lambda."""
+    function = getattr(fn, "func", fn)  # the function of a functools.partial
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    file = code.co_filename if code is not None else ""
+    return file, name
+
+
+class ShrinkingBudget:
+    """The time that failing calls may take in one run of a hypothesis test, after the first.
+
+    Args:
+        seconds: the time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._begin(None)
+
+    def _begin(self, run: FrameType | None) -> None:
+        """Forget the calls of the previous run of a test.
+
+        Args:
+            run: the outermost frame of hypothesis, by which runs are told apart. None outside of a
+                test.
+        """
+        self._run = run
+        self._failures = 0
+        self._seconds_used = 0.0
+        self._known_calls: set[bytes] = set()
+
+    def admit(self, pickled_call: bytes) -> None:
+        """Reject a call of a new example if the failing calls of this test have taken too long.
+
+        A call that was made before is admitted, so that hypothesis can repeat an example, and so
+        are the calls of the example that hypothesis reports.
+
+        Raises:
+            UnsatisfiedAssumption: the call is rejected. Hypothesis takes the example for invalid.
+        """
+        hypothesis = sys.modules.get("hypothesis")
+        run = None
+        if hypothesis is not None and hypothesis.currently_in_test_context():
+            run = _outermost_frame_of_hypothesis()
+        if run is not self._run:
+            self._begin(run)
+        if hypothesis is None or run is None:
+            return
+        call = hashlib.sha256(pickled_call).digest()
+        if self._seconds_used > self._seconds:
+            from hypothesis.control import current_build_context
+
+            if current_build_context().is_final:
+                hypothesis.note(
+                    "This may not be the smallest example: failing examples took longer than "
+                    f"max_shrinking_time={self._seconds:g} seconds of the RankPool."
+                )
+            elif call not in self._known_calls:
+                hypothesis.reject()
+        self._known_calls.add(call)
+
+    def record_failure(self, seconds: float) -> None:
+        """Record that a call has failed, and how long it took, with the start of its ranks."""
+        self._failures += 1
+        if self._failures > 1:
+            self._seconds_used += seconds
+
+
+def _outermost_frame_of_hypothesis() -> FrameType | None:
+    """Return the outermost frame of hypothesis on the stack, which lives as long as a test runs."""
+    outermost: FrameType | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("hypothesis."):
+            outermost = frame
+        frame = frame.f_back
+    return outermost

@@ -1,0 +1,751 @@
+"""The first difference between two runs, from the fingerprints that they have written.
+
+[Note: Layouts] Two runs have the same *layout* if they have equally many ranks and data-parallel
+replicas. Their files are then compared rank by rank. Otherwise the runs are compared in what does
+not depend on the layout: parameters, gradients, optimizer states and options, whose shards are
+added up; the samples of all ranks together; and the mean or sum of the losses of all ranks.
+
+[Note: Close] ``close`` is the largest distance of two tensors, in proportion to their norm. The
+distance is estimated from the sketches. Rounding errors are not in proportion to the tensor that
+they change, but to the numbers from which it was computed. So a tensor may also differ by a few
+times the precision of its dtype, in proportion to the norm of all tensors of its kind in the step.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fabric.errors import ConfigurationError
+from fabric.tools.records import Digest, Entry, RankRecord, file_of_rank, read_rank
+
+__all__ = ["RunDiff", "compare_runs"]
+
+# By kind, the words before and after the name of a value.
+_WORDS = {
+    "random state at the start": ("random state of", "at the start"),
+    "parameter at the start": ("parameter", "at the start"),
+    "optimizer state at the start": ("optimizer state", "at the start"),
+    "buffer at the start": ("buffer", "at the start"),
+    "batch": ("", "as the loader handed it out"),
+    "random state at the batch": ("random state of", "when the loader handed the batch out"),
+    "input": ("input", ""),
+    "output": ("output of", ""),
+    "loss": ("", ""),
+    "loss weight": ("loss", ""),
+    "gradient": ("gradient of", "after the backward pass"),
+    "option": ("option", ""),
+    "gradient at the step": ("gradient of", "at the step, after any clipping"),
+    "parameter": ("parameter", "after the step"),
+    "optimizer state": ("optimizer state", "after the step"),
+    "buffer": ("buffer", "after the step"),
+    "random state": ("random state of", "after the step"),
+}
+_MODULE_KINDS = {"input", "output"}
+_RANDOM_KINDS = {"random state at the start", "random state at the batch", "random state"}
+_BACKWARD_KINDS = {"gradient", "loss", "loss weight"}
+# Options that choose an implementation, and only change the rounding.
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+# The precision of dtypes. Values of other dtypes are exact.
+_PRECISIONS = {
+    "float64": 2.0**-52,
+    "complex128": 2.0**-52,
+    "float32": 2.0**-23,
+    "complex64": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
+_ROUNDINGS = 8  # times the precision of a dtype
+_SHOWN_STEPS = 3
+
+
+class _Key(NamedTuple):
+    """What identifies a value within a step of a rank.
+
+    Attributes:
+        kind: the kind of the entry.
+        name: the name of the entry.
+        call: how many entries of this kind and name the step had before.
+    """
+
+    kind: str
+    name: str
+    call: int
+
+    def __str__(self) -> str:
+        """Return the words for the value."""
+        before, after = _WORDS[self.kind]
+        words = [before, self.name, after]
+        if self.call:
+            words.append(f"(number {self.call + 1} in the step)")
+        return " ".join(filter(None, words))
+
+
+_Entries = Mapping[_Key, Entry]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run, as its ranks have recorded it.
+
+    Attributes:
+        name: the folder, as the user wrote it.
+        ranks: the records by rank.
+    """
+
+    name: str
+    ranks: Sequence[RankRecord]
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that all ranks have recorded, in order."""
+        steps = set(self.ranks[0].lines)
+        for record in self.ranks[1:]:
+            steps &= set(record.lines)
+        return sorted(steps)
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel replicas."""
+        return self.ranks[0].header.data_size
+
+    def has_finished(self, step: int) -> bool:
+        """Return whether all ranks have recorded a step to its end."""
+        return all(step in record.finished for record in self.ranks)
+
+    def read_step(self, step: int) -> "_Step":
+        """Return what all ranks have recorded of a step."""
+        entries_by_rank: list[_Entries] = []
+        samples_by_rank: list[list[int]] = []
+        for record in self.ranks:
+            entries = record.read_step(step)
+            entries_by_rank.append(_index_by_key(entries))
+            hashes: list[int] = []
+            for entry in entries:
+                hashes += entry.samples
+            samples_by_rank.append(hashes)
+        # The first rank of each replica stands for its other ranks, which have the same batches.
+        first_ranks: dict[int, int] = {}
+        for rank, record in enumerate(self.ranks):
+            first_ranks.setdefault(record.header.data_rank, rank)
+        return _Step(
+            number=step,
+            ranks=entries_by_rank,
+            norms=[_norms_of_kinds(entries) for entries in entries_by_rank],
+            replicas=list(first_ranks.values()),
+            samples=[samples_by_rank[rank] for rank in first_ranks.values()],
+        )
+
+
+def _index_by_key(entries: Iterable[Entry]) -> _Entries:
+    """Return entries by key, in their order, without the entries that hold hashes of samples."""
+    calls: Counter[tuple[str, str]] = Counter()
+    by_key: dict[_Key, Entry] = {}
+    for entry in entries:
+        if entry.kind == "samples":
+            continue
+        key = _Key(entry.kind, entry.name, calls[entry.kind, entry.name])
+        calls[entry.kind, entry.name] += 1
+        by_key[key] = entry
+    return by_key
+
+
+def _norms_of_kinds(entries: _Entries) -> dict[str, float]:
+    """Return the norm of all tensors of each kind."""
+    norms: dict[str, float] = {}
+    for key, entry in entries.items():
+        norm = 0.0
+        if entry.digest is not None:
+            norm = entry.digest.norm
+        norms[key.kind] = math.hypot(norms.get(key.kind, 0.0), norm)
+    return norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step of a run.
+
+    Attributes:
+        number: the number of the step.
+        ranks: the entries by rank.
+        replicas: the first rank of each data-parallel replica.
+        samples: the hashes of samples by data-parallel replica.
+        norms: by rank and kind, the norm of all tensors of the kind.
+    """
+
+    number: int
+    ranks: Sequence[_Entries]
+    norms: Sequence[Mapping[str, float]]
+    replicas: Sequence[int]
+    samples: Sequence[Sequence[int]]
+
+    def sample_counts(self) -> Counter[int]:
+        """Return how often all ranks together had each sample."""
+        counts: Counter[int] = Counter()
+        for samples in self.samples:
+            counts.update(samples)
+        return counts
+
+    def batch_dtypes(self) -> set[str]:
+        """Return the dtypes of the tensors in the batches."""
+        dtypes: set[str] = set()
+        for key, entry in self.ranks[0].items():
+            if key.kind == "batch":
+                dtypes.add(entry.dtype)
+        return dtypes
+
+    def full_entry(self, key: _Key, rank: int) -> Entry:
+        """Return a value of a rank. A shard is replaced by the full tensor.
+
+        The digest of a tensor is the sum of the digests of its shards, so it can be had without
+        the tensor.
+        """
+        entry = self.ranks[rank][key]
+        if not entry.shard:
+            return entry
+        # Several ranks may have the same shard. It counts once.
+        digests_by_shard: dict[str, Digest] = {}
+        for entries in self.ranks:
+            entry_of_rank = entries.get(key)
+            if entry_of_rank is not None and entry_of_rank.digest is not None:
+                digests_by_shard.setdefault(entry_of_rank.shard, entry_of_rank.digest)
+        digest = _sum_of_digests(list(digests_by_shard.values()))
+        return replace(entry, digest=digest, shard="")
+
+    def values_of_ranks(self, key: _Key) -> list[Entry]:
+        """Return a value as each rank has it, or once if it is sharded or a loss."""
+        if key.kind == "loss":
+            return [self._full_loss(key)]
+        if self.ranks[0][key].shard:
+            return [self.full_entry(key, rank=0)]
+        return [entries[key] for entries in self.ranks if key in entries]
+
+    def _full_loss(self, key: _Key) -> Entry:
+        """Return the loss of the whole batch, from the losses of all data-parallel replicas."""
+        total = 0.0
+        for rank in self.replicas:
+            digest = self.ranks[rank][key].digest
+            # A loss on the meta device has no digest. Then no loss of the step is compared.
+            if digest is None:
+                return self.ranks[rank][key]
+            # The sketch of a loss is the loss times fixed random numbers. So the first element has
+            # the sign of the loss, or the opposite sign for all losses. The sum is right up to
+            # this common sign, which is the same in both runs.
+            total += math.copysign(digest.norm, digest.sketch[0])
+        entry = self.ranks[0][key]
+        if entry.reduction == "mean":
+            total /= len(self.replicas)
+        # The losses of both runs are summed here, so that any one-to-one digest is enough.
+        digest = Digest(hash=hash(total), square=total**2, sketch=(total,))
+        return replace(entry, digest=digest)
+
+
+def _sum_of_digests(digests: Sequence[Digest]) -> Digest:
+    """Return the digest of a tensor from those of its shards."""
+    hashes, squares, sketches = zip(*digests, strict=True)
+    sketch = tuple(map(math.fsum, zip(*sketches, strict=True)))
+    return Digest(hash=sum(hashes) % 2**64, square=math.fsum(squares), sketch=sketch)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A value that differs between the runs.
+
+    Attributes:
+        step: the number of the step.
+        position: how many values of the step come before it. -1 for the samples, which come first.
+        rank: the rank of the second run, or None if the value belongs to all ranks.
+        key: what identifies the value.
+        first: the value in the first run. None if the first run lacks it.
+        second: the value in the second run. None if the second run lacks it.
+    """
+
+    step: int
+    position: int
+    rank: int | None
+    key: _Key
+    first: Entry | None
+    second: Entry | None
+
+
+def _sort_key(difference: _Difference) -> tuple[int, bool]:
+    """Return the sort key of a difference within its step.
+
+    Where the runs compute different things at one position, the value that only one of them has
+    comes first, since it explains the others.
+    """
+    is_in_both = difference.first is not None and difference.second is not None
+    return difference.position, is_in_both
+
+
+@dataclass
+class RunDiff:
+    """What two runs have in common, and where they differ.
+
+    Attributes:
+        is_equal: whether no compared value differs.
+        text: the report.
+    """
+
+    is_equal: bool
+    text: str
+
+
+def compare_runs(
+    first: str | os.PathLike[str], second: str | os.PathLike[str], close: float | None = None
+) -> RunDiff:
+    """Compare two runs by their fingerprints.
+
+    Args:
+        first: the folder of a fingerprint.
+        second: the folder of another one.
+        close: the largest distance of two tensors in proportion to their norm; see ``[Note:
+            Close]``. None compares bit by bit.
+
+    Raises:
+        ConfigurationError: a folder has no complete fingerprint, the runs have no step in common,
+            or ``close`` is not positive.
+    """
+    if close is not None and not close > 0:
+        raise ConfigurationError(
+            f"fabric diff --close {close:g}", expected="a number above 0, such as 1e-6"
+        )
+    comparison = _Comparison(_read_run(first), _read_run(second), close)
+    comparison.compare()
+    return RunDiff(is_equal=comparison.first_difference is None, text=comparison.report())
+
+
+def _read_run(folder: str | os.PathLike[str]) -> _Run:
+    """Read the files of all ranks of a run."""
+    path = Path(folder)
+    if not file_of_rank(path, 0).exists():
+        raise ConfigurationError(
+            f"the fingerprint {path}",
+            problem="there is no such folder, or no fingerprint in it",
+            expected='a folder that a run has written: with fabric.fingerprint("runs/a"): ...',
+        )
+    ranks = [read_rank(path, 0)]
+    for rank in range(1, ranks[0].header.world_size):
+        ranks.append(read_rank(path, rank))
+    return _Run(os.fspath(folder), ranks)
+
+
+@dataclass
+class _Comparison:
+    """A comparison of two runs, step by step, value by value.
+
+    The *layout* of a run is its number of ranks and of data-parallel replicas. Runs of different
+    layouts are compared only in what does not depend on it; see ``[Note: Layouts]``.
+
+    Attributes:
+        first: a run.
+        second: another run.
+        close: the tolerance, or None for a comparison of bits.
+        first_difference: the first value that differs, in the order of the computation.
+        spread: by step, the number of values of each kind that differ.
+        counts: by step and kind, the number of values that were compared.
+        notes: what was not compared.
+        reordered_steps: the steps that have the same samples in another order.
+        other_sample_steps: the steps that have other samples.
+        excess_samples: how often more the first run had each sample in these steps.
+    """
+
+    first: _Run
+    second: _Run
+    close: float | None
+    first_difference: _Difference | None = None
+    spread: dict[int, Counter[str]] = field(default_factory=dict)
+    counts: Counter[tuple[int, str]] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    reordered_steps: list[int] = field(default_factory=list)
+    other_sample_steps: list[int] = field(default_factory=list)
+    excess_samples: Counter[int] = field(default_factory=Counter)
+
+    def compare(self) -> None:
+        """Compare all steps that both runs have."""
+        for number in self._common_steps():
+            first = self.first.read_step(number)
+            second = self.second.read_step(number)
+            self._compare_samples(first, second)
+            differences = list(self._differences_of_step(first, second))
+            if not differences:
+                continue
+            if self.first_difference is None:
+                self.first_difference = min(differences, key=_sort_key)
+            self.spread[number] = Counter(difference.key.kind for difference in differences)
+
+    def _has_same_layout(self) -> bool:
+        """Return whether the runs have equally many ranks and data-parallel replicas."""
+        has_same_size = len(self.first.ranks) == len(self.second.ranks)
+        return has_same_size and self.first.data_size == self.second.data_size
+
+    def _common_steps(self) -> list[int]:
+        """Return the steps that both runs have, and note the others.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        first_steps = self.first.steps
+        second_steps = self.second.steps
+        common_steps = [step for step in first_steps if step in second_steps]
+        if not common_steps:
+            raise ConfigurationError(
+                f"fabric diff {self.first.name} {self.second.name}",
+                problem=f"no step is in both: the first has {_describe_steps(first_steps)}, "
+                f"the second {_describe_steps(second_steps)}",
+                expected="runs that count their steps alike; see first_step= and every= of "
+                "fabric.fingerprint",
+            )
+        for run, steps in ((self.first, first_steps), (self.second, second_steps)):
+            missing_steps = [step for step in steps if step not in common_steps]
+            if missing_steps:
+                self.notes.append(f"{_describe_steps(missing_steps)}, only in {run.name}")
+            unfinished = [step for step in common_steps if not run.has_finished(step)]
+            if unfinished:
+                self.notes.append(
+                    f"the end of {_describe_steps(unfinished)}, missing in {run.name}"
+                )
+        return common_steps
+
+    def _compare_samples(self, first: _Step, second: _Step) -> None:
+        """Find out whether a step has the same samples, and in which order."""
+        has_other_dtypes = first.batch_dtypes() != second.batch_dtypes()
+        if first.samples == second.samples or has_other_dtypes:
+            return
+        if not any(first.samples) or not any(second.samples):
+            return
+        first_counts = first.sample_counts()
+        second_counts = second.sample_counts()
+        if first_counts != second_counts:
+            self.other_sample_steps.append(first.number)
+            self.excess_samples.update(first_counts)
+            self.excess_samples.subtract(second_counts)
+        elif self._has_same_layout():
+            # The replicas of another layout have other shares of a batch.
+            self.reordered_steps.append(first.number)
+
+    def _differences_of_step(self, first: _Step, second: _Step) -> Iterator[_Difference]:
+        """Yield the values of a step that differ."""
+        if not self._has_same_layout():
+            yield from self._differences_across_layouts(first, second)
+            return
+        for rank in range(len(first.ranks)):
+            first_entries = first.ranks[rank]
+            second_entries = second.ranks[rank]
+            for position, key in _keys_with_positions(first_entries, second_entries):
+                # None where the run has no such value.
+                left = first_entries.get(key)
+                right = second_entries.get(key)
+                if self._is_left_out(first.number, key, left, right):
+                    continue
+                if left is not None and right is not None and left.shard != right.shard:
+                    # The runs shard the tensor in different ways. Only the full tensors compare.
+                    left = first.full_entry(key, rank)
+                    right = second.full_entry(key, rank)
+                self.counts[first.number, key.kind] += 1
+                norm_of_kind = first.norms[rank].get(key.kind, 0.0)
+                if not self._are_close(left, right, norm_of_kind):
+                    yield _Difference(first.number, position, rank, key, left, right)
+
+    def _differences_across_layouts(self, first: _Step, second: _Step) -> Iterator[_Difference]:
+        """Yield the values that differ among those that do not depend on the layout."""
+        step = first.number
+        samples_key = _Key("batch", "samples of all ranks", 0)
+        self.counts[step, samples_key.kind] += 1
+        if step in self.other_sample_steps:
+            yield _Difference(
+                step, position=-1, rank=None, key=samples_key, first=None, second=None
+            )
+        # What does not depend on the layout is read from rank 0 of each run.
+        left_rank = first.ranks[0]
+        right_rank = second.ranks[0]
+        other_counts = _kinds_with_other_counts(left_rank, right_rank)
+        for position, key in _keys_with_positions(left_rank, right_rank):
+            left = left_rank.get(key)
+            right = right_rank.get(key)
+            is_of_a_rank = key.kind != "loss" and not _is_shared(left, right)
+            # The runs may split a batch into other numbers of micro-batches.
+            has_other_count = key.kind in _BACKWARD_KINDS and key.kind in other_counts
+            is_left_out = self._is_left_out(step, key, left, right)
+            if is_of_a_rank or has_other_count or is_left_out:
+                continue
+            self.counts[step, key.kind] += 1
+            if left is None or right is None:
+                yield _Difference(step, position, None, key, left, right)
+                continue
+            norm_of_kind = first.norms[0][key.kind]
+            pairs = _pair_values(first.values_of_ranks(key), second.values_of_ranks(key))
+            for rank, left, right in pairs:
+                if not self._are_close(left, right, norm_of_kind):
+                    yield _Difference(step, position, rank, key, left, right)
+                    break
+
+    def _is_left_out(self, step: int, key: _Key, left: Entry | None, right: Entry | None) -> bool:
+        """Return whether a value cannot be compared, or need not agree."""
+        if key.kind in _MODULE_KINDS and self._details_differ():
+            return True
+        # A run that was killed within the step lacks values that it would have recorded.
+        is_behind_the_end_of_first = left is None and not self.first.has_finished(step)
+        is_behind_the_end_of_second = right is None and not self.second.has_finished(step)
+        if is_behind_the_end_of_first or is_behind_the_end_of_second:
+            return True
+        if self.close is None:
+            return False
+        if key.kind == "option":
+            # Implementations of an optimizer, such as foreach=, differ only in rounding. The name
+            # of an option has more words after it, such as its parameter group.
+            option, _, _ = key.name.partition(" ")
+            return option in _IMPLEMENTATIONS
+        # With samples in another order, only what is summed over the ranks is close.
+        is_reordered = step in self.reordered_steps and not _is_shared(left, right)
+        return is_reordered or key.kind in _RANDOM_KINDS
+
+    def _details_differ(self) -> bool:
+        """Return whether only one of the runs has the inputs and outputs of modules."""
+        return self.first.ranks[0].header.detail != self.second.ranks[0].header.detail
+
+    def _are_close(self, first: Entry | None, second: Entry | None, norm_of_kind: float) -> bool:
+        """Return whether two values are equal or, with a tolerance, close; see ``[Note: Close]``.
+
+        Args:
+            first: the value of the first run. None if the first run lacks it.
+            second: the value of the second run. None if the second run lacks it.
+            norm_of_kind: the norm of all tensors of this kind in the step. Rounding errors are in
+                proportion to it.
+        """
+        if first is None or second is None:
+            return False
+        if first.digest is None or second.digest is None:
+            return self._are_texts_close(first, second)
+        if first.shape != second.shape:
+            return False
+        if self.close is None:
+            return first.dtype == second.dtype and first.digest.hash == second.digest.hash
+        distance = _estimate_distance(first.digest, second.digest)
+        if math.isnan(distance):
+            # A tensor has infinite or undefined numbers, which have no distance.
+            return first.digest.hash == second.digest.hash
+        precision = max(_PRECISIONS.get(first.dtype, 0), _PRECISIONS.get(second.dtype, 0))
+        rounding = min(self.close, _ROUNDINGS * precision) * norm_of_kind
+        norm = max(first.digest.norm, second.digest.norm)
+        return distance <= max(self.close * norm, rounding)
+
+    def _are_texts_close(self, first: Entry, second: Entry) -> bool:
+        """Return whether two values are equal or close, of which at least one is no tensor."""
+        if self.close is None:
+            return first.text == second.text and first.digest == second.digest
+        if first.text == second.text:
+            return True
+        # Some strategies set a gradient to None where others set it to zero.
+        texts = {first.text, second.text}
+        for digest in (first.digest, second.digest):
+            if digest is not None:
+                return digest.square == 0 and "None" in texts
+        try:
+            numbers = [float(first.text), float(second.text)]
+        except ValueError:
+            return False
+        return math.isclose(*numbers, rel_tol=self.close, abs_tol=0.0)
+
+    def report(self) -> str:
+        """Return the report, of several lines."""
+        lines = [_describe_run(self.first), _describe_run(self.second)]
+        lines += _settings_lines(self.first, self.second)
+        lines += self._compared_lines()
+        lines += self._sample_lines()
+        if self.first_difference is None:
+            lines.append("no difference")
+            return "\n".join(lines)
+        lines.append("")
+        lines += self._difference_lines(self.first_difference)
+        lines += self._spread_lines()
+        return "\n".join(lines)
+
+    def _compared_lines(self) -> list[str]:
+        """Return lines about what was compared, and what was not."""
+        steps = sorted({step for step, _ in self.counts})
+        kinds: Counter[str] = Counter()
+        for (_, kind), count in self.counts.items():
+            kinds[kind] += count
+        mode = "bit by bit"
+        if self.close is not None:
+            mode = f"to {self.close:g} of each norm"
+        texts: list[str] = []
+        for kind, count in kinds.items():
+            texts.append(f"{kind} ({count})")
+        lines = [f"compared {mode}: {_describe_steps(steps)}, {', '.join(texts)}"]
+        notes = list(self.notes)
+        if self._details_differ():
+            notes.append("inputs and outputs of modules, which only one of the runs has")
+        if not self._has_same_layout():
+            notes.append(
+                "inputs and outputs of modules, buffers and random states, since the runs split "
+                "their batches over other numbers of ranks"
+            )
+        elif self.close is not None:  # the note before names the random states, too
+            notes.append("random states, since only numbers can be close")
+        lines += [f"not compared: {note}" for note in notes]
+        return lines
+
+    def _sample_lines(self) -> list[str]:
+        """Return lines about samples in another order, and about other samples."""
+        lines: list[str] = []
+        if self.reordered_steps:
+            lines.append(f"same samples, other order from step {self.reordered_steps[0]}")
+        if not self.other_sample_steps:
+            return lines
+        start = self.other_sample_steps[0]
+        if any(self.excess_samples.values()):
+            lines.append(f"other samples from step {start}")
+        else:
+            lines.append(f"same samples, other order from step {start}, in other batches")
+        return lines
+
+    def _difference_lines(self, difference: _Difference) -> list[str]:
+        """Return lines about the first difference."""
+        rank_text = ""
+        if difference.rank is not None:
+            rank_text = f", rank {difference.rank}"
+        lines = [f"first difference: step {difference.step}{rank_text}: {difference.key}"]
+        for run, entry in ((self.first, difference.first), (self.second, difference.second)):
+            if entry is not None:
+                lines.append(f"  {run.name}: {_describe_value(entry)}  {entry.call_site}".rstrip())
+            elif difference.position >= 0:
+                lines.append(f"  {run.name}: does not have it")
+        if difference.first is not None and difference.second is not None:
+            lines += _distance_lines(difference.first, difference.second)
+        lines.append("  everything that was compared before it is equal")
+        return lines
+
+    def _spread_lines(self) -> list[str]:
+        """Return lines about the differences after the first one."""
+        lines = ["then:"]
+        for step in list(self.spread)[:_SHOWN_STEPS]:
+            texts: list[str] = []
+            for kind, count in self.spread[step].items():
+                texts.append(f"{kind} ({count} of {self.counts[step, kind]})")
+            lines.append(f"  step {step}: {', '.join(texts)}")
+        later_steps = list(self.spread)[_SHOWN_STEPS:]
+        if later_steps:
+            lines.append(f"  and {_describe_steps(later_steps)}")
+        return lines
+
+
+def _keys_with_positions(first: _Entries, second: _Entries) -> list[tuple[int, _Key]]:
+    """Return the keys of both ranks, each with how many values come before it."""
+    positions: dict[_Key, int] = {}
+    for entries in (first, second):
+        for position, key in enumerate(entries):
+            positions.setdefault(key, position)
+    return [(position, key) for key, position in positions.items()]
+
+
+def _is_shared(first: Entry | None, second: Entry | None) -> bool:
+    """Return whether a value is meant to be the same on all ranks, in each run that has it."""
+    entries = [entry for entry in (first, second) if entry is not None]
+    return all(entry.is_shared for entry in entries)
+
+
+def _kinds_with_other_counts(first: _Entries, second: _Entries) -> set[str]:
+    """Return the kinds of which one of the runs has more values in a step."""
+    counts = Counter(key.kind for key in first)
+    counts.subtract(key.kind for key in second)
+    return {kind for kind, excess in counts.items() if excess != 0}
+
+
+def _pair_values(
+    first: list[Entry], second: list[Entry]
+) -> Iterator[tuple[int | None, Entry, Entry]]:
+    """Yield pairs of a value of each run, by which all values of both runs are compared.
+
+    The values of a run should be equal on all its ranks, and those of the other run equal to them.
+    So each value is compared to that of the other run's first rank.
+
+    Yields:
+        the rank in question, or None if the value belongs to all ranks, and the pair.
+    """
+    for rank, entry in enumerate(second):
+        yield (rank if len(second) > 1 else None), first[0], entry
+    for rank, entry in enumerate(first[1:], start=1):
+        yield rank, entry, second[0]
+
+
+def _estimate_distance(first: Digest, second: Digest) -> float:
+    """Return an estimate of the distance of two tensors. NaN if it is not finite.
+
+    Each number of a sketch is the sum of the tensor's elements times random numbers. So its
+    difference between the tensors is about as large as the norm of their difference.
+    """
+    distances = [abs(first.norm - second.norm)]
+    for left, right in zip(first.sketch, second.sketch, strict=True):
+        distances.append(abs(left - right))
+    if not all(map(math.isfinite, distances)):
+        return math.nan
+    return max(distances)
+
+
+def _describe_run(run: _Run) -> str:
+    """Return a line about a run."""
+    header = run.ranks[0].header
+    strategy = header.settings.get("strategy", "")
+    precision = header.settings.get("precision", "")
+    ranks_text = f"{header.world_size} rank(s)"
+    return f"{run.name}: {_describe_steps(run.steps)}, {ranks_text}, {strategy}, {precision}"
+
+
+def _settings_lines(first: _Run, second: _Run) -> list[str]:
+    """Return a line for each setting that differs."""
+    lines: list[str] = []
+    first_settings = first.ranks[0].header.settings
+    second_settings = second.ranks[0].header.settings
+    for name in first_settings | second_settings:
+        values = (first_settings.get(name, ""), second_settings.get(name, ""))
+        if values[0] != values[1]:
+            lines.append(f"other setting: {name}: {values[0]}, then {values[1]}")
+    return lines
+
+
+def _describe_value(entry: Entry) -> str:
+    """Return a text for a value: that of a number or string, or the norm of a tensor."""
+    if entry.digest is None:
+        return entry.text
+    shape = "x".join(map(str, entry.shape)) or "scalar"
+    return f"norm {entry.digest.norm:.9g}, {entry.dtype} {shape}"
+
+
+def _distance_lines(first: Entry, second: Entry) -> list[str]:
+    """Return a line about how far two tensors are apart, if that says anything."""
+    if first.is_shared != second.is_shared:
+        return ["  only one of the runs has it synchronized over the ranks"]
+    if first.digest is None or second.digest is None or first.shape != second.shape:
+        return []
+    distance = _estimate_distance(first.digest, second.digest)
+    norm = max(first.digest.norm, second.digest.norm)
+    if math.isnan(distance) or norm == 0:
+        return []
+    return [f"  they are about {distance / norm:.1g} of the norm apart"]
+
+
+def _describe_steps(steps: Sequence[int]) -> str:
+    """Return a text for numbers of steps: ``"steps 0 to 4, 8"``."""
+    if not steps:
+        return "no steps"
+    intervals: list[list[int]] = []
+    for step in steps:
+        if intervals and step == intervals[-1][1] + 1:
+            intervals[-1][1] = step
+        else:
+            intervals.append([step, step])
+    texts: list[str] = []
+    for begin, end in intervals[:8]:
+        text = f"{begin} to {end}"
+        if begin == end:
+            text = str(begin)
+        texts.append(text)
+    if len(intervals) > 8:
+        texts.append(f"... {steps[-1]}")
+    word = "step" if len(steps) == 1 else "steps"
+    return f"{word} {', '.join(texts)}"

@@ -1,0 +1,166 @@
+"""Strategies, alone and by name, behave as in Lightning Fabric."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fabric.errors import ConfigurationError
+from fabric_compat import Fabric
+from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
+from fabric_compat.strategies import (
+    STRATEGY_REGISTRY,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from tests.ranks import SharedRanks
+
+
+def test_a_strategy_that_is_not_started_is_the_only_rank() -> None:
+    strategy = SingleDeviceStrategy()
+    assert strategy.root_device == torch.device("cpu")
+    for unstarted in (strategy, DDPStrategy(), FSDPStrategy()):
+        assert unstarted.global_rank == 0
+        assert unstarted.world_size == 1
+        assert unstarted.is_global_zero
+    tensor = torch.ones(2)
+    assert strategy.all_gather(tensor) is tensor
+    assert strategy.all_reduce(tensor, reduce_op="sum") is tensor
+
+
+def test_a_strategy_alone_sets_up_saves_and_loads(tmp_path: Path) -> None:
+    strategy = SingleDeviceStrategy("cpu")
+    module = nn.Linear(2, 1)
+    expected = module.weight.detach().clone()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.5)
+    prepared, optimizers, scheduler = strategy.setup_module_and_optimizers(module, [optimizer])
+    assert prepared is module
+    assert optimizers == [strategy.setup_optimizer(optimizer)]
+    assert scheduler is None
+    path = tmp_path / "checkpoint.pt"
+    state = {"model": module, "optimizer": optimizer, "step": 3}
+    strategy.save_checkpoint(path, state)
+    with torch.no_grad():
+        module.weight.zero_()
+    optimizer.param_groups[0]["lr"] = 0.1
+    state["step"] = 0
+    assert strategy.load_checkpoint(path, state) == {}
+    assert torch.equal(module.weight, expected)
+    assert strategy.get_optimizer_state(optimizer)["param_groups"][0]["lr"] == 0.5
+    assert state["step"] == 3
+
+    weights = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, weights)
+    assert strategy.load_checkpoint(weights, module) == {}
+    assert torch.equal(module.weight, torch.ones(1, 2))
+    with pytest.raises(TypeError, match="CheckpointIO of your own"):
+        strategy.save_checkpoint(path, state, storage_options={"mode": "w"})
+
+
+def test_the_sharding_strategy_is_the_enumeration_of_torch() -> None:
+    for name in ("FULL_SHARD", ShardingStrategy.FULL_SHARD):
+        assert FSDPStrategy(sharding_strategy=name).sharding_strategy is ShardingStrategy.FULL_SHARD
+
+
+class Scale(nn.Module):
+    """A module whose parameter nothing but a checkpoint fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+        nn.init.normal_(self.scale)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.scale
+
+
+def build() -> nn.Module:
+    """Return a model with small and large, tied and constant parameters."""
+    # The parameters of the last two layers are more than 64 KB.
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.LayerNorm(4),
+        nn.Linear(4, 5000),
+        nn.Linear(4, 5000, bias=False),
+        Scale(),
+    )
+    model[3].weight = model[2].weight
+    return model
+
+
+def parameters_after_setup(fabric: Fabric) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with fabric.init_module(empty_init=True):
+        model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    return fabric.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    "strategy", [FSDPStrategy(), ModelParallelStrategy(lambda model, _: model)]
+)
+def test_an_empty_module_gets_the_values_of_its_reset_parameters(strategy: Any) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
+    with Fabric(**options, launcher=SharedRanks()) as fabric:
+        actual = fabric.launch(parameters_after_setup)
+    # In the order of the modules, as Lightning calls the methods.
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = build()
+        torch.manual_seed(0)
+        for module in expected:
+            if not isinstance(module, Scale):
+                module.reset_parameters()
+    for name, parameter in expected.named_parameters():
+        if name != "4.scale":
+            assert torch.equal(actual[name], parameter), name
+    assert torch.equal(actual["2.weight"], actual["3.weight"])
+    assert actual["4.scale"].isnan().all()
+
+
+def test_a_strategy_of_the_user_keeps_its_class() -> None:
+    user_class = type("DDPStrategy", (DDPStrategy,), {})
+    with Fabric(accelerator="cpu", devices=2, strategy=user_class()) as fabric:
+        assert type(fabric.strategy) is user_class
+
+
+def test_a_strategy_of_the_user_has_no_method_that_nothing_calls() -> None:
+    for name in ("backward", "optimizer_step", "save_checkpoint"):
+        user_class = type("MyStrategy", (DDPStrategy,), {name: print})
+        with pytest.raises(ConfigurationError, match=rf"defines {name}\(\)"):
+            Fabric(accelerator="cpu", devices=2, strategy=user_class())
+
+
+def test_registries_hold_strategies_and_accelerators_of_fabric_and_of_the_user() -> None:
+    @ACCELERATOR_REGISTRY.register("mine", description="as the CPU")
+    class Mine(CPUAccelerator):
+        """An accelerator with a name of the user."""
+
+    STRATEGY_REGISTRY.register("mine", DDPStrategy, start_method="spawn")
+    try:
+        with Fabric(accelerator="mine", devices=2, strategy="mine") as fabric:
+            assert fabric.strategy.start_method == "spawn"
+            assert isinstance(fabric.accelerator, Mine)
+        with pytest.raises(ValueError, match="override=True"):
+            STRATEGY_REGISTRY.register("mine", DDPStrategy)
+    finally:
+        STRATEGY_REGISTRY.remove("mine")
+        ACCELERATOR_REGISTRY.remove("mine")
+    assert "mine" not in STRATEGY_REGISTRY.available_strategies()
+    assert ACCELERATOR_REGISTRY.available_accelerators() == {"cpu", "cuda", "mps"}
+    assert {"ddp", "fsdp", "model_parallel"} <= STRATEGY_REGISTRY.keys()
+    spawning = STRATEGY_REGISTRY.get("ddp_spawn")
+    assert type(spawning) is DDPStrategy
+    assert spawning.start_method == "spawn"
+    with pytest.raises(KeyError, match="not in the registry"):
+        STRATEGY_REGISTRY.get("nothing")
+    assert STRATEGY_REGISTRY.get("nothing", 3) == 3
+    registry = type(STRATEGY_REGISTRY)()
+    assert registry.available_strategies() == []

@@ -1,0 +1,1 @@
+"""`make mutants`: change one line of fabric at a time, and count how often the tests notice."""

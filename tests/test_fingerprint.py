@@ -1,0 +1,447 @@
+"""Fingerprints of runs: ``fabric diff`` names the first difference, and nothing in equal runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.cli import main
+from fabric.errors import ConfigurationError, UsageError
+from fabric.strategies import ModelParallelStrategy
+from fabric.tools.run_diff import compare_runs
+from tests.loops import GLOBAL_BATCH, STEPS, batches, make_model
+from tests.planted_differences import JOBS, Batch, Job
+from tests.ranks import outcome, run_in_ranks
+
+QUICK_JOBS = [
+    "OtherSeed",
+    "TwoSamplesSwapped",
+    "BatchChangedInPlace",
+    "DropoutOff",
+    "GradientScaledInside",
+    "SchedulerOneStepLate",
+    "StepLeftOut",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, since sums have other bits with other numbers of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_alone(job: Job, folder: Path) -> None:
+    """Run a job in this process, and write its fingerprint."""
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        job.run(fabric, str(folder))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the fingerprint of the job without a difference."""
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    run_alone(Job(), folder)
+    return folder
+
+
+def marked_jobs() -> list[Any]:
+    parameters = []
+    for name in JOBS:
+        marks = [] if name in QUICK_JOBS else [pytest.mark.slow]
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
+# -- Planted differences ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", marked_jobs())
+def test_the_place_of_a_difference_is_named(name, base, tmp_path):
+    job = JOBS[name]()
+    run_alone(job, tmp_path / "other")
+    result = compare_runs(base, tmp_path / "other")
+    assert not result.is_equal
+    assert f"first difference: {job.difference}" in result.text
+    assert job.note in result.text
+
+
+def test_a_run_that_is_repeated_has_no_difference(base, tmp_path):
+    run_alone(Job(), tmp_path / "again")
+    result = compare_runs(base, tmp_path / "again")
+    assert result.is_equal, result.text
+    assert result.text.endswith("no difference")
+
+
+class OnRankOne(Job):
+    """A job that differs on rank 1 alone, or in what the ranks send."""
+
+    def __init__(self, fabric: Fabric, kind: str) -> None:
+        self.rank = fabric.global_rank
+        self.kind = kind
+
+    def on_batch(self, step: int, batch: Batch) -> None:
+        if self.kind == "other samples" and self.rank == 1 and step == 1:
+            batch[1][0] += 1
+
+    def on_step(self, step: int) -> None:
+        if self.kind == "flipped bit" and self.rank == 1 and step == 0:
+            self.model.head.weight.data.view(torch.int32)[0, 0] ^= 1
+
+    def schedule(self, step: int) -> float:
+        if self.kind == "scheduler" and self.rank == 1:
+            return 0.1
+        return super().schedule(step)
+
+    def backward(self, fabric: Fabric, step: int, batch: Batch) -> None:
+        is_local = self.kind == "no all-reduce" and step == 1
+        with fabric.no_backward_sync(self.model, enabled=is_local):
+            super().backward(fabric, step, batch)
+
+
+def run_changed(fabric: Fabric, change: str, folder: str) -> None:
+    OnRankOne(fabric, change).run(fabric, f"{folder}/{change}")
+
+
+RANK_DIFFERENCES = {
+    "other samples": "step 1, rank 1: loss",
+    "flipped bit": "step 1, rank 1: output of head",
+    "scheduler": "step 1, rank 1: option lr of group 0 of AdamW",
+    "no all-reduce": "step 1, rank 0: gradient of head.bias after the backward pass",
+}
+
+
+def run_changes(fabric: Fabric, folder: str) -> None:
+    for change in ("nothing", "again", *RANK_DIFFERENCES):
+        run_changed(fabric, change, folder)
+
+
+def test_the_rank_of_a_difference_is_named(tmp_path):
+    run_in_ranks(run_changes, str(tmp_path), check_training=False)
+    assert compare_runs(tmp_path / "nothing", tmp_path / "again").is_equal
+    for change, difference in RANK_DIFFERENCES.items():
+        result = compare_runs(tmp_path / "nothing", tmp_path / change)
+        assert f"first difference: {difference}" in result.text
+    # The last change.
+    assert "only one of the runs has it synchronized over the ranks" in result.text
+
+
+# -- Runs on other numbers of ranks ----------------------------------------------------------------
+
+
+def train(fabric: Fabric, folder: str, dtype: torch.dtype, accumulation: int = 1) -> None:
+    """Train a transformer on the same global batches, and write a fingerprint."""
+    module, plain_optimizer = make_model(dtype)
+    model, optimizer = fabric.setup(module, plain_optimizer)
+    inputs, targets = zip(*batches(dtype), strict=True)
+    dataset = TensorDataset(torch.cat(inputs), torch.cat(targets))
+    replicas = 1
+    if fabric.strategy.distributed_sampler_kwargs is not None:
+        replicas = fabric.strategy.distributed_sampler_kwargs["num_replicas"]
+    batch_size = GLOBAL_BATCH // replicas // accumulation
+    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=batch_size))
+    with fabric.fingerprint(folder):
+        for (x, y), is_last in fabric.accumulate(loader, accumulation):
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward(mse_loss(model(x), y) / accumulation)
+            if is_last:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def train_alone(folder: str, dtype: torch.dtype, accumulation: int = 1, **options: Any) -> None:
+    with Fabric(accelerator="cpu", devices=1, **options) as fabric:
+        train(fabric, folder, dtype, accumulation)
+
+
+TP_PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+LAYOUTS: dict[str, Callable[..., object]] = {
+    "alone": train_alone,
+    "alone, accumulated": partial(train_alone, accumulation=3),
+    "fsdp alone": partial(train_alone, strategy="fsdp"),
+    "ddp 2": partial(run_in_ranks, train),
+    "fsdp 2": partial(run_in_ranks, train, strategy="fsdp"),
+    "ddp 3": partial(run_in_ranks, train, ranks=3),
+    "fsdp 3": partial(run_in_ranks, train, ranks=3, strategy="fsdp"),
+    "mesh 2 x 1": partial(
+        run_in_ranks, train, strategy=ModelParallelStrategy(data_parallel_size=2)
+    ),
+    "mesh 1 x 2": partial(
+        run_in_ranks,
+        train,
+        strategy=ModelParallelStrategy(tp_plan=TP_PLAN, tensor_parallel_size=2),
+    ),
+}
+PAIRS = [
+    ("alone", "ddp 2"),
+    ("fsdp 2", "ddp 2"),
+    ("fsdp 3", "alone"),
+    ("alone", "mesh 1 x 2"),
+    ("ddp 2", "mesh 1 x 2"),
+    ("mesh 2 x 1", "fsdp 2"),
+    ("ddp 3", "fsdp 2"),
+    ("alone, accumulated", "fsdp 3"),
+    ("fsdp alone", "alone"),
+    ("mesh 2 x 1", "alone, accumulated"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_of_layout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains in a layout once, and returns the fingerprint."""
+    folder = tmp_path_factory.mktemp("layouts")
+
+    @cache
+    def run(layout: str) -> Path:
+        path = folder / layout
+        LAYOUTS[layout](str(path), torch.float64)
+        return path
+
+    return run
+
+
+def marked_pairs() -> list[Any]:
+    parameters = []
+    for number, pair in enumerate(PAIRS):
+        marks = [] if number < 4 else [pytest.mark.slow]
+        parameters.append(pytest.param(*pair, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("first", "second"), marked_pairs())
+def test_equal_runs_of_other_strategies_and_world_sizes_are_close(first, second, run_of_layout):
+    result = compare_runs(run_of_layout(first), run_of_layout(second), close=1e-9)
+    assert result.is_equal, result.text
+    assert f"steps 0 to {STEPS - 1}" in result.text
+    for kind in ("gradient at the step", "optimizer state", "parameter", "batch"):
+        assert f" {kind} (" in result.text
+
+
+def test_a_difference_between_layouts_is_named(run_of_layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.mse_loss", partial(mse_loss, reduction="sum"))
+    with Fabric(accelerator="cpu", devices=1, check_training=False) as fabric:
+        train(fabric, str(tmp_path / "sums"), torch.float64)
+    result = compare_runs(run_of_layout("ddp 2"), tmp_path / "sums", close=1e-9)
+    assert "first difference: step 0: loss\n" in result.text
+
+
+def test_precisions_are_close_to_the_tolerance_that_their_rounding_allows(tmp_path):
+    train_alone(str(tmp_path / "double"), torch.float64)
+    train_alone(str(tmp_path / "single"), torch.float32)
+    assert not compare_runs(tmp_path / "double", tmp_path / "single").is_equal
+    assert not compare_runs(tmp_path / "double", tmp_path / "single", close=1e-12).is_equal
+    result = compare_runs(tmp_path / "double", tmp_path / "single", close=1e-3)
+    # The samples have other bits in another precision.
+    assert result.is_equal, result.text
+
+
+class Recomputing(nn.Module):
+    """A module that computes a layer again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.layers, x, use_reentrant=False))
+
+
+def train_briefly(folder: Path, weight: Any = None, compiles: bool = False, **options: Any) -> None:
+    with Fabric(accelerator="cpu", check_training=False, **options) as fabric:
+        fabric.seed_everything(0)
+        module: Any = Recomputing()
+        if compiles:
+            module = torch.compile(module, backend="eager")
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+        with fabric.fingerprint(folder):
+            for _ in range(2):
+                loss = model(torch.randn(6, 4)).square().sum()
+                fabric.backward(loss, weight=weight)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("options", "outputs_per_step"),
+    [
+        ({}, 5),
+        ({"precision": "16-mixed"}, 5),
+        ({"precision": "bf16-true", "weight": 6}, 5),
+        ({"strategy": "dp", "devices": 2}, 0),
+        ({"compiles": True}, 0),
+    ],
+)
+def test_each_kind_of_loop_equals_its_repetition(options, outputs_per_step, tmp_path):
+    options = {"devices": 1, **options}
+    for name in ("run", "again"):
+        train_briefly(tmp_path / name, **options)
+    result = compare_runs(tmp_path / "run", tmp_path / "again")
+    assert result.is_equal, result.text
+    lines = (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()
+    # What the backward pass computes again, a compiler traces or a thread runs is left out.
+    outputs = [line for line in lines if '"kind":"output"' in line]
+    assert len(outputs) == 2 * outputs_per_step
+
+
+# -- Files and the command -------------------------------------------------------------------------
+
+
+def test_the_command_says_by_its_exit_code_whether_runs_differ(base, tmp_path, capsys):
+    run_alone(JOBS["DropoutOff"](), tmp_path / "other")
+    assert main(["diff", str(base), str(base)]) == 0
+    assert main(["diff", str(base), str(tmp_path / "other"), "--close", "1e-6"]) == 1
+    report = capsys.readouterr().out
+    assert "first difference: step 0, rank 0: output of blocks.1.dropout\n" in report
+    assert "tests/planted_differences.py:" in report
+    assert main(["diff", str(base), str(tmp_path / "missing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["diff", str(base), str(base), "--close", "0"]) == 2
+
+
+def copy_of(run: Path, folder: Path, change: Callable[[list[str]], list[str]]) -> Path:
+    """Return a copy of a run of one rank whose lines are changed."""
+    folder.mkdir()
+    lines = (run / "rank-0.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rank-0.jsonl").write_text("".join(change(lines)))
+    return folder
+
+
+def test_a_file_that_ends_within_a_line_is_compared_up_to_there(base, tmp_path):
+    def cut(lines: list[str]) -> list[str]:
+        return [*lines[:200], lines[200][:20]]
+
+    result = compare_runs(base, copy_of(base, tmp_path / "cut", cut))
+    assert result.is_equal, result.text
+    assert f"not compared: the end of step 1, missing in {tmp_path / 'cut'}" in result.text
+    assert f"not compared: steps 2 to 4, only in {base}" in result.text
+
+
+def test_files_that_cannot_be_compared_are_refused(base, tmp_path):
+    def damage(lines: list[str]) -> list[str]:
+        return [*lines[:5], "{\n", *lines[5:]]
+
+    def drop_header(lines: list[str]) -> list[str]:
+        return lines[1:]
+
+    def claim_two_ranks(lines: list[str]) -> list[str]:
+        header = {**json.loads(lines[0]), "world_size": 2}
+        return [json.dumps(header) + "\n", *lines[1:]]
+
+    def drop_steps(lines: list[str]) -> list[str]:
+        return lines[:1]
+
+    problems = {
+        damage: "the line .* is damaged",
+        drop_header: "does not begin with the line of a fingerprint",
+        claim_two_ranks: "the file of rank 1 is missing",
+        drop_steps: "no step is in both",
+    }
+    for change, problem in problems.items():
+        folder = copy_of(base, tmp_path / change.__name__, change)
+        with pytest.raises(ConfigurationError, match=problem):
+            compare_runs(base, folder)
+
+
+KILLED = """
+    import os, signal, sys
+    from fabric import Fabric
+    from tests.planted_differences import Job
+
+    class Killed(Job):
+        def on_batch(self, step, batch):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        Killed().run(fabric, sys.argv[1])
+"""
+
+
+def test_a_killed_rank_leaves_its_finished_steps(base, tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, timeout=150)
+    assert done.returncode == -signal.SIGKILL
+    result = compare_runs(base, tmp_path / "killed")
+    assert result.is_equal, result.text
+    assert "compared bit by bit: steps 0 to 2" in result.text
+
+
+def test_every_and_first_step_number_the_steps_that_are_recorded(tmp_path):
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        model = nn.Linear(2, 1)
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with fabric.fingerprint(tmp_path / "run", every=3, first_step=5, detail="steps"):
+            for _ in range(6):
+                fabric.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+    entries = map(json.loads, (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()[1:])
+    steps = {entry["step"] for entry in entries if "step" in entry}
+    assert steps == {6, 9}
+    assert "inputs and outputs" not in compare_runs(tmp_path / "run", tmp_path / "run").text
+
+
+def test_a_folder_holds_one_fingerprint_and_a_job_writes_one_at_a_time(tmp_path):
+    for text in run_in_ranks(write_twice, str(tmp_path)):
+        assert "the folder has a fingerprint already" in text
+    with Fabric(accelerator="cpu", devices=1) as fabric, fabric.fingerprint(tmp_path / "outer"):
+        inner = fabric.fingerprint(tmp_path / "inner")
+        with pytest.raises(UsageError, match="another fingerprint is under way"):
+            inner.__enter__()
+        invalid = fabric.fingerprint(tmp_path / "inner", every=0)
+        with pytest.raises(ConfigurationError, match="every from 1"):
+            invalid.__enter__()
+
+
+def write_twice(fabric: Fabric, folder: str) -> str:
+    with fabric.fingerprint(f"{folder}/twice"):
+        fabric.barrier()
+    return outcome(fabric.fingerprint(f"{folder}/twice").__enter__)
+
+
+def hook_counts(fabric: Fabric, model: Any, optimizer: Any) -> list[int]:
+    session = fabric._session
+    assert session is not None
+    counts = [
+        len(session.loss_checks),
+        len(session.backward_hooks.before),
+        len(session.backward_hooks.after),
+        len(optimizer._optimizer_step_pre_hooks),
+        len(_global_optimizer_pre_hooks),
+        len(_global_optimizer_post_hooks),
+    ]
+    for module in fabric.unwrap(model).modules():
+        counts.append(len(module._forward_hooks) + len(module._forward_pre_hooks))
+    return counts
+
+
+def test_after_the_block_no_hook_is_left(tmp_path):
+    with Fabric(accelerator="cpu", devices=1, check_training=False) as fabric:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        before = hook_counts(fabric, model, optimizer)
+        with fabric.fingerprint(tmp_path / "run"):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            during = hook_counts(fabric, model, optimizer)
+        assert hook_counts(fabric, model, optimizer) == before
+        assert during != before

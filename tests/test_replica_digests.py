@@ -1,0 +1,111 @@
+"""Digests of tensors tell every change of a bit, and every other order of the elements."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fabric.diagnostics.digest import digests
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+# A row of the digest has 8,192 bytes, and 64 rows are summed at a time.
+LENGTHS = st.sampled_from([1, 7, 8, 1023, 2048, 2049, 4096, 131072, 131073, 262149])
+
+
+def digest(tensor: Tensor) -> int:
+    (number,) = digests([tensor])
+    return number
+
+
+def flip_bits(tensor: Tensor, index: int, mask: int) -> Tensor:
+    """Return a copy of a float32 tensor with some bits of one element flipped."""
+    changed = tensor.clone()
+    changed.view(torch.int32)[index] ^= mask
+    return changed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_depends_on_each_element_and_its_position(dtype: torch.dtype) -> None:
+    values = torch.tensor([[1, 0, 1], [0, 0, 1]]).to(dtype)
+    others = [values.t(), values.flip(0), values.flip(1)]
+    for index in range(6):
+        changed = values.clone()
+        changed.view(-1)[index] = changed.view(-1)[index] == 0
+        others.append(changed)
+    numbers = {digest(other) for other in others}
+    assert len(numbers) == len(others)
+    assert digest(values) not in numbers
+
+
+@given(LENGTHS, st.data())
+def test_a_digest_tells_each_flipped_bit(length: int, data: st.DataObject) -> None:
+    values = torch.linspace(-1, 1, length)
+    index = data.draw(st.integers(0, length - 1))
+    bit = data.draw(st.integers(0, 31))
+    mask = 1 << bit if bit < 31 else -(1 << 31)
+    assert digest(flip_bits(values, index, mask)) != digest(values)
+
+
+@given(LENGTHS, st.data())
+def test_a_digest_tells_signs_that_are_flipped_in_pairs(length: int, data: st.DataObject) -> None:
+    """In a plain sum of words, the top bits of two words would cancel."""
+    values = torch.linspace(-1, 1, length)
+    indices = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4, unique=True))
+    changed = values
+    for index in indices:
+        changed = flip_bits(changed, index, -(1 << 31))
+    assert digest(changed) != digest(values)
+
+
+@given(LENGTHS, st.data())
+def test_a_digest_tells_two_elements_that_are_swapped(length: int, data: st.DataObject) -> None:
+    values = torch.arange(length, dtype=torch.float32)
+    first = data.draw(st.integers(0, length - 1))
+    second = data.draw(st.integers(0, length - 1))
+    swapped = values.clone()
+    swapped[first] = second
+    swapped[second] = first
+    assert (digest(swapped) == digest(values)) is (first == second)
+
+
+def test_a_digest_does_not_depend_on_the_memory_of_a_tensor() -> None:
+    values = torch.linspace(-1, 1, 6003).reshape(3, 2001)
+    transposed = values.t().contiguous().t()
+    misaligned = torch.cat([torch.zeros(1), values.flatten()])[1:].view(3, 2001)
+    assert digest(transposed) == digest(values)
+    assert digest(misaligned) == digest(values)
+    complex_values = torch.complex(values, values)
+    assert digest(complex_values.conj()) == digest(complex_values.conj().resolve_conj())
+
+
+def test_a_digest_tells_minus_zero_from_zero() -> None:
+    zero = torch.zeros(())
+    assert digest(zero) != digest(-zero)
+
+
+def test_a_digest_tells_words_whose_bits_are_all_flipped() -> None:
+    """0 and -1 are such words."""
+    values = torch.arange(2048)
+    for index in (0, 1023, 1024, 2047):
+        changed = values.clone()
+        changed[index] = ~changed[index]
+        assert digest(changed) != digest(values)
+    assert digest(~values) != digest(values)
+
+
+def test_digests_are_in_the_order_of_the_tensors() -> None:
+    tensors = [torch.ones(3), torch.zeros(0, 5), torch.zeros(())]
+    assert digests(tensors) == [digest(tensor) for tensor in tensors]
+    assert digests([]) == []
