@@ -240,15 +240,7 @@ class RankPool:
                 self._call_times.record_pass(fn, monotonic() - call_start)
             except BaseException as error:
                 self._shrinking_budget.record_failure(monotonic() - start)
-                is_of_ranks = isinstance(error, RankFailedError)
-                if is_of_ranks and self._supervisor and not _has_failed(self._supervisor):
-                    self._call_times.record_hang(fn)
-                # The error of the ranks is raised, and no warning in place of it.
-                with suppress(Warning):
-                    self._warn_again()
-                # The ranks may be in the middle of the call, so they cannot be used again. The next
-                # call starts new ones.
-                self._end(grace=0.0)
+                self._end_failed_call(fn, error)
                 raise
             self._warn_again()
             return results
@@ -385,6 +377,21 @@ class RankPool:
             limits = _TimeLimits(_START_TIMEOUT, _START_TIMEOUT)
             _collect_results(supervisor, "the start of the pool", limits)
         return self._supervisor
+
+    def _end_failed_call(self, fn: Callable[..., Any], error: BaseException) -> None:
+        """End the processes, which may be in the middle of the call. The next call starts new ones.
+
+        Args:
+            fn: the function of the call.
+            error: why the call has failed.
+        """
+        is_of_ranks = isinstance(error, RankFailedError)
+        if is_of_ranks and self._supervisor and not _has_failed(self._supervisor):
+            self._call_times.record_hang(fn)
+        # The error of the ranks is raised, and no warning in place of it.
+        with suppress(Warning):
+            self._warn_again()
+        self._end(grace=0.0)
 
     def _send_to_all(self, supervisor: Supervisor, message: bytes) -> None:
         """Send a call to all ranks, without waiting for a rank that does not read.
