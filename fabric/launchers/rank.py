@@ -445,10 +445,10 @@ def _input_error(call: str, rank: int) -> UsageError:
     """
     return UsageError(
         f"{call} on rank {rank}",
-        problem="a process that launch() has started has no keyboard",
-        suggestion="fabric.launch(train, value) for a value that you enter before; or "
-        f"Fabric(devices=1) while you look for a mistake: it runs the function where {call} and "
-        "%debug work",
+        problem="a process that fabric has started has no keyboard",
+        suggestion="an argument of the function for a value that you enter before; or "
+        "Fabric(devices=1) while you look for a mistake: it calls the function in the process that "
+        f"has the keyboard, where {call} and %debug work",
     )
 
 
