@@ -1464,7 +1464,8 @@ class Fabric:
         """End this process with code 75, which asks for a restart. Collective.
 
         The call waits until unfinished saves are complete. In a worker of Ray Train that will be
-        preempted, it waits until Ray ends the worker, since Ray takes any exit for a failure.
+        preempted, it waits until Ray ends the worker at the deadline of the machine, since Ray
+        takes any exit for a failure.
 
         Args:
             requeue: whether rank 0 requeues the SLURM job, or this task of a job array, with a

@@ -458,8 +458,9 @@ def exit_preempted(close: Callable[[], object], requeue: bool, waits_for_ray: bo
     """
     close()
     if waits_for_ray:
-        # Ray would take an exit for a failure, which counts for max_failures. It ends all workers
-        # when the machine is taken away, and starts them again as often as needed.
+        # Ray would take an exit for a failure, which counts for max_failures. Its controller ends
+        # all workers at the deadline of the machine, or two minutes after the notice if there is
+        # none, and starts them again as often as needed.
         threading.Event().wait()
     job = read_variable(os.environ, "SLURM_JOB_ID")
     if requeue and job is not None:
