@@ -188,11 +188,12 @@ def concatenate_meshes(meshes: Sequence[Any], timeout: timedelta) -> Any:
 
 
 def clear_mesh_caches() -> None:
-    """Clear torch's caches of DTensor operations. Called when a job with meshes ends.
+    """Clear torch's caches of DTensor operations. Called when a job ends.
 
-    torch caches how an operation redistributes its DTensors, and uses the entry for every equal
-    mesh. Meshes are equal if their ranks are equal, but a cached entry refers to process groups by
-    name. The next job in this process may use the same names for other groups.
+    The entries hold meshes, and so the process groups of the job: after ``destroy_process_group()``
+    a group of gloo stays as long as an object refers to it, with a thread that wakes up a hundred
+    times a second. An entry is also used for every equal mesh, though the next job in this process
+    may have other groups under the same names.
     """
     # The module is looked up, since an import takes a second. Without it there are no caches.
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
@@ -201,6 +202,8 @@ def clear_mesh_caches() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
     dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     dtensor._redistribute._gen_transform_infos.cache_clear()
+    dtensor._redistribute.clear_redistribute_planner_cache()
+    dtensor._collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -334,10 +334,8 @@ class Runtime:
         self._sharers_of_group.discard(self)
         self._is_started = False
         self._background_communicators.clear()
-        # Only a mesh of several dimensions has created groups, to which caches refer by name.
-        if any(mesh.ndim > 1 for mesh in self.meshes.values()):
-            clear_mesh_caches()
         self.meshes.clear()
+        clear_mesh_caches()
         self.store.close()
         is_group_unused = used_group_of_a_runtime and not self._sharers_of_group
         # The user may have destroyed the group already.

@@ -1,7 +1,9 @@
 """Names of torch that are private or were renamed do what fabric needs of them."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import Counter, OrderedDict, namedtuple
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -475,14 +477,22 @@ def test_a_mesh_is_made_of_parts_of_another(group):
     assert joined.mesh.tolist() == [[0]]
 
 
-def test_plans_for_a_mesh_are_forgotten(group):
+def test_caches_of_operations_keep_no_mesh(group):
     from torch.distributed.tensor import Replicate, Shard, _redistribute, distribute_tensor
 
     mesh = dist.init_device_mesh("cpu", (1,))
-    distribute_tensor(torch.ones(2), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).add(1)
+    sharded = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    sharded.redistribute(placements=[Replicate()]).add(1)
+    # An operation whose input torch redistributes by itself, at the lowest cost on this mesh.
+    torch.mm(sharded.unsqueeze(1), distribute_tensor(torch.ones(1, 2), mesh, [Shard(1)]))
     assert _redistribute._gen_transform_infos.cache_info().currsize
+    reference = weakref.ref(mesh)
+    del mesh, sharded
+    gc.collect()
+    assert reference() is not None
     _torch.clear_mesh_caches()
-    assert not _redistribute._gen_transform_infos.cache_info().currsize
+    gc.collect()
+    assert reference() is None
 
 
 class AllocationMode(_torch.DispatchMode):
