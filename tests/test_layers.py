@@ -65,8 +65,9 @@ ORDER = {
     ),
     "diagnostics": (
         "digest call_site stacks recorder checker rank_state deadlocks hang_report published_states "
-        "rank_observer hang_reporter drift replicas bypass batch_counts uneven_inputs "
-        "clipping_check training_checks equal_draws loss_reduction loss_checks hand_steps"
+        "rank_observer hang_reporter drift replicas bypass batch_counts step_comparison "
+        "uneven_inputs clipping_check training_checks equal_draws loss_reduction loss_checks "
+        "hand_steps"
     ),
     "launchers": (
         "serialize base private_file rank preemption supervisor logs fork_server function script "

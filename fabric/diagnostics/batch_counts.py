@@ -1,6 +1,7 @@
-"""The number of batches of each iteration over a loader, which each rank publishes."""
+"""The number of batches of each iteration over a loader, which neighboring ranks compare."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fabric.errors import UsageError
@@ -9,8 +10,8 @@ from fabric.store import JobStore
 __all__ = ["BatchCount", "BatchCounts"]
 
 
-class BatchCount(NamedTuple):
-    """The number of batches in one iteration over a loader on one rank.
+class _PublishedCount(NamedTuple):
+    """What a rank publishes about an iteration over a loader, as a JSON list of these fields.
 
     Attributes:
         iteration: how many times the rank has begun to iterate over the loader.
@@ -23,8 +24,27 @@ class BatchCount(NamedTuple):
     shuffles: bool
 
 
+@dataclass(eq=False)
+class BatchCount:
+    """The number of batches in one iteration over a loader on this rank.
+
+    Attributes:
+        loader: the name of the loader, the same on all ranks.
+        iteration: how many times this rank has begun to iterate over the loader.
+        batches: the number of batches. None if unknown.
+        shuffles: whether the ranks share an order that is drawn anew in each iteration.
+        unread_ranks: the neighbors whose number of batches was not compared yet.
+    """
+
+    loader: str
+    iteration: int
+    batches: int | None
+    shuffles: bool
+    unread_ranks: list[int]
+
+
 class BatchCounts:
-    """The batch counts of this rank and of its neighbors.
+    """The batch counts of this rank, compared with those of its neighbors.
 
     The neighbors are the ranks before and after this one in a ring. It is enough to compare
     neighbors: if any two ranks differ, two neighbors differ.
@@ -32,9 +52,14 @@ class BatchCounts:
     Args:
         store: the store in which the ranks publish their counts.
         neighbors: the neighboring ranks.
+
+    Attributes:
+        may_differ: whether a neighbor has, or may have, another number of batches than this rank in
+            any iteration that :meth:`compare` was called for.
     """
 
     def __init__(self, store: JobStore, neighbors: Sequence[int]) -> None:
+        self.may_differ = False
         self._store = store
         self._neighbors = neighbors
         # How many iterations this rank has begun, by the name of the loader.
@@ -59,22 +84,49 @@ class BatchCounts:
         """
         iteration = self._iterations.get(loader, 0) + 1
         self._iterations[loader] = iteration
-        count = BatchCount(iteration, batches, shuffles)
         # Each iteration overwrites the count of the one before it, since the store is in the memory
         # of one node and jobs may be long.
-        self._store.publish(_topic(loader), count)
+        self._store.publish(_topic(loader), _PublishedCount(iteration, batches, shuffles))
         # Whether a loader shuffles does not change after its first iteration.
         if iteration == 1:
             self._check_shuffles(loader, shuffles)
-        return count
+        return BatchCount(
+            loader=loader,
+            iteration=iteration,
+            batches=batches,
+            shuffles=shuffles,
+            unread_ranks=list(self._neighbors),
+        )
 
-    def read(self, loader: str, ranks: Iterable[int]) -> dict[int, BatchCount]:
+    def compare(self, count: BatchCount) -> None:
+        """Set ``may_differ`` if a neighbor has, or may have, another number of batches.
+
+        Neighbors that have not begun the iteration stay in ``count.unread_ranks``, for the next
+        call.
+
+        Args:
+            count: the count of an iteration on this rank.
+        """
+        if count.batches is None:
+            self.may_differ = True
+        for neighbor, published in self._read(count.loader, count.unread_ranks).items():
+            has_begun = published.iteration >= count.iteration
+            if not has_begun:
+                continue
+            count.unread_ranks.remove(neighbor)
+            # A neighbor publishes only its latest count. If it is in a later iteration, its number
+            # of batches in this one is unknown.
+            is_later = published.iteration > count.iteration
+            if is_later or published.batches != count.batches:
+                self.may_differ = True
+
+    def _read(self, loader: str, ranks: Iterable[int]) -> dict[int, _PublishedCount]:
         """Return the latest counts of some ranks for a loader, by rank.
 
         Ranks that have not published a count for the loader are left out.
         """
-        published = self._store.read(_topic(loader), ranks)
-        return {rank: BatchCount(*count) for rank, count in published.items()}
+        counts = self._store.read(_topic(loader), ranks)
+        return {rank: _PublishedCount(*count) for rank, count in counts.items()}
 
     def _check_shuffles(self, loader: str, shuffles: bool) -> None:
         """Raise if a neighbor shuffles the loader and this rank does not, or the other way round.
@@ -86,12 +138,12 @@ class BatchCounts:
             loader: the name of the loader.
             shuffles: whether this rank shuffles it.
         """
-        for neighbor, count in self.read(loader, self._neighbors).items():
-            if count.shuffles == shuffles:
+        for neighbor, published in self._read(loader, self._neighbors).items():
+            if published.shuffles == shuffles:
                 continue
             shuffling_rank = self._store.rank
             ordered_rank = neighbor
-            if count.shuffles:
+            if published.shuffles:
                 shuffling_rank = neighbor
                 ordered_rank = self._store.rank
             raise UsageError(

@@ -1,0 +1,311 @@
+"""The comparison of steps with neighboring ranks, through the store. See ``[Note: Uneven inputs]``.
+
+The note is in ``fabric/diagnostics/uneven_inputs.py``.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, NoReturn
+
+from fabric.diagnostics.bypass import BypassChecks
+from fabric.errors import UsageError
+from fabric.store import JobStore
+
+__all__ = ["End", "Loop", "Progress", "Step", "StepComparison"]
+
+
+# The four classes are published as JSON lists of their fields, in this order.
+
+
+class Progress(NamedTuple):
+    """How far a rank has come.
+
+    Attributes:
+        steps: the number of all steps of the rank, which peers compare.
+        shared_steps: the number of its shared steps, which neighbors that are no peers compare.
+        early_steps: the number of steps before the rank's first iteration over a loader. Ranks with
+            different numbers of early steps are not compared.
+        collectives: the number of collectives over all ranks so far.
+    """
+
+    steps: int
+    shared_steps: int
+    early_steps: int
+    collectives: int
+
+    def comparable_steps(self, is_peer: bool) -> int:
+        """Return the number of steps to compare with a neighbor, which is a peer or not."""
+        return self.steps if is_peer else self.shared_steps
+
+
+class Loop(NamedTuple):
+    """The loop over a loader in which a rank takes a step.
+
+    Attributes:
+        loader: the name of the loader.
+        iteration: the number of the iteration over this loader, from 1.
+        kind: under a sharded strategy, what is run: the module's class, with or without gradients.
+            Empty under other strategies.
+        iterations: the number of iterations that the rank has begun, over all loaders.
+        previous_batches: the number of batches in the iteration before this one.
+    """
+
+    loader: str
+    iteration: int
+    kind: str
+    iterations: int
+    previous_batches: int
+
+
+class Step(NamedTuple):
+    """A step that a rank is about to take.
+
+    Attributes:
+        progress: the progress of the rank, with this step.
+        is_shared: whether all ranks take the step, and not only the peers of the rank.
+        loop: the loop in which the rank takes the step.
+    """
+
+    progress: Progress
+    is_shared: bool
+    loop: Loop
+
+
+class End(NamedTuple):
+    """The first collective of a rank after an iteration, or the end of the job.
+
+    Attributes:
+        progress: the progress of the rank, with this collective.
+        batches: the number of batches in the iteration.
+    """
+
+    progress: Progress
+    batches: int
+
+
+class StepComparison:
+    """Compares steps, and collectives after iterations, between this rank and its *neighbors*.
+
+    The neighbors are the ranks before and after this one. The *peers* are those neighbors that
+    gather the parameters of sharded modules with this rank. A *shared step* is one that all ranks
+    take, and not only peers. Each method publishes what this rank does, and then reads what the
+    neighbors have published. In the other order, each of two ranks could miss the other one.
+
+    Args:
+        store: the store in which the ranks publish.
+        bypass: knows the neighbors and the peers.
+    """
+
+    def __init__(self, store: JobStore, bypass: BypassChecks) -> None:
+        """Publish nothing yet."""
+        self._store = store
+        self._rank = store.rank
+        self._bypass = bypass
+        self._neighbors = bypass.world.neighbours
+
+    @property
+    def has_only_peers(self) -> bool:
+        """Whether all neighbors are peers, so that it does not matter which steps are shared."""
+        return self._bypass.peers.issuperset(self._neighbors)
+
+    def check_step(self, step: Step, shares_order: bool) -> None:
+        """Publish a step, and raise unless the neighbors will take it, too.
+
+        Args:
+            step: the step that this rank is about to take.
+            shares_order: whether the batches of all ranks are shares of one order, so that
+                neighbors must take the step in the same iteration over the loader.
+
+        Raises:
+            UsageError: a neighbor has run out of batches, or takes the step in a loop that does not
+                match.
+        """
+        self._store.publish("step", step)
+        is_of_sharded_module = step.loop.kind != ""
+        if shares_order or is_of_sharded_module:
+            self._check_loops(step, shares_order)
+        for neighbor, end in self._read_ends(self._participants(step)):
+            is_peer = self._is_peer(neighbor)
+            if _would_wait(step.progress, end.progress, is_peer):
+                self._raise_uneven_inputs(
+                    f"step {step.progress.comparable_steps(is_peer)} of rank {self._rank}",
+                    step=step.progress.comparable_steps(is_peer),
+                    early_rank=neighbor,
+                    batches=end.batches,
+                    late_rank=self._rank,
+                )
+
+    def check_end(self, end: End) -> None:
+        """Publish the end of an iteration, and raise if a neighbor takes one more step.
+
+        Args:
+            end: the end of the iteration on this rank.
+
+        Raises:
+            UsageError: a neighbor takes one more step.
+        """
+        self._store.publish("end", end)
+        for neighbor, step in self._read_steps(self._neighbors):
+            is_peer = self._is_peer(neighbor)
+            if _would_wait(step.progress, end.progress, is_peer):
+                number = end.progress.comparable_steps(is_peer)
+                self._raise_uneven_inputs(
+                    f"a collective, or the end of the job, after step {number} of rank "
+                    f"{self._rank}",
+                    step=number + 1,
+                    early_rank=self._rank,
+                    batches=end.batches,
+                    late_rank=neighbor,
+                )
+
+    def _is_peer(self, neighbor: int) -> bool:
+        """Return whether a neighbor gathers the parameters of sharded modules with this rank."""
+        return neighbor in self._bypass.peers
+
+    def _participants(self, step: Step) -> list[int]:
+        """Return the neighbors that have to take a step of this rank, too."""
+        neighbors: list[int] = []
+        for neighbor in self._neighbors:
+            if step.is_shared or self._is_peer(neighbor):
+                neighbors.append(neighbor)
+        return neighbors
+
+    def _check_loops(self, step: Step, shares_order: bool) -> None:
+        """Raise if a neighbor takes the same step in another loop that does not match.
+
+        Two loops do not match if they run different kinds of passes, or if they are different
+        iterations over one shuffled loader.
+
+        Args:
+            step: the step that this rank is about to take.
+            shares_order: whether the batches of all ranks are shares of one order.
+        """
+        loop = step.loop
+        for neighbor, neighbor_step in self._read_steps(self._participants(step)):
+            is_peer = self._is_peer(neighbor)
+            neighbor_loop = neighbor_step.loop
+            is_same_iteration = (
+                neighbor_loop.loader == loop.loader and neighbor_loop.iteration == loop.iteration
+            )
+            is_same_step = _are_same_step(step.progress, neighbor_step.progress, is_peer)
+            if is_same_iteration or not is_same_step:
+                continue
+            if neighbor_loop.kind != loop.kind:
+                self._raise_different_kinds(
+                    step.progress.comparable_steps(is_peer), loop, neighbor, neighbor_loop
+                )
+            if shares_order and neighbor_loop.loader == loop.loader:
+                raise UsageError(
+                    f"step {step.progress.comparable_steps(is_peer)} of rank {self._rank}",
+                    problem=f"it is in iteration {loop.iteration} over its loader and rank "
+                    f"{neighbor} in iteration {neighbor_loop.iteration}: their batches are shares "
+                    "of different orders, so that samples are seen twice or never",
+                    expected="iter(loader) equally often on all ranks",
+                    suggestion="next(iter(loader.original)) for a look at a batch on one rank",
+                )
+
+    def _read_steps(self, ranks: Iterable[int]) -> Iterator[tuple[int, Step]]:
+        """Yield ranks with the steps that they have published last.
+
+        Ranks without a step are left out, and so are steps that this rank does not have to take.
+        """
+        for rank, published in self._store.read("step", ranks).items():
+            # JSON made lists of the named tuples.
+            progress, is_shared, loop = published
+            step = Step(Progress(*progress), is_shared, Loop(*loop))
+            if step.is_shared or self._is_peer(rank):
+                yield rank, step
+
+    def _read_ends(self, ranks: Iterable[int]) -> Iterator[tuple[int, End]]:
+        """Yield ranks with the ends that they have published last. Others are left out."""
+        for rank, published in self._store.read("end", ranks).items():
+            # JSON made lists of the named tuples.
+            progress, batches = published
+            yield rank, End(Progress(*progress), batches)
+
+    def _raise_different_kinds(
+        self, step: int, loop: Loop, neighbor: int, neighbor_loop: Loop
+    ) -> NoReturn:
+        """Raise a UsageError for a step that two ranks take in loops of different kinds.
+
+        The rank that has begun more iterations is in the later loop, so it ran out of batches in
+        the loop before. In a tie, the number of batches in the iteration before decides, and then
+        the rank, so that both ranks blame the same one.
+
+        Args:
+            step: the number of the step.
+            loop: the loop of this rank.
+            neighbor: the rank of the neighbor.
+            neighbor_loop: the loop of the neighbor.
+        """
+        order = (loop.iterations, loop.previous_batches, self._rank)
+        neighbor_order = (neighbor_loop.iterations, neighbor_loop.previous_batches, neighbor)
+        early_rank = neighbor
+        late_rank = self._rank
+        batches = neighbor_loop.previous_batches
+        if order > neighbor_order:
+            early_rank = self._rank
+            late_rank = neighbor
+            batches = loop.previous_batches
+        self._raise_uneven_inputs(
+            f"step {step} of rank {self._rank}",
+            step=step,
+            early_rank=early_rank,
+            batches=batches,
+            late_rank=late_rank,
+        )
+
+    def _raise_uneven_inputs(
+        self, request: str, *, step: int, early_rank: int, batches: int, late_rank: int
+    ) -> NoReturn:
+        """Raise a UsageError for a rank that ran out of batches.
+
+        Args:
+            request: what this rank was about to do.
+            step: the number of the step that only one rank takes.
+            early_rank: the rank that ran out of batches.
+            batches: how many batches it had.
+            late_rank: the rank that has a batch for the step.
+        """
+        suggestion = (
+            'setup_dataloaders(loader, uneven="drop") or "pad"; "shortest" or "longest" for other '
+            "data"
+        )
+        # Sharded modules do not support fabric.join.
+        if not self._bypass.is_sharded:
+            suggestion += "; or with fabric.join(model): for batch in loader: ..."
+        raise UsageError(
+            request,
+            problem=f"rank {early_rank} ran out of batches: its loader ended after {batches}, and "
+            f"it takes no part in step {step}, for which rank {late_rank} has a batch and would "
+            "wait",
+            expected="equally many batches on all ranks, or a loop in which the others go on",
+            suggestion=suggestion,
+        )
+
+
+def _are_same_step(first: Progress, second: Progress, is_peer: bool) -> bool:
+    """Return whether the steps that two neighbors are about to take are the same step.
+
+    Args:
+        first: the progress of one rank, with its step.
+        second: the progress of its neighbor, with the step of the neighbor.
+        is_peer: whether the two ranks gather together.
+    """
+    if first.early_steps != second.early_steps:
+        return False
+    return first.comparable_steps(is_peer) == second.comparable_steps(is_peer)
+
+
+def _would_wait(step: Progress, end: Progress, is_peer: bool) -> bool:
+    """Return whether a rank that takes a step would wait for a rank that has run out of batches.
+
+    Args:
+        step: the progress of the first rank, with the step.
+        end: the progress of its neighbor at the end of an iteration.
+        is_peer: whether the two ranks gather together.
+    """
+    if step.early_steps != end.early_steps:
+        return False
+    is_next_step = step.comparable_steps(is_peer) == end.comparable_steps(is_peer) + 1
+    # Otherwise, the first rank has made the collective of the other one before its step.
+    return is_next_step and step.collectives < end.collectives
