@@ -912,9 +912,8 @@ class Fabric:
         # losses with and without a weight.
         has_loss_weights = session.loss_weights is not None
         if weight is not None or optimizer is not None or has_loss_weights:
-            # The loss weights apply the loss scale, too.
-            tensor = session.ensure_loss_weights().scale_loss(tensor, weight, optimizer)
-        elif session.scaler is not None:
+            tensor = session.ensure_loss_weights().divide_loss(tensor, weight, optimizer)
+        if session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
 
         hooks = session.backward_hooks

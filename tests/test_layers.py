@@ -38,6 +38,8 @@ LAYERS = [
         "module",
         "trained_weights",
         "strategies.sequence_parallel",
+        "optim.gradient_watch",
+        "optim.weight_sums",
         "optim.loss_weights",
     ],
     ["_session", "optim.ema", "optim.step_guard"],
@@ -74,7 +76,10 @@ ORDER = {
         "agent"
     ),
     "loggers": "loggers kubeflow progress",
-    "optim": "gradients loss_scaler clipping closures parameter_lists loss_weights ema step_guard",
+    "optim": (
+        "gradients loss_scaler clipping closures parameter_lists weight_sums gradient_watch "
+        "loss_weights ema step_guard"
+    ),
     "strategies": (
         "init_module base standalone parallel data_parallel ddp "
         "fsdp.wrapping fsdp.state fsdp.unreduced fsdp.sharding fsdp.forward fsdp.api fsdp "

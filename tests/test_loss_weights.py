@@ -462,7 +462,7 @@ def test_weights_on_a_device_are_not_read_before_the_next_step(
 ) -> None:
     model, optimizer = set_up_linear(fabric)
     # On CUDA, weights are not read at once.
-    fabric._session.ensure_loss_weights().reads_at_once = False
+    fabric._session.ensure_loss_weights().weight_sums.reads_at_once = False
     backward(fabric, model, 6.0, torch.tensor(1))
     backward(fabric, model, 6.0, 2)
     assert take_step(model, optimizer) == 4.0
@@ -859,8 +859,8 @@ def test_gradients_that_are_cleared_through_data_leave_no_weight(
     model, optimizer = set_up_linear(fabric)
     backward(fabric, model, 6.0, 3)
     assert take_step(model, optimizer) == 2.0
-    weights = fabric._session.ensure_loss_weights()
-    monkeypatch.setattr(weights, "reads_at_once", reads_at_once)
+    weight_sums = fabric._session.ensure_loss_weights().weight_sums
+    monkeypatch.setattr(weight_sums, "reads_at_once", reads_at_once)
     backward(fabric, model, 6.0, 3)
     model.weight.grad.data.zero_()
     backward(fabric, model, 6.0, 2)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric._torch import local_tensor
+from fabric._torch import in_place_version, local_tensor
 
 __all__ = [
+    "gradient_fingerprint",
     "has_gradients",
     "is_cleared",
     "local_gradients",
@@ -110,3 +111,19 @@ def mark_first_gradient(optimizer: Optimizer) -> bool:
                 mark_as_computed(grad)
                 return True
     return bool(grads_by_kind)
+
+
+def gradient_fingerprint(optimizer: Optimizer) -> object:
+    """Return a value that changes when an optimizer's gradients are cleared or changed.
+
+    The value consists of the identity and the in-place versions of the optimizer's first gradient.
+    It is None without gradients. This function does not wait for a device.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                # Two versions: FSDP changes the local part of a DTensor in place, and
+                # zero_grad(set_to_none=False) changes the DTensor itself.
+                return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
+    return None

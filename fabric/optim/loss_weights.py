@@ -16,12 +16,18 @@ Optimizers of the same losses share one window. Before each backward pass, the w
 end whose gradients the user has cleared, see ``[Note: Cleared gradients]`` in
 ``fabric/optim/gradients.py``. A backward pass that ``Fabric.backward`` does not know of has no
 weight. Hooks of the parameters record which of them get gradients, so that such a pass is an error.
+
+``Fabric.backward`` calls ``LossWeights.divide_loss``, runs the backward pass, and then calls
+``LossWeights.after_backward``. In between, ``_running_pass`` holds what the second call needs. A
+step calls ``_before_step`` at its start and ``_after_step`` at its end. ``divide_gradients`` is
+called by ``_before_step``, and before by ``Fabric.clip_gradients``.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -33,56 +39,48 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fabric._torch import foreach_multiply, in_place_version, local_tensor, unscale_and_check
-from fabric.collectives import all_reduce
-from fabric.communicators import Reduce
+from fabric._torch import foreach_multiply, unscale_and_check
 from fabric.contract import GradientContract
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import UsageError
+from fabric.optim.gradient_watch import GradientWatch
 from fabric.optim.gradients import (
+    gradient_fingerprint,
     has_gradients,
     is_cleared,
     local_gradients,
     mark_first_gradient,
 )
-from fabric.optim.loss_scaler import LossScaler, has_closure
+from fabric.optim.loss_scaler import has_closure
+from fabric.optim.weight_sums import EXPECTED_LOSSES, LossWeight, StepFactors, WeightSums
 from fabric.runtime import Runtime
 from fabric.strategies.parallel import as_list
 from fabric.tree import parameters_of
 
 __all__ = ["LossWeights"]
 
-# A float64 tensor on the device if reading its value would wait for the device, else a number.
-LossWeight = float | Tensor
-
 
 @dataclass(eq=False)
 class _Window:
     """The weighted backward passes of one or more optimizers since their last step.
 
+    Windows are compared by identity.
+
     Attributes:
         divisor: the power of two by which each loss was divided.
         weight: the sum of the loss weights on this rank.
-        factor: the number by which gradients have to be multiplied. None until the first optimizer
-            steps.
-        next_divisor: the divisor of the next window. None until the first optimizer steps.
+        factors: what the steps of the optimizers need. None until the first of them steps.
     """
 
     divisor: Tensor
     weight: LossWeight
-    factor: Tensor | None = None
-    next_divisor: Tensor | None = None
-
-    @property
-    def has_weight(self) -> bool:
-        """Whether this is a window, and not one of the two marks in place of a window."""
-        return self not in (_DIVIDED, _FOREIGN)
+    factors: StepFactors | None = None
 
 
-# Two marks in place of a window, which are compared by identity. Their fields are not used.
-# The gradients have been multiplied by the factor, and the optimizer has not stepped yet.
-_DIVIDED = _Window(divisor=torch.ones(()), weight=0)
-# The optimizer holds gradients of losses that are for other optimizers.
-_FOREIGN = _Window(divisor=torch.ones(()), weight=0)
+class _Mark(Enum):
+    """What an optimizer has in place of a window, although it holds weighted gradients."""
+
+    DIVIDED = "the gradients were multiplied by the factor, and the step is still to come"
+    FOREIGN = "the optimizer holds gradients of losses that are for other optimizers"
 
 
 @dataclass
@@ -90,18 +88,16 @@ class _OptimizerState:
     """The state of an optimizer that has had gradients of weighted losses.
 
     Attributes:
-        window: the optimizer's window, ``_DIVIDED`` or ``_FOREIGN``. None after a step.
-        fingerprint: see ``_gradient_fingerprint``, of the gradients after the last backward pass.
+        window: the optimizer's window, or a mark in place of a window. None after a step.
+        fingerprint: see ``gradient_fingerprint``, of the gradients after the last backward pass.
         had_weighted_gradients: whether there were gradients after the last weighted backward pass.
         divisor: the divisor of the optimizer's next window. None before the first step.
-        watched: by id, the parameters with a hook that records that they get a gradient.
     """
 
-    window: _Window | None = None
+    window: _Window | _Mark | None = None
     fingerprint: object = None
     had_weighted_gradients: bool = False
     divisor: Tensor | None = None
-    watched: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
 @dataclass(frozen=True)
@@ -119,9 +115,6 @@ class _BackwardPass:
     window: _Window | None = None
     fingerprints: dict[Optimizer, object] = field(default_factory=dict)
 
-
-# More parameters than one backward pass reaches.
-_MAX_REACHED = 1_000_000
 
 # A problem in errors.
 _CLOSURE = (
@@ -145,62 +138,44 @@ class LossWeights:
 
     Args:
         runtime: the runtime of this process. Gradients are averaged over its ranks.
-        scaler: the loss scaler. None if the precision has none.
         optimizers: the set-up optimizers. Later ones are added to this collection.
         contracts: the contracts of the set-up modules. Later ones are added to this collection.
         cleanup: the stack whose end removes the hooks around the steps of all optimizers.
 
     Attributes:
-        reads_at_once: whether loss weights and gradients are read at once. True except on CUDA,
-            where reading would wait for the device. There, a sum of loss weights that is zero or
-            not finite makes the gradients zero. The next step or save raises the error.
+        weight_sums: reads loss weights and adds them up over ranks.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        scaler: LossScaler | None,
         optimizers: Collection[Optimizer],
         contracts: Collection[GradientContract],
         cleanup: ExitStack,
     ) -> None:
         """Register the hooks around the steps of all optimizers of the process."""
-        self._communicator = runtime.communicator
-        self._device = runtime.device
-        self._scaler = scaler
+        self.weight_sums = WeightSums(runtime)
+        self._rank = runtime.communicator.rank
         self._optimizers = optimizers
         self._contracts = contracts
+        self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
+        # divide_loss() sets it before a backward pass, and after_backward() resets it.
+        self._running_pass = _BackwardPass()
         # Hooks for all optimizers run before the hooks of one optimizer. So the users' hooks see
         # divided gradients.
         before_step = register_optimizer_step_pre_hook(self._before_step)
         cleanup.callback(before_step.remove)
         after_step = register_optimizer_step_post_hook(self._after_step)
         cleanup.callback(after_step.remove)
-        self.reads_at_once = runtime.device.type != "cuda"
-        # Whether the last sum of loss weights was valid: True, or a tensor on the CPU without
-        # dimensions. On CUDA, the tensor can be read once the event below has been reached.
-        self._is_sum_valid: Tensor | bool = True
-        # The end of the copy of _is_sum_valid from the device to the CPU.
-        device_module = torch.cpu if self.reads_at_once else torch.get_device_module(runtime.device)
-        self._validity_copy_event = device_module.Event()
-        self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
-        self._running_pass = _BackwardPass()
-        # The parameters that have got a gradient since the last backward pass of Fabric.
-        # A list with a limit, which backward passes without Fabric would fill without end.
-        self._reached: deque[Tensor] = deque(maxlen=_MAX_REACHED)
-        # By contract, the number of passes with unreduced gradients, up to the last backward pass.
-        self._unreduced_passes: WeakKeyDictionary[GradientContract, int] = WeakKeyDictionary()
-        # The hooks of the parameters. The end of this stack removes them.
-        self._parameter_hooks = cleanup.enter_context(ExitStack())
-        cleanup.callback(self._reached.clear)
+        self._gradient_watch = GradientWatch(contracts, cleanup)
 
-    def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
-        """Divide the loss by the divisor and apply the loss scale.
+    def divide_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
+        """Divide the loss by the divisor of its window.
 
         Called at the start of each backward pass, also of a loss without a weight. Collective at
-        the first weighted loss of an optimizer, and if :meth:`LossScaler.scale_loss` is collective.
-        The optimizers get the window with this loss only in :meth:`after_backward`, so that a
-        backward pass that raises leaves their windows as they were.
+        the first weighted loss of an optimizer. The optimizers get the window with this loss only
+        in :meth:`after_backward`, so that a backward pass that raises leaves their windows as they
+        were.
 
         Args:
             loss: the loss.
@@ -208,7 +183,8 @@ class LossWeights:
             optimizer: the optimizers that the loss is for. None means all that are set up.
 
         Returns:
-            The loss to call ``backward`` on. See ``Fabric.backward``.
+            The loss to call ``backward`` on, or to apply the loss scale to. See
+            ``Fabric.backward``. A loss without a weight is returned unchanged.
 
         Raises:
             UsageError: an optimizer is not set up, or has gradients to which the gradients of this
@@ -217,7 +193,7 @@ class LossWeights:
         """
         loss_weight = None
         if weight is not None:
-            loss_weight = self._parse_weight(weight)
+            loss_weight = self.weight_sums.parse(weight)
         # None and an empty list both stand for all optimizers.
         optimizers = as_list(optimizer) or list(self._optimizers)
         self._check_set_up(optimizers)
@@ -225,23 +201,26 @@ class LossWeights:
         self._drop_cleared_windows()
         for set_up_optimizer in self._optimizers:
             self._refuse_unknown_passes(set_up_optimizer)
-        self._reached.clear()
+        self._gradient_watch.begin_pass()
         window = self._common_window(optimizers)
-        if loss_weight is not None:
-            window = self._extended_window(window, optimizers, loss_weight)
-            # In float16, a sum may overflow before it is divided.
-            if loss.dtype is torch.float16:
-                loss = loss.float()
-            loss = loss / window.divisor.to(loss.device, loss.dtype)
-        elif window is not None:
-            self._refuse_loss(
-                "this loss has no weight, but an earlier loss since the last step has one",
-                f"weight=...; or {_NAME_OPTIMIZERS}",
-            )
-        self._begin_backward_pass(optimizers, window)
-        if self._scaler is None:
+        if loss_weight is None:
+            if window is not None:
+                self._refuse_loss(
+                    "this loss has no weight, but an earlier loss since the last step has one",
+                    f"weight=...; or {_NAME_OPTIMIZERS}",
+                )
+            self._running_pass = _BackwardPass(fingerprints=self._fingerprints_except(optimizers))
             return loss
-        return self._scaler.scale_loss(loss)
+        window = self._extended_window(window, optimizers, loss_weight)
+        self._running_pass = _BackwardPass(
+            optimizers=optimizers,
+            window=window,
+            fingerprints=self._fingerprints_except(optimizers),
+        )
+        # In float16, a sum may overflow before it is divided.
+        if loss.dtype is torch.float16:
+            loss = loss.float()
+        return loss / window.divisor.to(loss.device, loss.dtype)
 
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the end of a backward pass. Called after every backward pass of ``Fabric``.
@@ -258,23 +237,20 @@ class LossWeights:
         """
         finished_pass = self._running_pass
         self._running_pass = _BackwardPass()
-        ids_of_reached_parameters = set(map(id, self._reached))
-        self._reached.clear()
         # After an error, too: the pass may have accumulated gradients before it.
-        for contract in self._contracts:
-            self._unreduced_passes[contract] = contract.unreduced_passes()
+        reached_ids = self._gradient_watch.end_pass()
         if error is not None:
             return
         # The optimizers that the loss is not for. If their gradients have changed, the loss has
         # reached their parameters all the same.
         for optimizer, fingerprint_before in finished_pass.fingerprints.items():
-            fingerprint = _gradient_fingerprint(optimizer)
-            ids_of_optimizer = map(id, parameters_of(optimizer))
-            has_reached = not ids_of_reached_parameters.isdisjoint(ids_of_optimizer)
-            if has_reached or fingerprint != fingerprint_before:
+            has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
+            if has_reached or gradient_fingerprint(optimizer) != fingerprint_before:
                 self._record_foreign_gradients(optimizer, finished_pass.window)
+        if finished_pass.window is None:
+            return
         for optimizer in finished_pass.optimizers:
-            self._end_pass(optimizer, finished_pass.window)
+            self._record_gradients(optimizer, finished_pass.window)
 
     @torch.no_grad()
     def divide_gradients(self, optimizer: Optimizer) -> None:
@@ -291,45 +267,24 @@ class LossWeights:
             return
         self._refuse_unknown_passes(optimizer)
         window = state.window
-        if window is _DIVIDED:
+        if window is _Mark.DIVIDED:
             return
-        if window is _FOREIGN:
+        if window is _Mark.FOREIGN:
             self._refuse_step(
                 optimizer, "it has gradients of weighted losses for other optimizers", _CLEAR
             )
         # Optimizers that share a window exchange one message, at the first step of any of them.
-        if window.factor is None:
-            self._reduce_window(window)  # sets the factor and the next divisor
-        assert window.factor is not None
-        state.divisor = window.next_divisor
+        if window.factors is None:
+            window.factors = self.weight_sums.factors_for(window.weight, window.divisor)
+        state.divisor = window.factors.next_divisor
         for grads in local_gradients(optimizer):  # each list has one device and one dtype
-            _multiply(grads, window.factor)
-        state.window = _DIVIDED
+            _multiply(grads, window.factors.factor)
+        state.window = _Mark.DIVIDED
 
     def has_window(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has gradients that are not divided by their weights yet."""
         state = self._states.get(optimizer)
-        return state is not None and state.window not in (None, _DIVIDED)
-
-    def check(self) -> None:
-        """Raise a UsageError if the loss weights of the last step had no valid sum.
-
-        Called at the next step and before a save. Waits until the sum of the last step is known.
-        The error is raised once.
-        """
-        # On CUDA, the step has copied the value of _is_sum_valid from the device without waiting.
-        # The copy has ended at this event.
-        self._validity_copy_event.synchronize()
-        is_sum_valid = bool(self._is_sum_valid)
-        # Reset, so that the next call does not raise the same error again.
-        self._is_sum_valid = True
-        if not is_sum_valid:
-            problem = (
-                "the loss weights of all ranks since the step before have a sum of zero, or a sum "
-                "that is not finite"
-            )
-            suggestion = "optimizer.zero_grad() in place of such a step"
-            self._refuse("an optimizer's step after weighted losses", problem, suggestion)
+        return state is not None and state.window not in (None, _Mark.DIVIDED)
 
     def state_dict(self) -> list[float | None]:
         """Return the divisor of the next window of each set-up optimizer, in order.
@@ -347,50 +302,13 @@ class LossWeights:
 
     def load_state_dict(self, divisors: Sequence[float | None]) -> None:
         """Restore the divisors that :meth:`state_dict` returned, as far as there are optimizers."""
-        device = "cpu" if self.reads_at_once else self._device
         for optimizer, divisor in zip(self._optimizers, divisors, strict=False):
             state = self._states.setdefault(optimizer, _OptimizerState())
             state.divisor = None
             if divisor is not None:
-                state.divisor = torch.full((), divisor, dtype=torch.float64, device=device)
+                state.divisor = self.weight_sums.divisor_from(divisor)
 
     # -- before a backward pass -----------------------------------------------------------------
-
-    def _parse_weight(self, weight: Any) -> LossWeight:
-        """Return a loss weight as a number, or as a tensor if reading would wait for the device.
-
-        Args:
-            weight: the user's weight: a number, or a tensor or array without dimensions.
-
-        Raises:
-            ConfigurationError: the weight is not a number, or is negative or infinite. The value of
-                a tensor on CUDA is not checked here, but makes the sum of the weights invalid.
-        """
-        # Tensors and arrays have a shape, and numbers of Python have none.
-        is_scalar = getattr(weight, "shape", None) == ()
-        if is_scalar and not self.reads_at_once and self._is_number_on_device(weight):
-            value = weight.detach()
-            # A negative weight becomes NaN, so that the sum of the weights is invalid.
-            return torch.where(value >= 0, value.double(), torch.nan)
-        number: Any = weight
-        if is_scalar:
-            number = weight.item()
-        # type() and not isinstance(): a bool is not a weight. NaN fails the comparison.
-        if type(number) not in (int, float) or not 0 <= number < torch.inf:
-            raise ConfigurationError(
-                f"fabric.backward(loss, {weight=}) on rank {self._communicator.rank}",
-                expected="a finite number >= 0, or a tensor of shape () that holds such a number",
-            )
-        if self.reads_at_once:
-            return number
-        # On CUDA all weights are tensors, since a sum of them may contain weights from the device.
-        return torch.full((), number, dtype=torch.float64, device=self._device)
-
-    def _is_number_on_device(self, weight: Any) -> bool:
-        """Return whether a loss weight is a tensor of numbers on this process's device."""
-        if not isinstance(weight, Tensor) or weight.dtype is torch.bool:
-            return False
-        return weight.device.type == self._device.type
 
     def _check_set_up(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a UsageError unless there are optimizers and all of them are set up."""
@@ -410,29 +328,26 @@ class LossWeights:
         zero, the device finds this out without being waited for, and sets the weight of the window
         to 0.
         """
+        # By window, for each of its gradients that is not read: whether the gradient is cleared.
         # Optimizers of one loss share a window. Its gradients are cleared if those of all of them
         # are.
-        flags: defaultdict[_Window, list[Tensor]] = defaultdict(list)
+        unread_flags: defaultdict[_Window, list[Tensor]] = defaultdict(list)
         for optimizer, state in self._states.items():
             window = state.window
             if window is None:
                 continue
-            fingerprint = _gradient_fingerprint(optimizer)
+            fingerprint = gradient_fingerprint(optimizer)
             has_changed = fingerprint != state.fingerprint
             state.fingerprint = fingerprint
-            if self.reads_at_once or has_changed:
+            if self.weight_sums.reads_at_once or has_changed:
                 if _has_cleared_gradients(optimizer, state, has_changed):
-                    state.window = None
-                    if window.has_weight:
-                        # All ranks have this divisor, from an all-reduce. The next window uses it,
-                        # too, and needs no all-reduce of its own.
-                        state.divisor = window.divisor
-            elif window.has_weight:
+                    _drop_window(state)
+            elif isinstance(window, _Window):
                 for grads in local_gradients(optimizer):
-                    for grad in grads:
-                        flags[window].append(is_cleared(grad))
-        for window, cleared in flags.items():
-            are_all_cleared = torch.stack([flag.to(self._device) for flag in cleared]).all()
+                    unread_flags[window].extend(map(is_cleared, grads))
+        for window, flags in unread_flags.items():
+            device = window.divisor.device
+            are_all_cleared = torch.stack([flag.to(device) for flag in flags]).all()
             window.weight = torch.where(are_all_cleared, 0, window.weight)
 
     def _refuse_unknown_passes(self, optimizer: Optimizer) -> None:
@@ -443,13 +358,7 @@ class LossWeights:
         state = self._states.get(optimizer)
         if state is None or state.window is None:
             return
-        reached_ids = set(map(id, self._reached))
-        for contract in self._contracts:
-            # In no_backward_sync under FSDP, gradients stay unreduced, and so the hooks of the
-            # parameters are not called.
-            if contract.unreduced_passes() > self._unreduced_passes.get(contract, 0):
-                reached_ids.update(map(id, contract.unreduced()))
-        if not reached_ids.isdisjoint(map(id, parameters_of(optimizer))):
+        if self._gradient_watch.has_unknown_pass(optimizer):
             self._refuse(
                 "a backward pass without fabric.backward, into gradients of "
                 f"{type(optimizer).__name__}",
@@ -457,30 +366,13 @@ class LossWeights:
                 f"{_WEIGH_ALL}. optimizer.zero_grad() drops these gradients",
             )
 
-    def _watch(self, optimizer: Optimizer) -> None:
-        """Register hooks that record which parameters of an optimizer get gradients.
-
-        Called at the start of each window, since parameters may have been added or unfrozen.
-        """
-        state = self._states.setdefault(optimizer, _OptimizerState())
-        for parameter in parameters_of(optimizer):
-            if id(parameter) in state.watched or not parameter.requires_grad:
-                continue
-            state.watched[id(parameter)] = parameter
-            # deque.append is written in C, so that the hook costs a backward pass no Python calls.
-            handle = parameter.register_post_accumulate_grad_hook(self._reached.append)
-            self._parameter_hooks.callback(handle.remove)
-
-    def _end_pass(self, optimizer: Optimizer, window: _Window | None) -> None:
-        """Record the gradients of an optimizer after a backward pass, and the window they are of.
-
-        The gradients are marked as computed, so that :meth:`_drop_cleared_windows` can tell whether
-        they have been cleared.
-        """
-        state = self._states.setdefault(optimizer, _OptimizerState())
-        state.window = window
-        state.had_weighted_gradients = mark_first_gradient(optimizer)
-        state.fingerprint = _gradient_fingerprint(optimizer)
+    def _fingerprints_except(self, optimizers: Sequence[Optimizer]) -> dict[Optimizer, object]:
+        """Return the fingerprints of the gradients of all set-up optimizers but the given ones."""
+        fingerprints: dict[Optimizer, object] = {}
+        for optimizer in self._optimizers:
+            if optimizer not in optimizers:
+                fingerprints[optimizer] = gradient_fingerprint(optimizer)
+        return fingerprints
 
     def _common_window(self, optimizers: Sequence[Optimizer]) -> _Window | None:
         """Return the window of the optimizers of a loss, or None if they have none.
@@ -489,8 +381,8 @@ class LossWeights:
             UsageError: they have different windows, or gradients to which the gradients of
                 another loss cannot be added.
         """
-        # Windows are compared by identity. An optimizer without a state has no window.
-        windows: set[_Window | None] = set()
+        # An optimizer without a state has no window.
+        windows: set[_Window | _Mark | None] = set()
         for optimizer in optimizers:
             state = self._states.get(optimizer)
             windows.add(None if state is None else state.window)
@@ -500,11 +392,11 @@ class LossWeights:
                 _NAME_OPTIMIZERS,
             )
         window = windows.pop()
-        if window is _DIVIDED:
+        if window is _Mark.DIVIDED:
             self._refuse_loss(
                 "clip_gradients has already divided the gradients of the losses before", _CLEAR
             )
-        if window is _FOREIGN:
+        if window is _Mark.FOREIGN:
             self._refuse_loss("the gradients are of weighted losses for other optimizers", _CLEAR)
         return window
 
@@ -528,14 +420,14 @@ class LossWeights:
             return _Window(divisor=window.divisor, weight=window.weight + weight)
         self._check_new_window(optimizers)
         for set_up_optimizer in self._optimizers:
-            self._watch(set_up_optimizer)
+            # Again for each window, since parameters may have been added or unfrozen.
+            self._gradient_watch.watch(set_up_optimizer)
         for optimizer in optimizers:
             state = self._states.get(optimizer)
             if state is not None and state.divisor is not None:
                 # The step before has computed this divisor, from its own loss weights.
                 return _Window(divisor=state.divisor, weight=weight)
-        mean_weight = self._mean_over_ranks(weight)
-        return _Window(divisor=_power_of_two_above(mean_weight), weight=weight)
+        return _Window(divisor=self.weight_sums.divisor_for(weight), weight=weight)
 
     def _check_new_window(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a UsageError if the optimizers cannot begin a window.
@@ -568,24 +460,6 @@ class LossWeights:
                 f"{_CLEAR}; {_NAME_OPTIMIZERS}",
             )
 
-    def _begin_backward_pass(self, optimizers: Sequence[Optimizer], window: _Window | None) -> None:
-        """Record the start of a backward pass. :meth:`after_backward` records the end.
-
-        Args:
-            optimizers: the optimizers that the loss is for.
-            window: the window that includes the loss. None if the loss has no weight.
-        """
-        fingerprints: dict[Optimizer, object] = {}
-        for optimizer in self._optimizers:
-            if optimizer not in optimizers:
-                fingerprints[optimizer] = _gradient_fingerprint(optimizer)
-        if window is None:
-            # Without a window, after_backward() has nothing to record for these optimizers.
-            optimizers = ()
-        self._running_pass = _BackwardPass(
-            optimizers=optimizers, window=window, fingerprints=fingerprints
-        )
-
     def _record_foreign_gradients(self, optimizer: Optimizer, window: _Window | None) -> None:
         """Record that an optimizer got gradients of a loss that is for other optimizers.
 
@@ -599,7 +473,7 @@ class LossWeights:
             UsageError: the optimizer has a window of its own, to whose gradients these were added.
         """
         state = self._states.get(optimizer)
-        if state is not None and state.window not in (None, _FOREIGN):
+        if state is not None and state.window not in (None, _Mark.FOREIGN):
             self._refuse_loss(
                 f"the loss reached parameters of {type(optimizer).__name__}, whose gradients are "
                 "of other weighted losses",
@@ -609,40 +483,24 @@ class LossWeights:
         # Gradients of a loss without a weight are never divided, so they need no record.
         has_weight = window is not None
         if has_weight:
-            self._end_pass(optimizer, _FOREIGN)
+            self._record_gradients(optimizer, _Mark.FOREIGN)
+
+    def _record_gradients(self, optimizer: Optimizer, window: _Window | _Mark) -> None:
+        """Record the gradients of an optimizer after a backward pass of a weighted loss.
+
+        The gradients are marked as computed, so that :meth:`_drop_cleared_windows` can tell whether
+        they have been cleared.
+
+        Args:
+            optimizer: the optimizer.
+            window: the window that the gradients belong to, or a mark in place of a window.
+        """
+        state = self._states.setdefault(optimizer, _OptimizerState())
+        state.window = window
+        state.had_weighted_gradients = mark_first_gradient(optimizer)
+        state.fingerprint = gradient_fingerprint(optimizer)
 
     # -- around a step --------------------------------------------------------------------------
-
-    def _reduce_window(self, window: _Window) -> None:
-        """Set ``window.factor`` and ``window.next_divisor`` from the loss weights of all ranks.
-
-        Collective. Called at the first step of any optimizer of the window. If the sum of the loss
-        weights is zero or not finite, the factor is zero.
-
-        :meth:`check` raises the error of such a sum. It waits for ``_validity_copy_event``, and
-        then reads ``_is_sum_valid``. So the event has to be recorded after the copy has begun.
-        """
-        # Raises if the sum of the step before was not valid. Its result is replaced below.
-        self.check()
-        mean_weight = self._mean_over_ranks(window.weight)
-        is_valid = (mean_weight > 0) & mean_weight.isfinite()
-        # On CUDA, this copy to the CPU does not wait for the device.
-        self._is_sum_valid = is_valid.to("cpu", non_blocking=True)
-        self._validity_copy_event.record()
-        if self.reads_at_once:
-            # Without CUDA, reading does not wait, and the error is raised in this step.
-            self.check()
-        # With n ranks, a gradient is now sum(gradients of losses) / (n * divisor). Times the
-        # divisor, over the mean weight, it is sum(gradients of losses) / sum(weights).
-        window.factor = torch.where(is_valid, window.divisor / mean_weight, 0)
-        window.next_divisor = _power_of_two_above(mean_weight)
-
-    def _mean_over_ranks(self, weight: LossWeight) -> Tensor:
-        """Return the mean of the ranks' loss weights, in float64. Collective."""
-        total = weight
-        if self._communicator.size > 1:
-            total = all_reduce(self._communicator, weight, Reduce.SUM)
-        return torch.as_tensor(total, dtype=torch.float64) / self._communicator.size
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -676,8 +534,8 @@ class LossWeights:
             return
         window = state.window
         state.window = None
-        # _before_step has replaced any earlier window by _DIVIDED.
-        was_begun_within_step = window is not None and window is not _DIVIDED
+        # _before_step has replaced any earlier window by a mark.
+        was_begun_within_step = window is not None and window is not _Mark.DIVIDED
         if was_begun_within_step:
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
 
@@ -692,9 +550,9 @@ class LossWeights:
 
     def _refuse(self, request: str, problem: str, suggestion: str) -> NoReturn:
         raise UsageError(
-            f"{request} on rank {self._communicator.rank}",
+            f"{request} on rank {self._rank}",
             problem,
-            expected="weighted losses, added to gradients that are cleared after each step",
+            expected=EXPECTED_LOSSES,
             suggestion=suggestion,
         )
 
@@ -720,20 +578,13 @@ def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_cha
     return state.had_weighted_gradients and has_changed
 
 
-def _power_of_two_above(mean: Tensor) -> Tensor:
-    """Return the smallest power of two greater than a number, without waiting for a device.
-
-    The result is 1 if the number is zero or not finite. It is at least ``2**-100`` and at most
-    ``2**100``: float32 holds these powers, and products with them rarely leave its range, which
-    ends near ``2**-126`` and ``2**128``.
-
-    Args:
-        mean: the number, a float64 tensor without dimensions that is not negative.
-    """
-    # frexp() splits a number into a mantissa in [0.5, 1) and a power of two. For zero, infinity and
-    # NaN, the quotient below is NaN, which clamp() keeps.
-    power = mean / mean.frexp().mantissa
-    return power.clamp(2.0**-100, 2.0**100).nan_to_num(nan=1.0)
+def _drop_window(state: _OptimizerState) -> None:
+    """End the window of an optimizer whose gradients have been cleared."""
+    if isinstance(state.window, _Window):
+        # All ranks have this divisor, from an all-reduce. The next window uses it, too, and needs
+        # no all-reduce of its own.
+        state.divisor = state.window.divisor
+    state.window = None
 
 
 def _multiply(grads: list[Tensor], factor: Tensor) -> None:
@@ -752,19 +603,3 @@ def _multiply(grads: list[Tensor], factor: Tensor) -> None:
         unscale_and_check(grads, found_inf, factor)
     else:
         foreach_multiply(grads, factor.to(grads[0].dtype))
-
-
-def _gradient_fingerprint(optimizer: Optimizer) -> object:
-    """Return a value that changes when an optimizer's gradients are cleared or changed.
-
-    The value consists of the identity and the in-place versions of the optimizer's first gradient.
-    It is None without gradients. This function does not wait for a device.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None:
-                # Two versions: FSDP changes the local part of a DTensor in place, and
-                # zero_grad(set_to_none=False) changes the DTensor itself.
-                return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
-    return None

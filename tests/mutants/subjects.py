@@ -62,9 +62,11 @@ _SUBJECTS = {
     "optim/ema": "ema",
     "optim/gradients": "clipping loss_scaler step_guard",
     "optim/loss_scaler": "loss_scaler",
+    "optim/gradient_watch": "loss_weights",
     "optim/loss_weights": "loss_weights",
     "optim/parameter_lists": "parameter_lists",
     "optim/step_guard": "step_guard",
+    "optim/weight_sums": "loss_weights",
 }
 # Every mutation that survives the tests of its subject runs against these as well.
 _WIDER = (
