@@ -622,23 +622,9 @@ class FSDPStrategy(ParallelStrategy):
         root = uncompiled(prepared)
         # The hooks around each forward pass of the model.
         forward = self._sharded_forwards[id(root)]
-        # The parameters and buffers of the model that every rank holds in full.
-        unsharded = forward.unsharded
         # Collected once, because the contract's functions are called in every step.
         parameters = dict(root.named_parameters())
-        replicated: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            if parameter in unsharded.parameters:
-                replicated[name] = parameter
-
-        def replicas() -> dict[str, Tensor]:
-            """Return the parameters, and the buffers at the time of the call."""
-            return {**parameters, **dict(root.named_buffers())}
-
-        def unreduced() -> list[Tensor]:
-            """Return the sharded and the replicated parameters with gradients not reduced yet."""
-            return [*forward.unreduced.parameters(), *unsharded.unreduced_parameters()]
-
+        replicated = _choose(parameters, forward.unsharded.parameters)
         has_low_precision = self.runtime.precision.compute_dtype is not None
         return replace(
             super().gradient_contract(prepared),
@@ -647,13 +633,13 @@ class FSDPStrategy(ParallelStrategy):
             parameters=lambda: parameters,
             is_sharded=True,
             peers=self._shard_ranks,
-            # Called in every step. partial and attrgetter run in C, which is faster than a lambda.
-            synchronizes=partial(attrgetter("synchronizes"), unsharded),
+            synchronizes=forward.synchronizes,
             # Each rank has the gradients of its own shards.
             gradients_may_differ=True,
             replicated=lambda: replicated,
-            replicas=replicas,
-            unreduced=unreduced,
+            replicas=partial(_with_buffers, parameters, root),
+            unreduced=forward.unreduced_parameters,
+            # Called in every step. partial and attrgetter run in C, which is faster than a lambda.
             unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
             # Offloaded shards are copied to the device in the background: reshard has to wait for
             # the copies.
@@ -827,6 +813,22 @@ def _parse_backward_prefetch(value: Any) -> int | None:
         f"FSDPStrategy(backward_prefetch={value!r})",
         expected="BACKWARD_PRE, BACKWARD_POST, or 2 for two",
     )
+
+
+def _choose(
+    parameters: Mapping[str, nn.Parameter], chosen: Collection[nn.Parameter]
+) -> dict[str, Tensor]:
+    """Return those of the parameters that are in a collection, with their names."""
+    chosen_parameters: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter in chosen:
+            chosen_parameters[name] = parameter
+    return chosen_parameters
+
+
+def _with_buffers(parameters: Mapping[str, Tensor], root: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model, and the buffers that it has now, with their names."""
+    return {**parameters, **dict(root.named_buffers())}
 
 
 def _rng_state() -> bytes:

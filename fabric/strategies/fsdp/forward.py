@@ -6,10 +6,10 @@ or FSDP2 would take it for the root of another model, and the whole model would 
 gradients. So a call of a submodule raises an error at once, with or without gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,21 +17,14 @@ from torch import nn
 
 from fabric._torch import (
     HookEntry,
-    fsdp_parameter_records,
     hook_entry,
-    in_place_version,
     is_in_backward,
-    is_parameter_of_record,
     unfinished_backward_check,
 )
 from fabric.diagnostics.bypass import call_of_method, callable_submodules
 from fabric.errors import UsageError
-from fabric.strategies.fsdp.state import (
-    ParameterSlot,
-    UnshardedState,
-    parameter_slots,
-    take_shards,
-)
+from fabric.strategies.fsdp.parameters import ShardedParameters
+from fabric.strategies.fsdp.state import UnshardedState
 from fabric.strategies.fsdp.unreduced import UnreducedGradients
 
 __all__ = ["ShardedForward"]
@@ -41,15 +34,20 @@ class ShardedForward:
     """The hooks around each forward pass of a sharded model. See ``[Note: Sharded forward]``.
 
     The hooks refuse calls of submodules, and leave the model ready for the next forward pass after
-    each forward pass, even after one that raised. The hooks of the root keep this object alive. A
-    *slot* is a name under which a module holds a parameter. A *record* is FSDP2's own object of a
-    sharded parameter.
+    each forward pass, even after one that raised. The hooks of the root keep this object alive.
 
     Args:
         root: the user's module, which is sharded already.
         fsdp_modules: the FSDP modules of the model, without the root.
         rank: the rank of this process, for errors.
         unsharded: the parameters and buffers of the model that are not sharded.
+
+    Attributes:
+        root: the user's module.
+        unsharded: the parameters and buffers of the model that are not sharded.
+        synchronizes: returns whether a backward pass would reduce gradients now. It makes no Python
+            call, since every step calls it.
+        unreduced: the gradients that backward passes without synchronization have left.
     """
 
     def __init__(
@@ -58,9 +56,8 @@ class ShardedForward:
         """Register the hooks. Called once, after the model has been sharded."""
         self.root = root
         self.unsharded = unsharded
-        self.unreduced = UnreducedGradients(
-            root, synchronizes=partial(attrgetter("synchronizes"), unsharded)
-        )
+        self.synchronizes: Callable[[], bool] = partial(attrgetter("synchronizes"), unsharded)
+        self.unreduced = UnreducedGradients(root, self.synchronizes)
         self._rank = rank
         self._fsdp_modules: list[Any] = [*fsdp_modules, root]
         # The number of calls of the root that are running: a model may call itself.
@@ -72,31 +69,14 @@ class ShardedForward:
         # Like FSDP's own hooks, these are not part of a compiled graph.
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._after_forward: Any = torch.compiler.disable(unsharded.after_forward)
-        # Listed now, since a forward pass may leave gathered parameters in place of the shards.
-        self._slots = list(parameter_slots(root))
-        self._shards = [slot.parameter for slot in self._slots]
-        self._records = {
-            id(record.sharded_param): record for record in fsdp_parameter_records(root)
-        }
-        self._owners = [slot.parameters_of_module for slot in self._slots]
-        self._names = [slot.name for slot in self._slots]
-        # The sum of the in-place versions of the shards before the last forward pass.
-        self._sum_of_versions = 0
-        self._register_state_dict_hooks()
+        self._parameters = ShardedParameters(root, rank)
+        self._parameters.load_shards_of_full_tensors()
         # The first hook is prepended, so that the other pre-hooks of the root run within the
         # forward pass, and may call submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)
         self._submodule_hooks = self._register_submodule_hooks()
-
-    def _register_state_dict_hooks(self) -> None:
-        """Let every module of the model load state dicts with full tensors."""
-        shards_of_modules: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        for slot in self._slots:
-            shards_of_modules.setdefault(slot.module, {})[slot.name] = slot.parameter
-        for module, shards in shards_of_modules.items():
-            module.register_load_state_dict_pre_hook(partial(take_shards, shards))
 
     def _register_submodule_hooks(self) -> list[HookEntry]:
         """Register hooks that refuse calls of the submodules from outside of the model.
@@ -144,6 +124,10 @@ class ShardedForward:
         if wait:
             torch.accelerator.synchronize()
 
+    def unreduced_parameters(self) -> list[nn.Parameter]:
+        """Return the sharded and the replicated parameters with gradients not reduced yet."""
+        return [*self.unreduced.parameters(), *self.unsharded.unreduced_parameters()]
+
     def _refuse_submodule(self, path: str, module: nn.Module, args: Any) -> None:
         """Raise a UsageError for a call of a submodule by itself. Its forward pre-hook.
 
@@ -183,15 +167,11 @@ class ShardedForward:
             has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
             if has_failed_backward:
                 self.unreduced.reset_pass()
-            # Optimizers and loading change shards in place, which raises their versions.
-            sum_of_versions = sum(map(in_place_version, self._shards))
-            if sum_of_versions != self._sum_of_versions:
-                self._sum_of_versions = sum_of_versions
-                self._free_outdated_parameters()
-            # Without a Python function, since every forward pass compares all parameters.
-            registered = map(dict.get, self._owners, self._names)
-            if not all(map(is_, registered, self._shards)):
-                self._refuse_substitutes()
+            # A forward pass that is not followed by a backward pass leaves gathered parameters in
+            # place. This pass would use their values, which are older than the change.
+            if self._parameters.have_changed() and self._parameters.are_gathered():
+                self.reshard()
+            self._parameters.check_registered()
         self._depth += 1
         self._has_succeeded = False
         if is_outermost and not self.unsharded.is_empty:
@@ -235,48 +215,3 @@ class ShardedForward:
             # follow here. The user must find the shards: a change of gathered parameters would be
             # lost.
             self.reshard()
-
-    def _refuse_substitutes(self) -> None:
-        """Raise a UsageError if modules hold other tensors than the sharded parameters.
-
-        FSDP2 would compute with the sharded parameters, or would take the tensors for shards.
-        """
-        replaced: list[ParameterSlot] = []
-        for slot in self._slots:
-            registered = slot.parameters_of_module.get(slot.name)
-            if registered is slot.parameter:
-                continue
-            record = self._records.get(id(slot.parameter))
-            # Parameters without a record are replicated, and may be replaced.
-            if record is not None and not is_parameter_of_record(registered, record):
-                replaced.append(slot)
-        if replaced:
-            # The names cost time, and are collected only for the error.
-            paths = {module: path for path, module in self.root.named_modules()}
-            names: list[str] = []
-            for slot in replaced:
-                path = paths.get(slot.module, "")
-                names.append(f"{path}.{slot.name}".removeprefix("."))
-            raise UsageError(
-                f"model(...) on rank {self._rank}",
-                problem="other tensors stand in for sharded parameters, as in "
-                f"torch.func.functional_call, and FSDP would not use them: {', '.join(names)}",
-                expected="the parameters that setup() has sharded",
-                suggestion='strategy="ddp"; or functional_call(copy, '
-                "fabric.broadcast(fabric.get_state_dict(model)), ...), where copy is a "
-                "copy.deepcopy of the module from before setup",
-            )
-
-    def _free_outdated_parameters(self) -> None:
-        """Free gathered parameters if there are any. Called after the shards have changed.
-
-        A forward pass that is not followed by a backward pass leaves gathered parameters in place.
-        The next forward pass would use their values, which are those of the shards before the
-        change.
-        """
-        for slot in self._slots:
-            shard = slot.parameter
-            is_gathered = slot.parameters_of_module[slot.name] is not shard
-            if is_gathered:
-                self.reshard()
-                return

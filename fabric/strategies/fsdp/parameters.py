@@ -1,0 +1,113 @@
+"""The parameters of a sharded model, and what stands in their place in forward passes."""
+
+from functools import partial
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from fabric._torch import fsdp_parameter_records, in_place_version, is_parameter_of_record
+from fabric.errors import UsageError
+from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots, take_shards
+
+__all__ = ["ShardedParameters"]
+
+
+class ShardedParameters:
+    """The parameters of a sharded model, each of which is a shard or a replicated DTensor.
+
+    A *slot* is a name under which a module holds a parameter. While FSDP2 has gathered parameters,
+    the slots hold the gathered ones. A *record* is FSDP2's own object of a sharded parameter.
+
+    Args:
+        root: the user's module, which is sharded already.
+        rank: the rank of this process, for errors.
+    """
+
+    def __init__(self, root: nn.Module, rank: int) -> None:
+        """List the slots now: a later forward pass may leave gathered parameters in them."""
+        self._root = root
+        self._rank = rank
+        self._slots = list(parameter_slots(root))
+        # The fields of the slots, each in the order of the slots, for functions that run in C.
+        self._parameters = [slot.parameter for slot in self._slots]
+        self._owners = [slot.parameters_of_module for slot in self._slots]
+        self._names = [slot.name for slot in self._slots]
+        # By the id of the sharded parameter. Listed now, since FSDP2 may adopt another shard later.
+        self._records: dict[int, Any] = {}
+        for record in fsdp_parameter_records(root):
+            self._records[id(record.sharded_param)] = record
+        # The sum of the in-place versions of the parameters at the latest call of have_changed().
+        self._sum_of_versions = 0
+
+    def load_shards_of_full_tensors(self) -> None:
+        """Register hooks with which every module of the model loads state with full tensors."""
+        shards_of_modules: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        for slot in self._slots:
+            shards_of_modules.setdefault(slot.module, {})[slot.name] = slot.parameter
+        for module, shards in shards_of_modules.items():
+            module.register_load_state_dict_pre_hook(partial(take_shards, shards))
+
+    def have_changed(self) -> bool:
+        """Return whether a parameter was changed in place since the latest call.
+
+        Optimizers and loading change parameters in place, which raises their versions.
+        """
+        sum_of_versions = sum(map(in_place_version, self._parameters))
+        if sum_of_versions == self._sum_of_versions:
+            return False
+        self._sum_of_versions = sum_of_versions
+        return True
+
+    def are_gathered(self) -> bool:
+        """Return whether a slot holds a gathered parameter, or another tensor, now."""
+        for slot in self._slots:
+            if slot.parameters_of_module[slot.name] is not slot.parameter:
+                return True
+        return False
+
+    def check_registered(self) -> None:
+        """Check that the slots hold the sharded parameters, or what FSDP2 has gathered from them.
+
+        Raises:
+            UsageError: a slot holds another tensor. FSDP2 would compute with the sharded parameter,
+                or would take the tensor for a shard.
+        """
+        # Without a Python function, since every forward pass compares all parameters.
+        registered = map(dict.get, self._owners, self._names)
+        if all(map(is_, registered, self._parameters)):
+            return
+        substituted = self._substituted_slots()
+        if substituted:
+            raise UsageError(
+                f"model(...) on rank {self._rank}",
+                problem="other tensors stand in for sharded parameters, as in "
+                "torch.func.functional_call, and FSDP would not use them: "
+                f"{', '.join(self._qualified_names(substituted))}",
+                expected="the parameters that setup() has sharded",
+                suggestion='strategy="ddp"; or functional_call(copy, '
+                "fabric.broadcast(fabric.get_state_dict(model)), ...), where copy is a "
+                "copy.deepcopy of the module from before setup",
+            )
+
+    def _substituted_slots(self) -> list[ParameterSlot]:
+        """Return the slots that hold neither a sharded parameter nor its gathered parameter."""
+        substituted: list[ParameterSlot] = []
+        for slot in self._slots:
+            registered = slot.parameters_of_module.get(slot.name)
+            if registered is slot.parameter:
+                continue
+            record = self._records.get(id(slot.parameter))
+            # Parameters without a record are replicated, and may be replaced.
+            if record is not None and not is_parameter_of_record(registered, record):
+                substituted.append(slot)
+        return substituted
+
+    def _qualified_names(self, slots: list[ParameterSlot]) -> list[str]:
+        """Return the names of slots in the whole model."""
+        paths = {module: path for path, module in self._root.named_modules()}
+        names: list[str] = []
+        for slot in slots:
+            path = paths.get(slot.module, "")
+            names.append(f"{path}.{slot.name}".removeprefix("."))
+        return names
