@@ -19,6 +19,8 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import starmap
 from typing import Any
 
 from torch import Tensor
@@ -57,6 +59,8 @@ _OF_SAMPLES = {
     # The outputs of a module under DDP.
     "_DDPSinkBackward",
 }
+# Operations that grow with the number of elements, beside the sum.
+_NORMS = {"Logsumexp", "Norm", "LinalgVectorNorm"}
 _MATRIX_PRODUCTS = {"Addmm", "Mm", "Linear"}
 # Operations on a matrix of parameters before its product with samples.
 _OF_MATRICES = {"T", "ToCopy", "Transpose", "Permute"}
@@ -145,12 +149,21 @@ class _LossGraph:
         return None
 
     def _common_reduction(self, nodes: Iterable[Node]) -> LossReduction | None:
-        """Return the reduction of a sum of losses. None if they are not all means or all sums."""
-        reductions = [self.reduction_of(node) for node in nodes]
-        common = max(reductions, key=_factor, default=None)
-        for reduction in reductions:
-            if common is None or reduction is None or reduction.is_mean != common.is_mean:
+        """Return the reduction of a sum of losses, with the largest of their factors.
+
+        Return None if the losses are not all means or all sums.
+        """
+        common: LossReduction | None = None
+        for node in nodes:
+            reduction = self.reduction_of(node)
+            if reduction is None:
                 return None
+            if common is None:
+                common = reduction
+            elif reduction.is_mean != common.is_mean:
+                return None
+            elif reduction.factor > common.factor:
+                common = reduction
         return common
 
     def _scaled_reduction(self, node: Node) -> LossReduction | None:
@@ -160,16 +173,17 @@ class _LossGraph:
         if reduction is None or factors is None or factors.numel() != 1:
             return None
         factor = reduction.factor * factors.item()
-        if not reduction.is_mean:
-            # A sum that is divided by the number of its terms is a mean. Any other divisor may be
-            # anything, such as a number of features or of micro-batches.
-            for num_terms in (reduction.num_terms, self._weight):
-                if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
-                    return LossReduction(is_mean=True, num_terms=reduction.num_terms)
-            if factor < _MIN_FACTOR_OF_SUM:
-                # The number may be a mean by a divisor that is not known. A factor of 0 says that
-                # it is no plain sum, and stays 0 when it is multiplied by further constants.
-                factor = 0.0
+        if reduction.is_mean:
+            return replace(reduction, factor=factor)
+        # A sum that is divided by the number of its terms is a mean. Any other divisor may be
+        # anything, such as a number of features or of micro-batches.
+        for num_terms in (reduction.num_terms, self._weight):
+            if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
+                return LossReduction(is_mean=True, num_terms=reduction.num_terms)
+        if factor < _MIN_FACTOR_OF_SUM:
+            # The number may be a mean by a divisor that is not known. A factor of 0 says that it is
+            # no plain sum, and stays 0 when it is multiplied by further constants.
+            factor = 0.0
         return replace(reduction, factor=factor)
 
     def _reduction_of_elements(self, node: Node) -> LossReduction | None:
@@ -180,28 +194,21 @@ class _LossGraph:
         if num_terms == 1:
             return self.reduction_of(inputs[0])
         if _operation(inputs[0]) in _LISTS:
-            # A list of losses, such as those of several tasks.
+            # A list of losses, such as those of several tasks. If their reductions are not known,
+            # the list is read below like any other tensor.
             reduction = self._common_reduction(_inputs(inputs[0]))
+            if reduction is not None and is_mean:
+                return replace(reduction, factor=reduction.factor / num_terms)
             if reduction is not None:
-                factor = reduction.factor
-                if is_mean:
-                    factor /= num_terms
-                return replace(reduction, factor=factor)
+                return reduction
         elements = _read_elements(inputs)
         if is_mean:
-            is_certain = elements.is_known and not elements.has_sum
-            is_certain = is_certain or num_terms == self._weight
+            is_certain = elements.are_averaged or num_terms == self._weight
         else:
             is_certain = elements.are_summed_up
         if not is_certain:
             return None
         return LossReduction(is_mean, num_terms=num_terms)
-
-
-def _factor(reduction: LossReduction | None) -> float:
-    if reduction is None:
-        return 0.0
-    return reduction.factor
 
 
 def _reduction_of_loss_function(node: Node) -> LossReduction | None:
@@ -215,7 +222,7 @@ def _reduction_of_loss_function(node: Node) -> LossReduction | None:
     return LossReduction(is_mean)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Elements:
     """What is known about the elements of a tensor that a loss reduces.
 
@@ -226,74 +233,113 @@ class _Elements:
         has_sum: whether elements may be sums.
     """
 
-    has_samples: bool = False
-    is_known: bool = True
-    is_normalized: bool = False
-    has_sum: bool = False
+    has_samples: bool
+    is_known: bool
+    is_normalized: bool
+    has_sum: bool
+
+    @property
+    def are_averaged(self) -> bool:
+        """Whether the mean of the elements is a mean and not a multiple of a sum for certain."""
+        return self.is_known and not self.has_sum
 
     @property
     def are_summed_up(self) -> bool:
         """Whether the sum of the elements is a sum over the batch for certain."""
         return self.has_samples and self.is_known and not self.is_normalized
 
-    def read(self, node: Node) -> bool:
-        """Record what an operation does. Return whether to read its inputs, too."""
-        operation = _operation(node)
-        if operation == "AccumulateGrad":
-            return False
-        if operation in _OF_SAMPLES or _is_layer(node):
-            self.has_samples = True
-            return False
-        if operation in ("Mul", "Div") and len(_inputs(node)) == 1:
-            self.is_normalized |= _may_normalize(node)
-            return True
-        reduction = saved_option(node, "reduction")
-        if reduction is not None:
-            self.has_samples = True
-            self.is_normalized |= reduction == _REDUCTION_MEAN
-            self.has_sum |= reduction == _REDUCTION_SUM
-            return False
-        if operation == "Mean":
-            self.is_normalized |= math.prod(saved_option(node, "self_sym_sizes")) > 1
-            return True
-        if operation in ("Sum", "Logsumexp", "Norm", "LinalgVectorNorm"):
-            self._read_sum(node)
-            return True
-        if operation in _ELEMENTWISE:
-            return True
-        self.is_known = False
-        return False
 
-    def _read_sum(self, node: Node) -> None:
-        """Record a sum, or another reduction that grows with the number of elements."""
-        self.has_sum = True
-        dimensions = saved_option(node, "dim") or ()
-        if isinstance(dimensions, int):
-            dimensions = (dimensions,)
-        # The first dimension is the batch. Without dimensions, all of them are reduced. A norm over
-        # the batch is neither a mean nor a sum of its samples.
-        reduces_batch = not dimensions or 0 in dimensions
-        if _operation(node) != "Sum" and reduces_batch:
-            self.is_known = False
+class _Role(Enum):
+    """What an operation does for the elements of a tensor."""
+
+    PARAMETER = "is a parameter, and no operation"
+    SAMPLES = "computes samples, such as a layer"
+    LOSS_FUNCTION = "is a loss function of torch"
+    FACTOR = "multiplies elements by constants, or divides them"
+    MEAN = "computes means"
+    SUM = "computes sums, or something else that grows with the number of elements"
+    NORM_OF_BATCH = "computes norms over the batch, which are neither means nor sums of samples"
+    ELEMENTWISE = "computes each element by itself"
+    UNKNOWN = "may do anything"
+
+
+# The roles of operations below which the graph is not read.
+_LAST_ROLES = {_Role.PARAMETER, _Role.SAMPLES, _Role.LOSS_FUNCTION, _Role.UNKNOWN}
+
+
+def _role(node: Node) -> _Role:
+    """Return what an operation does for the elements of a tensor."""
+    operation = _operation(node)
+    role = _Role.UNKNOWN
+    if operation == "AccumulateGrad":
+        role = _Role.PARAMETER
+    elif operation in _OF_SAMPLES or _is_layer(node):
+        role = _Role.SAMPLES
+    elif operation in ("Mul", "Div") and len(_inputs(node)) == 1:
+        role = _Role.FACTOR
+    elif saved_option(node, "reduction") is not None:
+        role = _Role.LOSS_FUNCTION
+    elif operation == "Mean":
+        role = _Role.MEAN
+    elif operation == "Sum":
+        role = _Role.SUM
+    elif operation in _NORMS:
+        role = _Role.NORM_OF_BATCH if _reduces_batch(node) else _Role.SUM
+    elif operation in _ELEMENTWISE:
+        role = _Role.ELEMENTWISE
+    return role
 
 
 def _read_elements(nodes: Iterable[Node]) -> _Elements:
     """Return what is known about the elements that the operations compute."""
-    elements = _Elements()
+    roles: dict[Node, _Role] = {}
+    is_known = True
     pending = [*nodes]
-    read_nodes: set[Node] = set()
     while pending:
         node = pending.pop()
-        if node in read_nodes:
+        if node in roles:
             continue
-        read_nodes.add(node)
-        if len(read_nodes) > _MAX_NODES:
+        if len(roles) == _MAX_NODES:
             # To read a larger graph would take too long.
-            elements.is_known = False
+            is_known = False
             break
-        if elements.read(node):
+        roles[node] = _role(node)
+        if roles[node] not in _LAST_ROLES:
             pending.extend(_inputs(node))
-    return elements
+    distinct_roles = set(roles.values())
+    return _Elements(
+        has_samples=not distinct_roles.isdisjoint({_Role.SAMPLES, _Role.LOSS_FUNCTION}),
+        is_known=is_known and distinct_roles.isdisjoint({_Role.UNKNOWN, _Role.NORM_OF_BATCH}),
+        is_normalized=any(starmap(_may_normalize, roles.items())),
+        has_sum=any(starmap(_may_sum, roles.items())),
+    )
+
+
+def _may_normalize(node: Node, role: _Role) -> bool:
+    """Return whether an operation may compute means, or divide elements by their number."""
+    if role is _Role.FACTOR:
+        return _may_divide_by_number(node)
+    if role is _Role.LOSS_FUNCTION:
+        return saved_option(node, "reduction") == _REDUCTION_MEAN
+    if role is _Role.MEAN:
+        return math.prod(saved_option(node, "self_sym_sizes")) > 1
+    return False
+
+
+def _may_sum(node: Node, role: _Role) -> bool:
+    """Return whether an operation may compute sums."""
+    if role is _Role.LOSS_FUNCTION:
+        return saved_option(node, "reduction") == _REDUCTION_SUM
+    return role in (_Role.SUM, _Role.NORM_OF_BATCH)
+
+
+def _reduces_batch(node: Node) -> bool:
+    """Return whether a reduction is over the first dimension, which is the batch."""
+    dimensions = saved_option(node, "dim") or ()
+    if isinstance(dimensions, int):
+        dimensions = (dimensions,)
+    # Without dimensions, all of them are reduced.
+    return not dimensions or 0 in dimensions
 
 
 def _operation(node: Node) -> str:
@@ -318,8 +364,8 @@ def _is_layer(node: Node) -> bool:
     return matrix is not None and _operation(matrix) == "AccumulateGrad"
 
 
-def _may_normalize(node: Node) -> bool:
-    """Return whether an operation may divide elements by the number of elements."""
+def _may_divide_by_number(node: Node) -> bool:
+    """Return whether constant factors may divide elements by the number of elements."""
     factors = _constant_factors(node)
     # An empty batch has no factors, and tells nothing.
     if factors is None or factors.numel() == 0:
