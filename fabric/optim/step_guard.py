@@ -64,6 +64,93 @@ class _RefusedStep(NamedTuple):
     samples: list[_Samples]
 
 
+class _LossSpikes:
+    """Finds losses that are far above the running mean of the losses before them.
+
+    Args:
+        spike: the number of deviations above the running mean from which on a loss is too large.
+            None if no finite loss is.
+
+    Attributes:
+        mean: the running mean of the losses of the steps that were taken.
+        variance: the running variance of these losses.
+        num_losses: the number of these losses.
+    """
+
+    def __init__(self, spike: float | None) -> None:
+        self._spike = spike
+        self.mean = 0.0
+        self.variance = 0.0
+        self.num_losses = 0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether any finite loss can be too large."""
+        return self._spike is not None
+
+    def reason_to_refuse(self, loss: float) -> str | None:
+        """Return why a loss is too large, or None.
+
+        A loss that is not too large is added to the running mean and variance. Call this method
+        only if ``is_enabled`` is true.
+
+        Args:
+            loss: the mean loss of all ranks, which is finite.
+        """
+        assert self._spike is not None
+        distance = loss - self.mean
+        deviation = math.sqrt(self.variance)
+        if self.num_losses >= _WARMUP_STEPS and distance > self._spike * deviation:
+            return (
+                f"the loss {loss:.4g} is more than {self._spike:g} deviations of {deviation:.4g} "
+                f"above the mean {self.mean:.4g}"
+            )
+        self.num_losses += 1
+        # The mean of all losses at first, and then of about the last hundred.
+        weight = max(1 / self.num_losses, 1 - _DECAY)
+        self.mean += weight * distance
+        self.variance = (1 - weight) * (self.variance + weight * distance**2)
+        return None
+
+
+class _SamplesOfSteps:
+    """Finds the samples that this rank has received since the step before.
+
+    Args:
+        active_loops: the loops over loaders that are running, which know the samples.
+    """
+
+    def __init__(self, active_loops: Sequence[ActiveLoop]) -> None:
+        self._active_loops = active_loops
+        # The loop at the end of the last step, and its number of batches. None without a loop.
+        self._position: EpochPosition | None = None
+        self._num_batches = 0
+
+    def epoch_and_samples(self) -> tuple[int | None, _Samples]:
+        """Return the epoch and the samples of the step. None in place of what is not known."""
+        loop = self._latest_loop()
+        if loop is None:
+            return None, None
+        first_batch = 0
+        # If this is the loop of the last step, its earlier batches belong to earlier steps.
+        if loop.position is self._position:
+            first_batch = self._num_batches
+        batches = range(first_batch, loop.position.received_batches)
+        return loop.position.epoch, loop.spec.samples_of_batches(loop.position, batches)
+
+    def end_step(self) -> None:
+        """Count the batches that are received from now on as those of the next step."""
+        loop = self._latest_loop()
+        self._position = None
+        if loop is not None:
+            self._position = loop.position
+            self._num_batches = loop.position.received_batches
+
+    def _latest_loop(self) -> ActiveLoop | None:
+        """Return the loop that has yielded a batch last, or None."""
+        return max(self._active_loops, key=_batch_number, default=None)
+
+
 class StepGuard:
     """The answer to a bad batch: whether all processes take an optimizer step. See ``accepts``.
 
@@ -110,23 +197,16 @@ class StepGuard:
             )
         self._communicator = communicator
         self._scaler = scaler
-        self._active_loops = active_loops
         self._log_metrics = log_metrics
         self._refuses_nonfinite = nonfinite is not None
-        self._spike = spike
         self._patience = patience
         self._log = None if log is None else Path(log)
+        self._spikes = _LossSpikes(spike)
+        self._samples = _SamplesOfSteps(active_loops)
         self._step = 0
         self._num_refused = 0
         # The refused steps since the last step that was taken.
         self._refused_in_a_row: list[_RefusedStep] = []
-        # The mean and variance of the loss over the steps that were taken, and how many these are.
-        self._mean = 0.0
-        self._variance = 0.0
-        self._num_losses = 0
-        # The loop and its number of batches at the last call of accepts().
-        self._position: EpochPosition | None = None
-        self._num_batches = 0
 
     def accepts(
         self,
@@ -169,9 +249,7 @@ class StepGuard:
             self._refused_in_a_row.clear()
         else:
             self._refuse(reason, loss, models)
-        self._position = self._latest_position()
-        if self._position is not None:
-            self._num_batches = self._position.received_batches
+        self._samples.end_step()
         if len(self._refused_in_a_row) == self._patience:
             refused_steps = self._refused_in_a_row
             self._refused_in_a_row = []
@@ -183,18 +261,18 @@ class StepGuard:
         return {
             "step": self._step,
             "num_refused": self._num_refused,
-            "mean": self._mean,
-            "variance": self._variance,
-            "num_losses": self._num_losses,
+            "mean": self._spikes.mean,
+            "variance": self._spikes.variance,
+            "num_losses": self._spikes.num_losses,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned. Refused steps in a row count from 0."""
         self._step = state["step"]
         self._num_refused = state["num_refused"]
-        self._mean = state["mean"]
-        self._variance = state["variance"]
-        self._num_losses = state["num_losses"]
+        self._spikes.mean = state["mean"]
+        self._spikes.variance = state["variance"]
+        self._spikes.num_losses = state["num_losses"]
         self._refused_in_a_row = []
 
     def _reason_to_refuse(
@@ -205,7 +283,9 @@ class StepGuard:
         The arguments are those of :meth:`accepts`.
         """
         is_same_on_ranks = all(map(_has_same_norm_on_ranks, models))
-        if norm is not None and is_same_on_ranks and self._spike is None and norm.isfinite():
+        # Whether a finite norm is enough to accept the step.
+        is_norm_enough = is_same_on_ranks and not self._spikes.is_enabled
+        if norm is not None and is_norm_enough and norm.isfinite():
             # All ranks have the same finite norm, and so all accept the step without a message. The
             # gradients are good, whatever the loss is.
             return None
@@ -228,32 +308,9 @@ class StepGuard:
         if self._refuses_nonfinite and num_bad_gradients > 0 and self._scaler is None:
             return "a gradient is not finite"
         # A loss that is not finite, and was not refused above, has no mean to compare.
-        if self._spike is None or num_bad_losses > 0:
+        if not self._spikes.is_enabled or num_bad_losses > 0:
             return None
-        return self._reason_of_spike(total / self._communicator.size)
-
-    def _reason_of_spike(self, loss: float) -> str | None:
-        """Return why a loss is too large, or None.
-
-        A loss that is not too large is added to the running mean and variance.
-
-        Args:
-            loss: the mean loss of all ranks, which is finite.
-        """
-        assert self._spike is not None
-        distance = loss - self._mean
-        deviation = math.sqrt(self._variance)
-        if self._num_losses >= _WARMUP_STEPS and distance > self._spike * deviation:
-            return (
-                f"the loss {loss:.4g} is more than {self._spike:g} deviations of {deviation:.4g} "
-                f"above the mean {self._mean:.4g}"
-            )
-        self._num_losses += 1
-        # The mean of all losses at first, and then of about the last hundred.
-        weight = max(1 / self._num_losses, 1 - _DECAY)
-        self._mean += weight * distance
-        self._variance = (1 - weight) * (self._variance + weight * distance**2)
-        return None
+        return self._spikes.reason_to_refuse(total / self._communicator.size)
 
     def _refuse(self, reason: str, loss: Tensor, models: Sequence[FabricModule]) -> None:
         """Drop the gradients of a step, and record the step. Collective."""
@@ -261,7 +318,7 @@ class StepGuard:
             model.zero_grad()
         if self._scaler is not None:
             self._scaler.forget_overflow()
-        epoch, samples = self._samples_of_step()
+        epoch, samples = self._samples.epoch_and_samples()
         report = _RankReport(
             loss=float(loss.detach()),
             epoch=epoch,
@@ -299,24 +356,6 @@ class StepGuard:
             # A warning, since an error on this rank alone would leave the other ranks waiting. It
             # shows the user's call of accepts(), which is four calls up.
             warnings.warn(f"step_guard(log={str(self._log)!r}): {error}: {line}", stacklevel=4)
-
-    def _latest_position(self) -> EpochPosition | None:
-        """Return the position of the loop that has yielded a batch last, or None."""
-        if not self._active_loops:
-            return None
-        return max(self._active_loops, key=_batch_number).position
-
-    def _samples_of_step(self) -> tuple[int | None, _Samples]:
-        """Return the epoch, and the samples of this rank since the last call of accepts()."""
-        if not self._active_loops:
-            return None, None
-        loop = max(self._active_loops, key=_batch_number)
-        first_batch = 0
-        # If this is the loop of the last call, its earlier batches belong to earlier steps.
-        if loop.position is self._position:
-            first_batch = self._num_batches
-        batches = range(first_batch, loop.position.received_batches)
-        return loop.position.epoch, loop.spec.samples_of_batches(loop.position, batches)
 
 
 def _as_modules(model: Any) -> list[FabricModule]:
