@@ -94,12 +94,250 @@ class _Published(NamedTuple):
         return cls(*json.loads(content))
 
 
+class _Fingerprint(NamedTuple):
+    """What a rank compares with the other ranks after a step.
+
+    Attributes:
+        names: the names of what is compared, as a rule the replicated parameters.
+        numbers: a number for each name.
+    """
+
+    names: list[str]
+    numbers: list[int]
+
+
+class _FingerprintComparison:
+    """Compares the replicas of one optimizer between ranks, after each of its first steps.
+
+    See ``[Note: Training checks]``. The methods get the optimizer, and this object does not hold
+    it.
+
+    Args:
+        class_name: the class of the optimizer, for errors.
+        name: identifies the optimizer in the store. It is the same on all ranks.
+        contracts: the contracts of the set-up modules.
+        store: the store in which ranks compare fingerprints.
+
+    Attributes:
+        steps: the number of steps with gradients so far.
+    """
+
+    def __init__(self, class_name: str, name: str, contracts: Contracts, store: JobStore) -> None:
+        self.steps = 0
+        self._class_name = class_name
+        self._name = name
+        self._contracts = contracts
+        self._store = store
+        # The fingerprint of this rank after the latest step.
+        self._fingerprint = _Fingerprint([], [])
+        self._synchronized_backwards = 0
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        """Count a backward pass if a module of the optimizer is outside of ``no_backward_sync``.
+
+        Other modules do not count: an old model may be garbage that only some ranks have collected.
+        """
+        trained_ids = _ids(parameters_of(optimizer))
+        for contract in self._contracts:
+            is_trained = not trained_ids.isdisjoint(_ids(contract.parameters().values()))
+            if is_trained and contract.synchronizes():
+                self._synchronized_backwards += 1
+                return
+
+    def check_no_rank_is_ahead(self) -> None:
+        """Raise if a rank made its next step before the backward pass that this rank has finished.
+
+        The other rank called ``optimizer.step()`` first, and took part in this synchronized
+        backward pass afterwards. So its step lacks the gradients of this pass. Called after
+        :meth:`after_backward`, whose count it compares with the count of the other rank.
+        """
+        # The first rank that finishes a step publishes it. This rank has not made this step yet.
+        content = self._store.get_nowait(self._key("first", steps_ahead=1))
+        if content is None:
+            return
+        published = _Published.from_bytes(content)
+        has_stepped_too_early = published.synchronized_backwards < self._synchronized_backwards
+        if has_stepped_too_early:
+            raise UsageError(
+                f"{self._class_name}.step() on rank {self._store.rank}",
+                problem=f"rank {published.rank} has made step {self.steps + 1}, before this "
+                "backward pass",
+                expected="the same steps on all ranks",
+                suggestion=f"no branch on the rank around optimizer.step(); {_TURN_OFF}",
+            )
+
+    def after_step(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Count a step with gradients, and compare its result with the first rank.
+
+        Args:
+            optimizer: the optimizer.
+            trained: the parameters that the optimizer trains on this rank.
+
+        Raises:
+            UsageError: the replicas of this rank and of the first rank differ.
+        """
+        self.steps += 1
+        if self._store.size == 1:
+            return  # nothing has to be synchronized
+        self._fingerprint = self._compute_fingerprint(optimizer, trained)
+        if not self._fingerprint.names:
+            return
+        published = _Published(
+            self._store.rank, self._fingerprint.numbers, self._synchronized_backwards
+        )
+        content = published.to_bytes()
+        # Writes this rank's values if no rank has written any. Returns the values in the store.
+        first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
+        if first.fingerprint != self._fingerprint.numbers:
+            # Written before this rank raises, so that the other ranks raise, too.
+            self._store.set(self._key("other"), content)
+            self._raise_if_different(first)
+
+    def check_latest_step(self) -> None:
+        """Raise if the replicas of this rank and of another rank differ after the latest step.
+
+        Ranks whose fingerprint is that of the first rank write nothing. So the only fingerprint to
+        read is that of a rank that differs from the first one, under the key "other".
+        """
+        content = self._store.get_nowait(self._key("other"))
+        if content is not None:
+            self._raise_if_different(_Published.from_bytes(content))
+
+    def _compute_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> _Fingerprint:
+        """Return the fingerprint of this rank: a number for each replicated parameter.
+
+        If the optimizer has no replicated parameters, but shards, the fingerprint is one number for
+        the options of the optimizer, which have to be the same on all ranks. If it has neither,
+        this rank holds nothing that must be equal on all ranks, and the fingerprint is empty.
+
+        Args:
+            optimizer: the optimizer.
+            trained: the parameters that the optimizer trains on this rank.
+        """
+        names = self._names_of_replicated(optimizer, trained)
+        replicated = [parameter for parameter in trained if id(parameter) in names]
+        if replicated:
+            names_of_replicated = [names[id(parameter)] for parameter in replicated]
+            return _Fingerprint(names_of_replicated, digests(replicated))
+        # The parameters of the modules are shards, since none of them is replicated.
+        has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
+        if has_shards:
+            options = f"{self._class_name} {_float_options(optimizer)}"
+            return _Fingerprint(["its options"], [crc32(options.encode())])
+        return _Fingerprint([], [])
+
+    def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
+        """Return the names of the parameters that have to be equal on all ranks, by id.
+
+        These are the replicated parameters of all set-up modules, and the optimizer's parameters
+        outside of set-up modules that have a gradient.
+
+        Args:
+            optimizer: the optimizer.
+            trained: the parameters that the optimizer trains on this rank.
+        """
+        names: dict[int, str] = {}
+        for contract in self._contracts:
+            for name, parameter in contract.replicated().items():
+                names[id(parameter)] = name
+        # DTensors are left out: the code that has sharded them reduces their gradients.
+        plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
+        outside_of_modules = _ids_with_gradient(plain) - _ids_of_modules(self._contracts)
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            if id(parameter) in outside_of_modules:
+                names[id(parameter)] = (
+                    f"parameter {number} of the optimizer, which no set-up module has"
+                )
+        return names
+
+    def _key(self, writer: str, steps_ahead: int = 0) -> str:
+        """Return the key in the store for what a rank writes after a step.
+
+        Args:
+            writer: ``"first"`` for the first rank, ``"other"`` for a rank that differs from it.
+            steps_ahead: how many steps after the latest step of this rank the step is.
+        """
+        # Only ranks that hold the same replicated parameters are compared. The scope is a text that
+        # these ranks have in common, and that differs from the text of other ranks.
+        scope = "".join(contract.scope for contract in self._contracts)
+        step = self.steps + steps_ahead
+        return f"first steps{scope}/{self._name}/{step}/{writer}"
+
+    def _raise_if_different(self, published: _Published) -> None:
+        """Raise if another rank's fingerprint of the latest step differs from this rank's.
+
+        Args:
+            published: what the other rank has written to the store after the step.
+        """
+        different_names: list[str] = []
+        # The lengths may differ: on the other rank, other parameters outside of modules may have
+        # gradients.
+        for name, number, other_number in zip(
+            self._fingerprint.names,
+            self._fingerprint.numbers,
+            published.fingerprint,
+            strict=False,
+        ):
+            if number != other_number:
+                different_names.append(name)
+        if different_names:
+            rank = self._store.rank
+            lower_rank, higher_rank = sorted((rank, published.rank))
+            raise UsageError(
+                f"step {self.steps} of {self._class_name} on rank {rank}",
+                problem=f"the replicas of ranks {lower_rank} and {higher_rank} differ after it: "
+                f"{_join_names(different_names)}",
+                expected="the same changes on all ranks, by gradients of set-up modules from "
+                "outside of no_backward_sync",
+                suggestion=self._remedy(different_names),
+            )
+
+    def _remedy(self, names: list[str]) -> str:
+        """Return what to write if these parameters differ between ranks."""
+        remedy = (
+            f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_TURN_OFF}"
+        )
+        for contract in self._contracts:
+            is_of_contract = not contract.replicated().keys().isdisjoint(names)
+            if is_of_contract and contract.replica_remedy:
+                remedy = contract.replica_remedy
+        return remedy
+
+
+class _ClearedSteps:
+    """Counts the steps before which the user has cleared all gradients.
+
+    A step without a gradient of a backward pass since the step before does not count. After a step
+    that had gradients, none does: the loop knows when to clear them.
+
+    Attributes:
+        number: the number of these steps.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        # Whether a step had a gradient that is not zero.
+        self._has_stepped_with_gradient = False
+        # Whether a backward pass since the latest step has left a gradient that is not zero.
+        self._has_new_gradient = False
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        """Record whether a backward pass has left gradients."""
+        self._has_new_gradient = has_gradients(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> bool:
+        """Record a step. Return whether its gradients were cleared."""
+        if has_gradients(optimizer):
+            self._has_stepped_with_gradient = True
+        was_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
+        self._has_new_gradient = False
+        if was_cleared:
+            self.number += 1
+        return was_cleared
+
+
 class TrainingChecks:
     """The checks of one optimizer, until it has stepped twice. See ``[Note: Training checks]``.
-
-    After a step, each rank computes a *fingerprint*: a number for each of the parameters that must
-    be equal on all ranks. The first rank writes its fingerprint to the store, and the other ranks
-    compare theirs with it.
 
     Hooks of the optimizer hold the checks. The checks hold the optimizer weakly.
 
@@ -125,30 +363,17 @@ class TrainingChecks:
         """Add the hooks around the steps of the optimizer and around backward passes."""
         self._optimizer = ref(optimizer)
         self._class_name = type(optimizer).__name__
-        self._name = name
         self._contracts = contracts
-        self._store = store
+        self._rank = store.rank
         self._check_window = check_window
+        self._comparison = _FingerprintComparison(self._class_name, name, contracts, store)
+        self._cleared_steps = _ClearedSteps()
         self._step_calls = 0
-        # The number of steps with gradients. A step that is skipped after an overflow is not
-        # counted.
-        self._steps = 0
         self._backwards = 0
-        self._synchronized_backwards = 0
         # Successive steps before which no parameter had got a gradient.
         self._steps_without_gradient = 0
-        # Steps before which all gradients were cleared.
-        self._cleared_steps = 0
-        # Whether a step had a gradient that is not zero.
-        self._has_stepped_with_gradient = False
-        # Whether a backward pass since the latest step has left a gradient that is not zero.
-        self._has_new_gradient = False
         # The ids of the parameters that have had a gradient in any of the steps.
         self._had_gradient: set[int] = set()
-        # The names of what is compared between ranks, as a rule the replicated parameters, and a
-        # number for each after the latest step.
-        self._compared_names: list[str] = []
-        self._fingerprint: list[int] = []
         self._hooks = ExitStack()
         before_step = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.callback(before_step.remove)
@@ -167,8 +392,10 @@ class TrainingChecks:
     @property
     def _is_finished(self) -> bool:
         """Whether all steps were checked, or the optimizer does not exist any more."""
-        has_stepped = self._steps >= _CHECKED_STEPS or self._step_calls > _MAX_STEP_CALLS
-        return has_stepped or self._optimizer() is None
+        # A step that is skipped after an overflow is not among the steps of the comparison.
+        has_made_steps = self._comparison.steps >= _CHECKED_STEPS
+        has_made_calls = self._step_calls > _MAX_STEP_CALLS
+        return has_made_steps or has_made_calls or self._optimizer() is None
 
     # -- after a backward pass ------------------------------------------------------------------
 
@@ -185,50 +412,14 @@ class TrainingChecks:
             # The gradients are recorded here, too, since the user may clear them before the next
             # step.
             self._record_gradients(optimizer)
-            self._has_new_gradient = has_gradients(optimizer)
-            self._check_replicas()
-            if self._is_synchronized(optimizer):
-                self._synchronized_backwards += 1
-            # Called after the count above has changed: the check compares it with the count of
-            # another rank.
-            self._check_no_rank_is_ahead()
+            self._cleared_steps.after_backward(optimizer)
+            self._comparison.check_latest_step()
+            self._comparison.after_backward(optimizer)
+            # A rank that holds only empty shards gets no gradients, and so counts no steps.
+            if self._had_gradient and not self._is_finished:
+                self._comparison.check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
-
-    def _is_synchronized(self, optimizer: Optimizer) -> bool:
-        """Return whether a module of the optimizer is outside of ``no_backward_sync``.
-
-        Other modules do not count: an old model may be garbage that only some ranks have collected.
-        """
-        trained_ids = _ids(parameters_of(optimizer))
-        for contract in self._contracts:
-            is_trained = not trained_ids.isdisjoint(_ids(contract.parameters().values()))
-            if is_trained and contract.synchronizes():
-                return True
-        return False
-
-    def _check_no_rank_is_ahead(self) -> None:
-        """Raise if a rank made its next step before the backward pass that this rank has finished.
-
-        The other rank called ``optimizer.step()`` first, and took part in this synchronized
-        backward pass afterwards. So its step lacks the gradients of this pass.
-        """
-        # A rank that holds only empty shards gets no gradients, and so counts no steps.
-        if self._is_finished or not self._had_gradient:
-            return
-        # The first rank that finishes a step publishes it. This rank has not made this step yet.
-        content = self._store.get_nowait(self._key("first", steps_ahead=1))
-        if content is None:
-            return
-        published = _Published.from_bytes(content)
-        has_stepped_too_early = published.synchronized_backwards < self._synchronized_backwards
-        if has_stepped_too_early:
-            self._raise_usage_error(
-                problem=f"rank {published.rank} has made step {self._steps + 1}, before this "
-                "backward pass",
-                expected="the same steps on all ranks",
-                suggestion=f"no branch on the rank around optimizer.step(); {_TURN_OFF}",
-            )
 
     # -- before a step --------------------------------------------------------------------------
 
@@ -244,7 +435,7 @@ class TrainingChecks:
         """
         self._step_calls += 1
         # A rank may have published a different fingerprint since the latest backward pass.
-        self._check_replicas()
+        self._comparison.check_latest_step()
         trained_ids = self._record_gradients(optimizer)
         if self._step_calls == 1:
             self._check_values(trained_ids)
@@ -258,7 +449,6 @@ class TrainingChecks:
         self._check_some_gradient(trained_ids)
         self._warn_of_no_backward(trained_ids)
         self._check_not_cleared(optimizer)
-        self._has_new_gradient = False
 
     def _check_values(self, trained_ids: set[int]) -> None:
         """Raise if parameters of a trained model are NaN, as after ``empty_init=True``.
@@ -328,8 +518,8 @@ class TrainingChecks:
                 'strategy="ddp_find_unused_parameters_true", or '
                 "parameter.requires_grad_(False) before setup",
             )
-        is_last_step = self._steps == _CHECKED_STEPS - 1
-        if is_last_step and self._store.rank == 0:
+        is_last_step = self._comparison.steps == _CHECKED_STEPS - 1
+        if is_last_step and self._rank == 0:
             warnings.warn(
                 f"no gradient has arrived in the first {_CHECKED_STEPS} steps of "
                 f"{self._class_name} at {names}: they are not trained; {_GATHER_WITH_GRADIENTS}, "
@@ -372,7 +562,7 @@ class TrainingChecks:
         """
         if not trained_ids or self._backwards or self._had_gradient:
             return
-        if self._step_calls == _CHECKED_STEPS and self._store.rank == 0:
+        if self._step_calls == _CHECKED_STEPS and self._rank == 0:
             warnings.warn(
                 f"{self._class_name} has made {_CHECKED_STEPS} steps without a backward pass, "
                 "which change nothing: fabric.backward(loss) before optimizer.step(), or "
@@ -384,19 +574,13 @@ class TrainingChecks:
     def _check_not_cleared(self, optimizer: Optimizer) -> None:
         """Raise at the second step whose gradients were all cleared before the step.
 
-        A single such step is not an error. After a step that had gradients, none is: the loop knows
-        when to clear them.
+        A single such step is not an error.
         """
-        if has_gradients(optimizer):
-            self._has_stepped_with_gradient = True
-        # Without a gradient of a backward pass since the latest step, nothing was cleared.
-        if not self._has_new_gradient or self._has_stepped_with_gradient:
-            return
-        self._cleared_steps += 1
-        if self._cleared_steps >= _CHECKED_STEPS:
+        was_cleared = self._cleared_steps.before_step(optimizer)
+        if was_cleared and self._cleared_steps.number >= _CHECKED_STEPS:
             self._raise_usage_error(
                 problem="all gradients of the backward pass were cleared before the step, "
-                f"{self._cleared_steps} times in a row, so that the step changes nothing",
+                f"{self._cleared_steps.number} times in a row, so that the step changes nothing",
                 expected="zero_grad() before backward() or after step()",
                 suggestion="fabric.backward(loss); optimizer.step(); optimizer.zero_grad(); "
                 f"{_TURN_OFF}",
@@ -415,7 +599,7 @@ class TrainingChecks:
     def _raise_usage_error(self, *, problem: str, expected: str, suggestion: str) -> NoReturn:
         """Raise a UsageError about a step of the optimizer."""
         raise UsageError(
-            f"{self._class_name}.step() on rank {self._store.rank}",
+            f"{self._class_name}.step() on rank {self._rank}",
             problem=problem,
             expected=expected,
             suggestion=suggestion,
@@ -433,124 +617,7 @@ class TrainingChecks:
         # A step that is skipped after an overflow has no gradients either, and is not counted.
         if self._is_finished or not _ids_with_gradient(trained):
             return
-        self._steps += 1
-        if self._store.size == 1:
-            return  # nothing has to be synchronized
-        self._set_fingerprint(optimizer, trained)
-        if not self._compared_names:  # this rank holds nothing that must be equal on all ranks
-            return
-        published = _Published(self._store.rank, self._fingerprint, self._synchronized_backwards)
-        content = published.to_bytes()
-        # Writes this rank's values if no rank has written any. Returns the values in the store.
-        first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
-        if first.fingerprint != self._fingerprint:
-            # Written before this rank raises, so that the other ranks raise, too.
-            self._store.set(self._key("other"), content)
-            self._raise_if_different(first)
-
-    def _set_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Set the fingerprint of this rank: a number for each replicated parameter.
-
-        If the optimizer has no replicated parameters, but shards, the fingerprint is one number for
-        the options of the optimizer, which have to be the same on all ranks. If it has neither,
-        nothing is set.
-
-        Args:
-            optimizer: the optimizer.
-            trained: the parameters that the optimizer trains on this rank.
-        """
-        names = self._names_of_replicated(optimizer, trained)
-        replicated = [parameter for parameter in trained if id(parameter) in names]
-        # Read only if no parameter is replicated. The parameters of the modules are then shards.
-        has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
-        if replicated:
-            self._compared_names = [names[id(parameter)] for parameter in replicated]
-            self._fingerprint = digests(replicated)
-        elif has_shards:
-            self._compared_names = ["its options"]
-            options = _float_options(optimizer)
-            self._fingerprint = [crc32(f"{self._class_name} {options}".encode())]
-
-    def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
-        """Return the names of the parameters that have to be equal on all ranks, by id.
-
-        These are the replicated parameters of all set-up modules, and the optimizer's parameters
-        outside of set-up modules that have a gradient.
-
-        Args:
-            optimizer: the optimizer.
-            trained: the parameters that the optimizer trains on this rank.
-        """
-        names: dict[int, str] = {}
-        for contract in self._contracts:
-            for name, parameter in contract.replicated().items():
-                names[id(parameter)] = name
-        # DTensors are left out: the code that has sharded them reduces their gradients.
-        plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
-        outside_of_modules = _ids_with_gradient(plain) - _ids_of_modules(self._contracts)
-        for number, parameter in enumerate(parameters_of(optimizer)):
-            if id(parameter) in outside_of_modules:
-                names[id(parameter)] = (
-                    f"parameter {number} of the optimizer, which no set-up module has"
-                )
-        return names
-
-    def _key(self, writer: str, steps_ahead: int = 0) -> str:
-        """Return the key in the store for what a rank writes after a step.
-
-        Args:
-            writer: ``"first"`` for the first rank, ``"other"`` for a rank that differs from it.
-            steps_ahead: how many steps after the latest step of this rank the step is.
-        """
-        # Only ranks that hold the same replicated parameters are compared. The scope is a text that
-        # these ranks have in common, and that differs from the text of other ranks.
-        scope = "".join(contract.scope for contract in self._contracts)
-        step = self._steps + steps_ahead
-        return f"first steps{scope}/{self._name}/{step}/{writer}"
-
-    def _check_replicas(self) -> None:
-        """Raise if the replicas of this rank and of another rank differ after the latest step.
-
-        Ranks whose fingerprint is that of the first rank write nothing. So the only fingerprint to
-        read is that of a rank that differs from the first one, under the key "other".
-        """
-        content = self._store.get_nowait(self._key("other"))
-        if content is not None:
-            self._raise_if_different(_Published.from_bytes(content))
-
-    def _raise_if_different(self, published: _Published) -> None:
-        """Raise if another rank's fingerprint of the latest step differs from this rank's.
-
-        Args:
-            published: what the other rank has written to the store after the step.
-        """
-        different_names: list[str] = []
-        # The lengths may differ: on the other rank, other parameters outside of modules may have
-        # gradients.
-        for name, number, other_number in zip(
-            self._compared_names, self._fingerprint, published.fingerprint, strict=False
-        ):
-            if number != other_number:
-                different_names.append(name)
-        if different_names:
-            suggestion = (
-                "fabric.backward(loss_function(model(batch), target)); "
-                f"optimizer.step(); {_TURN_OFF}"
-            )
-            for contract in self._contracts:
-                is_of_contract = not contract.replicated().keys().isdisjoint(different_names)
-                if is_of_contract and contract.replica_remedy:
-                    suggestion = contract.replica_remedy
-            rank = self._store.rank
-            lower_rank, higher_rank = sorted((rank, published.rank))
-            raise UsageError(
-                f"step {self._steps} of {self._class_name} on rank {rank}",
-                problem=f"the replicas of ranks {lower_rank} and {higher_rank} differ after it: "
-                f"{_join_names(different_names)}",
-                expected="the same changes on all ranks, by gradients of set-up modules from "
-                "outside of no_backward_sync",
-                suggestion=suggestion,
-            )
+        self._comparison.after_step(optimizer, trained)
 
 
 class SetupChecks:
