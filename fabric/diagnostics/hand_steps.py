@@ -21,11 +21,11 @@ error if the gradients are completed only later, as under DDP.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -74,6 +74,215 @@ class _Sample:
     has_weight: bool
 
 
+class _Change(NamedTuple):
+    """A parameter that was changed since its sample was taken.
+
+    Attributes:
+        name: the name of the parameter, with that of its module, for errors.
+        parameter: the parameter.
+        sample: the sample, from before the change.
+    """
+
+    name: str
+    parameter: Tensor
+    sample: _Sample
+
+
+class _GradientSamples:
+    """The samples of parameters, and of the gradients that they got in backward passes.
+
+    Args:
+        contracts: the contracts of the set-up modules. Later ones are seen, too.
+    """
+
+    def __init__(self, contracts: Collection[GradientContract]) -> None:
+        self._contracts = contracts
+        # A _Sample for each parameter that no optimizer has stepped with since its gradient came.
+        self._samples = WeakTensorKeyDictionary()
+        # The leaves of the graphs of the losses so far. All values are None.
+        self._leaves = WeakTensorKeyDictionary()
+        # Whether the latest loss had a weight.
+        self._has_weight = False
+        # By id, the version of the gradient of each parameter before the running backward pass.
+        self._versions_before: dict[int, object] = {}
+        # The ids of parameters of optimizers whose steps have closures. A closure makes backward
+        # passes between changes that the optimizer makes itself.
+        self._ids_with_closures: set[int] = set()
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether the latest loss had a weight."""
+        return self._has_weight
+
+    def before_backward(self, loss: Tensor, has_weight: bool) -> None:
+        """Record the parameters of a loss, and the versions of their gradients."""
+        self._has_weight = has_weight
+        for leaf in leaves_of_graph(loss):
+            self._leaves[leaf] = None
+        self._versions_before = {
+            id(tensor): _gradient_version(tensor) for tensor in self._tensors_to_sample()
+        }
+
+    def after_backward(self) -> None:
+        """Take samples of the parameters that got a gradient in the backward pass."""
+        for tensor in self._tensors_to_sample():
+            version = _gradient_version(tensor)
+            has_new_gradient = version != self._versions_before.get(id(tensor))
+            is_of_closure = id(tensor) in self._ids_with_closures
+            if version is None or not has_new_gradient or is_of_closure:
+                continue
+            self.take(tensor)
+
+    def take(self, tensor: Tensor) -> None:
+        """Take a sample of a tensor and of its gradient, if it has elements on this rank."""
+        if _has_elements(tensor):
+            assert tensor.grad is not None
+            self._samples[tensor] = _Sample(
+                values=_sampled(tensor),
+                gradient=_sampled(tensor.grad),
+                has_weight=self._has_weight,
+            )
+
+    def drop(self, parameter: Tensor) -> _Sample | None:
+        """Drop the sample of a parameter, and return it. None if there is none."""
+        return self._samples.pop(parameter, None)
+
+    def ignore_closures(self, optimizer: Optimizer) -> None:
+        """Take no more samples after backward passes of the parameters of an optimizer."""
+        self._ids_with_closures.update(map(id, parameters_of(optimizer)))
+
+    def clear(self) -> None:
+        """Drop all samples, and forget the leaves."""
+        self._samples.clear()
+        self._leaves.clear()
+
+    def changes(self) -> list[_Change]:
+        """Return the parameters that were changed since their sample was taken."""
+        names: dict[int, str] = {}
+        for contract in self._contracts:
+            for name, parameter in contract.parameters().items():
+                names[id(parameter)] = f"{name} of {contract.title}"
+        outside_names = 0
+        changes: list[_Change] = []
+        for parameter, sample in self._samples.items():
+            values = _sampled(parameter)
+            is_unchanged = torch.allclose(values, sample.values, rtol=0, atol=0, equal_nan=True)
+            if is_unchanged:
+                continue
+            name = names.get(id(parameter))
+            if name is None:
+                outside_names += 1
+                shape = tuple(parameter.shape)
+                name = f"parameter {outside_names} {_OUTSIDE_MODULES}, of shape {shape}"
+            changes.append(_Change(name, parameter, sample))
+        return changes
+
+    def is_outside_modules(self, parameter: Tensor) -> bool:
+        """Return whether a loss was computed from a parameter that no set-up module has.
+
+        Tensors that are not an ``nn.Parameter`` do not count: they may be meant to differ between
+        ranks.
+        """
+        if type(parameter) is not nn.Parameter:
+            return False
+        for contract in self._contracts:
+            if any(parameter is tensor for tensor in contract.parameters().values()):
+                return False
+        return parameter in self._leaves
+
+    def _tensors_to_sample(self) -> list[Tensor]:
+        """Return the parameters of the set-up modules, and the leaves of the losses.
+
+        Under FSDP the leaves are left out: they include the tensors that FSDP gathers and puts in
+        the place of the parameters.
+        """
+        tensors = WeakTensorKeyDictionary()
+        is_sharded = any(contract.is_sharded for contract in self._contracts)
+        if not is_sharded:
+            tensors.update(self._leaves)
+        for contract in self._contracts:
+            for parameter in contract.parameters().values():
+                tensors[parameter] = None
+        return list(tensors)
+
+
+class _ChangeComparison:
+    """Compares between ranks the parameters that were changed by hand.
+
+    Only parameters that must be equal on all ranks are compared.
+
+    Args:
+        contracts: the contracts of the set-up modules. Later ones are seen, too.
+        store: the store in which ranks compare parameters.
+    """
+
+    def __init__(self, contracts: Collection[GradientContract], store: JobStore) -> None:
+        self._contracts = contracts
+        self._store = store
+        # The key of the parameters that this rank has compared last, and their names. The key is
+        # empty before.
+        self._key = ""
+        self._names: list[str] = []
+
+    def check(self, changes: Sequence[_Change], num_losses: int) -> None:
+        """Raise if parameters that must be equal on all ranks were changed differently.
+
+        Args:
+            changes: the changes of these parameters on this rank.
+            num_losses: the number of backward passes so far.
+
+        Raises:
+            UsageError: this rank and the first one have different values.
+        """
+        if not changes or self._store.size == 1:
+            return
+        self._names = [change.name for change in changes]
+        # Only ranks that hold the same replicas, and have changed the same parameters after as many
+        # backward passes, are compared.
+        scope = "".join(contract.scope for contract in self._contracts)
+        checksum = crc32(" ".join(self._names).encode())
+        self._key = f"changes by hand{scope}/{num_losses}/{checksum}"
+        numbers = digests([_sampled(change.parameter) for change in changes])
+        content = json.dumps([self._store.rank, numbers]).encode()
+        first = self._store.set_if_absent(f"{self._key}/first", content)
+        first_rank, first_numbers = json.loads(first)
+        if first_numbers != numbers:
+            # Written before this rank raises, so that the first rank raises, too.
+            self._store.set(f"{self._key}/other", content)
+            self._raise_different(first_rank)
+
+    def check_latest(self) -> None:
+        """Raise if another rank has found that its parameters differ from those of this rank."""
+        if not self._key:
+            return
+        content = self._store.get_nowait(f"{self._key}/other")
+        if content is not None:
+            other_rank, _ = json.loads(content)
+            self._raise_different(other_rank)
+
+    def _raise_different(self, other_rank: int) -> NoReturn:
+        """Raise a UsageError for parameters that differ between this rank and another one."""
+        lower_rank, higher_rank = sorted((self._store.rank, other_rank))
+        suggestion = (
+            "fabric.clip_gradients(model, max_norm=math.inf) before the change, which averages the "
+            "gradients of nn.ParameterList and nn.ParameterDict; for other modules, changes after "
+            f"a backward pass outside of no_backward_sync; {_TURN_OFF}"
+        )
+        if any(_OUTSIDE_MODULES in name for name in self._names):
+            suggestion = (
+                "module, optimizer = fabric.setup(module, optimizer), with "
+                "nn.ParameterList([parameter]) as the module of a parameter that no module has; "
+                f"{_TURN_OFF}"
+            )
+        _raise_changed_by_hand(
+            self._store.rank,
+            self._names,
+            problem=f"and differ between ranks {lower_rank} and {higher_rank}",
+            expected="the same changes on all ranks, by gradients that are averaged over them",
+            suggestion=suggestion,
+        )
+
+
 class HandStepCheck:
     """The check of a job's first backward passes. See ``[Note: Steps by hand]``.
 
@@ -110,21 +319,9 @@ class HandStepCheck:
         self._num_losses = 0
         # Whether an optimizer has stepped, or a parameter was changed by hand.
         self._has_stepped = False
-        # Whether the latest loss had a weight.
-        self._has_weight = False
         self._is_in_backward = False
-        # The leaves of the graphs of the losses so far. All values are None.
-        self._leaves = WeakTensorKeyDictionary()
-        # By id, the version of the gradient of each parameter before the running backward pass.
-        self._versions_before: dict[int, object] = {}
-        # A _Sample for each parameter that no optimizer has stepped with since its gradient came.
-        self._samples = WeakTensorKeyDictionary()
-        # The ids of parameters of optimizers whose steps have closures. A closure makes backward
-        # passes between changes that the optimizer makes itself.
-        self._ids_with_closures: set[int] = set()
-        # The key of the parameters that this rank has compared last, and their names.
-        self._compared_key = ""
-        self._compared_names: list[str] = []
+        self._samples = _GradientSamples(contracts)
+        self._comparison = _ChangeComparison(contracts, store)
         self._hooks = ExitStack()
         before_step = register_optimizer_step_pre_hook(self._before_step)
         self._hooks.callback(before_step.remove)
@@ -136,7 +333,6 @@ class HandStepCheck:
         """Remove the hooks, and drop the samples."""
         self._hooks.close()
         self._samples.clear()
-        self._leaves.clear()
 
     def check(self, loss: Tensor, weight: Any, reduce: str) -> None:
         """Check the changes since the backward pass before. Called before each backward pass.
@@ -151,22 +347,17 @@ class HandStepCheck:
                 different on the ranks.
         """
         self._num_losses += 1
-        self._raise_if_another_rank_differed()
-        changed = self._changed_parameters()
-        if changed:
+        self._comparison.check_latest()
+        changes = self._samples.changes()
+        if changes:
             self._has_stepped = True
-            self._refuse_incomplete_gradients(changed)
-            self._refuse_different_changes(changed)
+            self._refuse_incomplete_gradients(changes)
+            self._comparison.check(self._replicated(changes), self._num_losses)
         if self._is_finished():
             self._checks.remove(self.check)
             self.close()
             return
-        self._has_weight = weight is not None
-        for leaf in leaves_of_graph(loss):
-            self._leaves[leaf] = None
-        self._versions_before = {
-            id(tensor): _gradient_version(tensor) for tensor in self._tensors_to_sample()
-        }
+        self._samples.before_backward(loss, has_weight=weight is not None)
         self._is_in_backward = True
 
     def _is_finished(self) -> bool:
@@ -175,44 +366,14 @@ class HandStepCheck:
             return True
         return self._num_losses > _MAX_LOSSES
 
-    def _tensors_to_sample(self) -> list[Tensor]:
-        """Return the parameters of the set-up modules, and the leaves of the losses.
-
-        Under FSDP the leaves are left out: they include the tensors that FSDP gathers and puts in
-        the place of the parameters.
-        """
-        tensors = WeakTensorKeyDictionary()
-        is_sharded = any(contract.is_sharded for contract in self._contracts)
-        if not is_sharded:
-            tensors.update(self._leaves)
-        for contract in self._contracts:
-            for parameter in contract.parameters().values():
-                tensors[parameter] = None
-        return list(tensors)
-
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Take samples of the parameters that got a gradient. A function of ``Hooks.after``."""
         self._is_in_backward = False
-        may_be_incomplete = self._has_weight or self._pending_change(None) is not None
-        if error is not None or not (may_be_incomplete or self._store.size > 1):
+        if error is not None:
             return
-        for tensor in self._tensors_to_sample():
-            version = _gradient_version(tensor)
-            has_new_gradient = version != self._versions_before.get(id(tensor))
-            is_of_closure = id(tensor) in self._ids_with_closures
-            if version is None or not has_new_gradient or is_of_closure:
-                continue
-            self._record(tensor)
-
-    def _record(self, tensor: Tensor) -> None:
-        """Take a sample of a tensor and of its gradient, if it has elements on this rank."""
-        if _has_elements(tensor):
-            assert tensor.grad is not None
-            self._samples[tensor] = _Sample(
-                values=_sampled(tensor),
-                gradient=_sampled(tensor.grad),
-                has_weight=self._has_weight,
-            )
+        may_be_incomplete = self._samples.has_weight or self._pending_change(None) is not None
+        if may_be_incomplete or self._store.size > 1:
+            self._samples.after_backward()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,17 +391,17 @@ class HandStepCheck:
         if self._is_in_backward:
             self._refuse_incomplete_step_in_backward(optimizer)
         if has_closure(args, kwargs):
-            self._ids_with_closures.update(map(id, parameters_of(optimizer)))
+            self._samples.ignore_closures(optimizer)
         was_set_up = optimizer in self._optimizers
         for parameter in parameters_of(optimizer):
-            sample = self._samples.pop(parameter, None)
+            sample = self._samples.drop(parameter)
             # The hooks of a set-up optimizer complete its gradients before the step.
             if was_set_up:
                 continue
             if sample is not None:
                 self._refuse_incomplete_step(optimizer, parameter, sample)
-            if parameter.grad is not None and self._is_outside_modules(parameter):
-                self._record(parameter)
+            if parameter.grad is not None and self._samples.is_outside_modules(parameter):
+                self._samples.take(parameter)
 
     def _refuse_incomplete_step(
         self, optimizer: Optimizer, parameter: Tensor, sample: _Sample
@@ -263,19 +424,6 @@ class HandStepCheck:
                 suggestion="model, optimizer = fabric.setup(model, optimizer), or "
                 "fabric.setup_optimizers(optimizer)",
             )
-
-    def _is_outside_modules(self, parameter: Tensor) -> bool:
-        """Return whether a loss was computed from a parameter that no set-up module has.
-
-        Tensors that are not an ``nn.Parameter`` do not count: they may be meant to differ between
-        ranks.
-        """
-        if type(parameter) is not nn.Parameter:
-            return False
-        for contract in self._contracts:
-            if any(parameter is tensor for tensor in contract.parameters().values()):
-                return False
-        return parameter in self._leaves
 
     def _refuse_incomplete_step_in_backward(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer steps within a backward pass, before its gradients are complete.
@@ -321,37 +469,16 @@ class HandStepCheck:
             return "not divided by the loss weights yet"
         return self._pending_change(None)
 
-    def _changed_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that were changed since their sample was taken, by name."""
-        names: dict[int, str] = {}
-        for contract in self._contracts:
-            for name, parameter in contract.parameters().items():
-                names[id(parameter)] = f"{name} of {contract.title}"
-        outside_names = 0
-        changed: dict[str, Tensor] = {}
-        for parameter, sample in self._samples.items():
-            values = _sampled(parameter)
-            is_unchanged = torch.allclose(values, sample.values, rtol=0, atol=0, equal_nan=True)
-            if not is_unchanged:
-                name = names.get(id(parameter))
-                if name is None:
-                    outside_names += 1
-                    shape = tuple(parameter.shape)
-                    name = f"parameter {outside_names} {_OUTSIDE_MODULES}, of shape {shape}"
-                changed[name] = parameter
-        return changed
-
-    def _refuse_incomplete_gradients(self, changed: Mapping[str, Tensor]) -> None:
+    def _refuse_incomplete_gradients(self, changes: Sequence[_Change]) -> None:
         """Raise if parameters were changed against gradients that are not complete.
 
         Args:
-            changed: the parameters that were changed by hand, by name.
+            changes: the changes by hand.
         """
         names: list[str] = []
         cosines: list[float] = []
         pending_changes: set[str] = set()
-        for name, parameter in changed.items():
-            sample = self._samples[parameter]
+        for name, parameter, sample in changes:
             pending_change = self._pending_change_of(parameter, sample)
             if pending_change is not None:
                 names.append(name)
@@ -359,7 +486,8 @@ class HandStepCheck:
                 pending_changes.add(pending_change)
         if not names or sum(cosines) / len(names) > _MAX_COSINE:
             return
-        self._raise_usage_error(
+        _raise_changed_by_hand(
+            self._store.rank,
             names,
             problem=f"by gradients that are {' and '.join(sorted(pending_changes))}",
             expected="the step of a set-up optimizer, or a change by completed gradients",
@@ -368,78 +496,31 @@ class HandStepCheck:
             f"the gradients of the loss, and an infinite norm is an overflow; {_TURN_OFF}",
         )
 
-    def _refuse_different_changes(self, changed: Mapping[str, Tensor]) -> None:
-        """Raise if parameters that must be equal on all ranks were changed differently.
-
-        Args:
-            changed: the parameters that were changed by hand, by name.
-        """
-        replicated: set[int] = set()
+    def _replicated(self, changes: Sequence[_Change]) -> list[_Change]:
+        """Return the changes of parameters that must be equal on all ranks."""
+        replicated_ids: set[int] = set()
         for contract in self._contracts:
-            replicated.update(map(id, contract.replicated().values()))
-        names: list[str] = []
-        for name, parameter in changed.items():
-            if id(parameter) in replicated or self._is_outside_modules(parameter):
-                names.append(name)
-        if not names or self._store.size == 1:
-            return
-        # Only ranks that hold the same replicas, and have changed the same parameters after as many
-        # backward passes, are compared.
-        scope = "".join(contract.scope for contract in self._contracts)
-        checksum = crc32(" ".join(names).encode())
-        self._compared_key = f"changes by hand{scope}/{self._num_losses}/{checksum}"
-        self._compared_names = names
-        numbers = digests([_sampled(changed[name]) for name in names])
-        content = json.dumps([self._store.rank, numbers]).encode()
-        first = self._store.set_if_absent(f"{self._compared_key}/first", content)
-        first_rank, first_numbers = json.loads(first)
-        if first_numbers != numbers:
-            # Written before this rank raises, so that the first rank raises, too.
-            self._store.set(f"{self._compared_key}/other", content)
-            self._raise_different(first_rank)
+            replicated_ids.update(map(id, contract.replicated().values()))
+        replicated: list[_Change] = []
+        for change in changes:
+            is_replicated = id(change.parameter) in replicated_ids
+            if is_replicated or self._samples.is_outside_modules(change.parameter):
+                replicated.append(change)
+        return replicated
 
-    def _raise_if_another_rank_differed(self) -> None:
-        """Raise if another rank has found that its parameters differ from those of this rank."""
-        if not self._compared_key:
-            return
-        content = self._store.get_nowait(f"{self._compared_key}/other")
-        if content is not None:
-            other_rank, _ = json.loads(content)
-            self._raise_different(other_rank)
 
-    def _raise_different(self, other_rank: int) -> NoReturn:
-        """Raise a UsageError for parameters that differ between this rank and another one."""
-        lower_rank, higher_rank = sorted((self._store.rank, other_rank))
-        suggestion = (
-            "fabric.clip_gradients(model, max_norm=math.inf) before the change, which averages the "
-            "gradients of nn.ParameterList and nn.ParameterDict; for other modules, changes after "
-            f"a backward pass outside of no_backward_sync; {_TURN_OFF}"
-        )
-        if any(_OUTSIDE_MODULES in name for name in self._compared_names):
-            suggestion = (
-                "module, optimizer = fabric.setup(module, optimizer), with "
-                "nn.ParameterList([parameter]) as the module of a parameter that no module has; "
-                f"{_TURN_OFF}"
-            )
-        self._raise_usage_error(
-            self._compared_names,
-            problem=f"and differ between ranks {lower_rank} and {higher_rank}",
-            expected="the same changes on all ranks, by gradients that are averaged over them",
-            suggestion=suggestion,
-        )
-
-    def _raise_usage_error(
-        self, names: Sequence[str], *, problem: str, expected: str, suggestion: str
-    ) -> NoReturn:
-        """Raise a UsageError about parameters that were changed by hand."""
-        listed_names = shorten(", ".join(names), _MAX_NAMES_CHARACTERS, placeholder=" ...")
-        raise UsageError(
-            f"fabric.backward(loss) on rank {self._store.rank}",
-            problem="since the backward pass before, these were changed without the step of a "
-            f"set-up optimizer, {problem}: {listed_names}",
-            expected=expected,
-            suggestion=suggestion,
-        )
+def _raise_changed_by_hand(
+    rank: int, names: Sequence[str], *, problem: str, expected: str, suggestion: str
+) -> NoReturn:
+    """Raise a UsageError about parameters that were changed by hand."""
+    listed_names = shorten(", ".join(names), _MAX_NAMES_CHARACTERS, placeholder=" ...")
+    raise UsageError(
+        f"fabric.backward(loss) on rank {rank}",
+        problem="since the backward pass before, these were changed without the step of a "
+        f"set-up optimizer, {problem}: {listed_names}",
+        expected=expected,
+        suggestion=suggestion,
+    )
 
 
 def _gradient_version(tensor: Tensor) -> object:
