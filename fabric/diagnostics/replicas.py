@@ -111,11 +111,86 @@ class _WatchedModule(NamedTuple):
     buffer_digests: dict[str, int]
 
 
+class _WatchedAverages(NamedTuple):
+    """The averages of a set-up module.
+
+    Attributes:
+        number: the number of the averages among all that there are. It is the same on all ranks.
+        contract: the contract of the averaged module.
+    """
+
+    number: int
+    contract: GradientContract
+
+
+class WatchedObjects:
+    """The objects whose replicas are compared: what is set up, and averages. All are held weakly.
+
+    Objects are added in the same order on all ranks, so that a number means the same object on all
+    of them, even if only some have collected an older one. Some jobs keep averages on one rank
+    alone, so each kind of objects is counted for itself.
+
+    Args:
+        scaler: the loss scaler, or None.
+    """
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        self._scaler = scaler
+        self._module_numbers = count()
+        self._optimizer_numbers = count()
+        self._averages_numbers = count()
+        self._modules: WeakKeyDictionary[GradientContract, _WatchedModule] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._averages: WeakKeyDictionary[Averages, _WatchedAverages] = WeakKeyDictionary()
+
+    def add_module(self, contract: GradientContract) -> None:
+        """Add a module. Called at its setup, when all ranks hold the same."""
+        buffers: dict[str, Tensor] = {}
+        for name, tensor in contract.replicas().items():
+            if not isinstance(tensor, nn.Parameter) and _is_comparable(tensor):
+                buffers[name] = tensor
+        numbers = dict(zip(buffers, digests(buffers.values()), strict=True))
+        self._modules[contract] = _WatchedModule(next(self._module_numbers), numbers)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer, with its options and its state. Called at its setup."""
+        self._optimizers[optimizer] = next(self._optimizer_numbers)
+
+    def add_averages(self, averages: Averages, contract: GradientContract) -> None:
+        """Add the averages of a module."""
+        self._averages[averages] = _WatchedAverages(next(self._averages_numbers), contract)
+
+    def replicas(self, size: int, saved: Collection[object] | None) -> list[Replica]:
+        """Return what this rank and at least one other rank should hold alike.
+
+        Args:
+            size: the number of ranks.
+            saved: see :meth:`ReplicaComparison.compare`.
+        """
+        layout = _Layout(size)
+        candidates: list[Replica] = []
+        for contract, watched in self._modules.items():
+            candidates.extend(_replicas_of_module(contract, watched, layout))
+        for optimizer, number in self._optimizers.items():
+            candidates.extend(_options_of_optimizer(optimizer, number, layout))
+            is_compared = saved is None or any(optimizer is target for target in saved)
+            if is_compared:
+                candidates.extend(_states_of_optimizer(optimizer, number, layout))
+        for averages, (number, contract) in self._averages.items():
+            candidates.extend(_replicas_of_averages(averages, number, contract, layout))
+        if self._scaler is not None:
+            state = self._scaler.state_dict()
+            value = f"{state['scale']} ({state['growth_tracker']} steps since its last change)"
+            candidates.append(
+                Replica("loss scale", "the loss scale", Kind.LOSS_SCALE, layout.all_ranks, value)
+            )
+        return [replica for replica in candidates if len(replica.ranks) > 1]
+
+
 class ReplicaComparison:
     """Compares the replicas of all ranks. See ``[Note: Comparison of replicas]``.
 
     A *replica* is one quantity that should be equal on some ranks, such as a parameter under DDP.
-    What is set up is held weakly.
 
     Args:
         communicator: all ranks of the job, at least two.
@@ -123,6 +198,7 @@ class ReplicaComparison:
         recorder: counts the optimizer steps.
 
     Attributes:
+        watched: the objects whose replicas are compared. Modules are added by :meth:`watch_module`.
         is_paused: whether ranks may make different numbers of backward passes now, as within
             ``fabric.join``.
     """
@@ -131,22 +207,10 @@ class ReplicaComparison:
         self, communicator: Communicator, scaler: LossScaler | None, recorder: FlightRecorder
     ) -> None:
         """Start without modules and optimizers."""
+        self.watched = WatchedObjects(scaler)
         self.is_paused = False
         self._communicator = communicator
-        self._scaler = scaler
         self._recorder = recorder
-        # Objects are set up in the same order on all ranks, so that a number means the same object
-        # on all of them, even if only some have collected an older one. Some jobs keep averages on
-        # one rank alone, so each kind of objects is counted for itself.
-        self._module_numbers = count()
-        self._optimizer_numbers = count()
-        self._averages_numbers = count()
-        self._modules: WeakKeyDictionary[GradientContract, _WatchedModule] = WeakKeyDictionary()
-        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # The number of each, and the contract of the averaged module.
-        self._averages: WeakKeyDictionary[Averages, tuple[int, GradientContract]] = (
-            WeakKeyDictionary()
-        )
         # The number of optimizer steps before the latest comparison that found no difference. None
         # before the first.
         self._agreed_steps: int | None = None
@@ -166,22 +230,9 @@ class ReplicaComparison:
             contract: the contract of the module.
             forward: the hooks around the module's forward pass.
         """
-        buffers: dict[str, Tensor] = {}
-        for name, tensor in contract.replicas().items():
-            if not isinstance(tensor, nn.Parameter) and _is_comparable(tensor):
-                buffers[name] = tensor
-        numbers = dict(zip(buffers, digests(buffers.values()), strict=True))
-        self._modules[contract] = _WatchedModule(next(self._module_numbers), numbers)
+        self.watched.add_module(contract)
         if self._passes_between is not None:
             forward.after.append(partial(self._after_forward, contract.synchronizes))
-
-    def watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Compare the options and the state of an optimizer from now on. Called at its setup."""
-        self._optimizers[optimizer] = next(self._optimizer_numbers)
-
-    def watch_averages(self, averages: Averages, contract: GradientContract) -> None:
-        """Compare the averages of a module from now on."""
-        self._averages[averages] = (next(self._averages_numbers), contract)
 
     def compare(self, request: str, saved: Collection[object] | None = None) -> None:
         """Compare the replicas of all ranks. Collective: every rank must call it.
@@ -195,7 +246,7 @@ class ReplicaComparison:
         Raises:
             ReplicaDriftError: replicas differ. All ranks raise it.
         """
-        replicas = self._replicas(saved)
+        replicas = self.watched.replicas(self._communicator.size, saved)
         difference = self._sum_over_ranks([_weighted_digest(self._communicator.rank, replicas)])
         steps = self._recorder.counts.get(STEP, 0)
         steps_since = steps - self._compared_steps
@@ -203,7 +254,7 @@ class ReplicaComparison:
         if difference != [0]:
             # Drops models that are garbage in cycles of references, perhaps on some ranks alone.
             gc.collect()
-            replicas = self._replicas(saved)
+            replicas = self.watched.replicas(self._communicator.size, saved)
             sentences = self._find_drift(replicas, steps_since, may_shard_states=saved is None)
             if sentences:
                 self._raise_drift(request, sentences, steps)
@@ -288,33 +339,6 @@ class ReplicaComparison:
         self._passes += 1
         if self._passes % self._passes_between == 0:
             self.compare("fabric.backward(...)")
-
-    # -- what is compared -----------------------------------------------------------------------
-
-    def _replicas(self, saved: Collection[object] | None) -> list[Replica]:
-        """Return what this rank and at least one other rank should hold alike.
-
-        Args:
-            saved: see :meth:`compare`.
-        """
-        layout = _Layout(self._communicator.size)
-        candidates: list[Replica] = []
-        for contract, watched in self._modules.items():
-            candidates.extend(_replicas_of_module(contract, watched, layout))
-        for optimizer, number in self._optimizers.items():
-            candidates.extend(_options_of_optimizer(optimizer, number, layout))
-            is_compared = saved is None or any(optimizer is target for target in saved)
-            if is_compared:
-                candidates.extend(_states_of_optimizer(optimizer, number, layout))
-        for averages, (number, contract) in self._averages.items():
-            candidates.extend(_replicas_of_averages(averages, number, contract, layout))
-        if self._scaler is not None:
-            state = self._scaler.state_dict()
-            value = f"{state['scale']} ({state['growth_tracker']} steps since its last change)"
-            candidates.append(
-                Replica("loss scale", "the loss scale", Kind.LOSS_SCALE, layout.all_ranks, value)
-            )
-        return [replica for replica in candidates if len(replica.ranks) > 1]
 
 
 class _Layout:
