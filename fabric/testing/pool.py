@@ -21,7 +21,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 from types import ModuleType
 from typing import Any, NamedTuple, Self, cast
@@ -171,16 +172,17 @@ class RankPool:
         # once.
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
         self._supervisor: Supervisor | None = None  # None while there are no processes
-        self._environment: dict[str, str] = {}  # the environment at the start of the processes
-        self._patches: list[Patch] = []
+        self._start_environment: dict[str, str] = {}  # of this process, when the ranks started
+        self._patches: list[Patch] = []  # of the blocks of patch() that are open
         self._warning_registries = WarningRegistries()
         self._call_times = CallTimes()
         self._shrinking_budget = ShrinkingBudget(max_shrinking_time)
+        # Forks the ranks. None uses the fork server that all pools of this process share.
         self._preloading_server: ForkServer | None = None
         if preload:
             _check_modules(preload)
             self._preloading_server = ForkServer.with_modules(preload)
-        self._sender_threads: list[threading.Thread] = []
+        self._sender_threads: list[threading.Thread] = []  # see _send_to_all()
         self._is_closed = False
         self._lock = threading.Lock()  # guards all of the above: one call runs at a time
 
@@ -216,10 +218,10 @@ class RankPool:
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         pickled_call = _dump_call(Call(fn, args, kwargs))
         self._warn_if_replaced(fn)
+        # Leaves this method if hypothesis has shrunk an example for too long.
         self._shrinking_budget.admit(pickled_call)
         if timeout is None:
             timeout = self.timeout
-        limits = _TimeLimits(timeout, self._call_times.patience(fn, timeout))
         start = monotonic()
         with self._lock:
             if self._is_closed:
@@ -227,23 +229,39 @@ class RankPool:
                     f"{self!r}.run({function_name(fn)})", problem="the pool has been closed"
                 )
             try:
-                supervisor = self._running_supervisor()
-                message = _CallMessage(
-                    path=sys.path,
-                    environment=_changes(self._environment, dict(os.environ)),
-                    patches=self._patches,
-                    pickled_call=pickled_call,
-                )
-                call_start = monotonic()
-                self._send_to_all(supervisor, pickle.dumps(message))
-                results = _collect_results(supervisor, function_name(fn), limits)
-                self._call_times.record_pass(fn, monotonic() - call_start)
+                results = self._call_ranks(fn, pickled_call, timeout)
             except BaseException as error:
                 self._shrinking_budget.record_failure(monotonic() - start)
                 self._end_failed_call(fn, error)
                 raise
             self._warn_again()
             return results
+
+    def _call_ranks(self, fn: Callable[..., Any], pickled_call: bytes, timeout: float) -> list[Any]:
+        """Send a call to the ranks, and return their results. Start ranks if there are none.
+
+        Args:
+            fn: the function of the call.
+            pickled_call: the function and its arguments.
+            timeout: seconds that the call may take, without the start of the ranks.
+
+        Raises:
+            RankFailedError: a rank raised, died or did not return in time.
+        """
+        __tracebackhide__ = True
+        supervisor = self._running_supervisor()
+        message = _CallMessage(
+            path=sys.path,
+            environment=_changes(self._start_environment, dict(os.environ)),
+            patches=self._patches,
+            pickled_call=pickled_call,
+        )
+        limits = _TimeLimits(timeout=timeout, patience=self._call_times.patience(fn, timeout))
+        start = monotonic()
+        self._send_to_all(supervisor, pickle.dumps(message))
+        results = _collect_results(supervisor, function_name(fn), limits)
+        self._call_times.record_pass(fn, monotonic() - start)
+        return results
 
     def group(self, ranks: Sequence[int]) -> Group:
         """Return an argument of :meth:`run` that is a ``torch.distributed.ProcessGroup`` on ranks.
@@ -293,7 +311,7 @@ class RankPool:
             )
         if not hasattr(module, attribute):
             raise UsageError(call_text, problem="the module has no such attribute")
-        # A call of no arguments, so that the value is pickled as a function would be.
+        # The value takes the place of a call's function, so that it is pickled as a function is.
         pickled_value = _dump_call(Call(cast(Callable[..., Any], value), (), {}))
         patch = Patch(name, attribute, pickled_value)
         self._patches.append(patch)
@@ -337,46 +355,53 @@ class RankPool:
         Raises:
             Warning: a filter turns a warning into an error.
         """
-        if self._supervisor is None:
+        if self._supervisor is None:  # the call has failed before the ranks were started
             return
         rank_warnings: list[RankWarning] = []
         for rank in self._supervisor.ranks:
-            if "reply" in rank.messages and rank.messages["reply"].warnings:
-                rank_warnings += load(rank.messages["reply"].warnings)
+            reply: _Reply | None = rank.messages.get("reply")
+            if reply is not None and reply.warnings != b"":
+                rank_warnings += load(reply.warnings)
         self._warning_registries.warn_again(rank_warnings)
 
     def _running_supervisor(self) -> Supervisor:
-        """Return the supervisor of the pool's processes. Start processes if there are none."""
+        """Return the supervisor of the pool's ranks. Start ranks if none are running."""
         # If the fork server was killed, its ranks have ended, too. No call has failed, so new ranks
         # are started without an error.
         if self._supervisor is not None and _has_lost_server(self._supervisor):
             self._end(grace=0.0)  # sets self._supervisor to None
         if self._supervisor is None:
-            supervisor = Supervisor()
-            self._supervisor = supervisor
-            # _end() calls this finalizer. It is also called when the pool is garbage-collected, and
-            # when this process exits. A forked child inherits the finalizer. By the process id,
-            # _close() finds out that it runs in a child, and does nothing.
-            self._close_supervisor = weakref.finalize(self, _close, os.getpid(), supervisor)
-            self._environment = dict(os.environ)
-            # Each rank runs _serve(), which makes the calls that the pool sends.
-            payload = payload_of_call(
-                Call(_serve, (self._fabric, self._check_inputs, self._reset), {})
-            )
-            server = self._preloading_server or fork_server()
-            try:
-                supervisor.start(server.start_rank, node_worlds(self.size), payload)
-            except EOFError as error:  # the server has ended
-                raise UsageError(
-                    f"the start of {self!r}",
-                    problem="the process that forks the ranks has ended; if the import of a module "
-                    "of `preload` has failed, its traceback is in the standard error",
-                ) from error
-            # Waits until all ranks are connected: each of them then sends a first reply, as if to a
-            # call.
-            limits = _TimeLimits(_START_TIMEOUT, _START_TIMEOUT)
-            _collect_results(supervisor, "the start of the pool", limits)
+            self._supervisor = Supervisor()
+            # The finalizer runs when the pool is garbage-collected, and when this process exits.
+            self._finalizer = weakref.finalize(self, _close, os.getpid(), self._supervisor)
+            self._start_ranks(self._supervisor)
         return self._supervisor
+
+    def _start_ranks(self, supervisor: Supervisor) -> None:
+        """Start the ranks, and wait until all of them are connected.
+
+        Args:
+            supervisor: the supervisor, which has no ranks yet.
+
+        Raises:
+            RankFailedError: a rank could not connect.
+            UsageError: the fork server has ended.
+        """
+        self._start_environment = dict(os.environ)
+        # Each rank runs _serve(), which makes the calls that the pool sends.
+        payload = payload_of_call(Call(_serve, (self._fabric, self._check_inputs, self._reset), {}))
+        server = self._preloading_server or fork_server()
+        try:
+            supervisor.start(server.start_rank, node_worlds(self.size), payload)
+        except EOFError as error:  # the server has ended
+            raise UsageError(
+                f"the start of {self!r}",
+                problem="the process that forks the ranks has ended; if the import of a module "
+                "of `preload` has failed, its traceback is in the standard error",
+            ) from error
+        # A rank that is connected sends a first reply, as if to a call.
+        limits = _TimeLimits(timeout=_START_TIMEOUT, patience=_START_TIMEOUT)
+        _collect_results(supervisor, "the start of the pool", limits)
 
     def _end_failed_call(self, fn: Callable[..., Any], error: BaseException) -> None:
         """End the processes, which may be in the middle of the call. The next call starts new ones.
@@ -386,9 +411,10 @@ class RankPool:
             error: why the call has failed.
         """
         is_of_ranks = isinstance(error, RankFailedError)
+        # The error blames the ranks, and no rank has raised or ended: so the time limit was over.
         if is_of_ranks and self._supervisor and not _has_failed(self._supervisor):
             self._call_times.record_hang(fn)
-        # The error of the ranks is raised, and no warning in place of it.
+        # A warning that a filter turns into an error must not replace `error`.
         with suppress(Warning):
             self._warn_again()
         self._end(grace=0.0)
@@ -403,8 +429,8 @@ class RankPool:
         # All ranks have replied, so the threads that sent the previous call have ended.
         self._sender_threads.clear()
         for rank in supervisor.ranks:
-            # Remove the reply to the previous call, so that the next "reply" is the reply to this
-            # call. Before the first call, the rank has replied once, to say that it is ready.
+            # From here on, a "reply" is the reply to this call. Every rank has replied before: its
+            # first reply only says that the rank is connected.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)
@@ -436,7 +462,7 @@ class RankPool:
         # the pipes are closed.
         for sender_thread in self._sender_threads:
             sender_thread.join()
-        self._close_supervisor()
+        self._finalizer()  # closes the supervisor
 
 
 def _has_lost_server(supervisor: Supervisor) -> bool:
@@ -448,14 +474,16 @@ def _has_lost_server(supervisor: Supervisor) -> bool:
     return False
 
 
-def _close(owner: int, supervisor: Supervisor) -> None:
+def _close(owner_pid: int, supervisor: Supervisor) -> None:
     """End the processes of a pool, unless this process is a fork of the pool's owner.
 
+    A forked child inherits the finalizer of the pool, and calls this function when it exits.
+
     Args:
-        owner: the id of the process that has started the pool.
+        owner_pid: the id of the process that has started the pool.
         supervisor: the supervisor of the processes.
     """
-    if os.getpid() == owner:
+    if os.getpid() == owner_pid:
         supervisor.close()
 
 
@@ -464,7 +492,8 @@ class _TimeLimits(NamedTuple):
 
     Attributes:
         timeout: how long the ranks may take, in seconds.
-        patience: how long ranks may take that do not use the processor, in seconds.
+        patience: how long the ranks may take if they are idle then, in seconds. It is equal to
+            ``timeout`` if idle ranks have the same time.
     """
 
     timeout: float
@@ -488,26 +517,24 @@ def _check_modules(names: Sequence[str]) -> None:
             )
 
 
-def _wait(supervisor: Supervisor, limits: _TimeLimits, is_settled: Callable[[], bool]) -> float:
-    """Wait for the replies of the ranks.
+def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
+    """Wait until the outcome of the call is known, or until the ranks count as hanging.
 
     Args:
         supervisor: the supervisor of the ranks.
         limits: how long to wait at most.
-        is_settled: ends the wait earlier.
 
     Returns:
-        The seconds that the ranks had.
+        The seconds that the ranks had to reply, for the error text of a rank that hangs.
     """
-    if limits.patience >= limits.timeout:
-        supervisor.collect_until(limits.timeout, is_settled)
-        return limits.timeout
+    is_settled = partial(_is_settled, supervisor)
     start = monotonic()
     supervisor.collect_until(limits.patience, is_settled)
     while not is_settled():
         seconds = monotonic() - start
         if seconds >= limits.timeout:
-            return limits.timeout
+            break
+        # The patience is over, but ranks that compute may go on.
         used_before = _processor_seconds(supervisor)
         supervisor.collect_until(_IDLE_TIME, is_settled)
         # The difference is NaN if a rank is running. A comparison with NaN is false.
@@ -517,7 +544,7 @@ def _wait(supervisor: Supervisor, limits: _TimeLimits, is_settled: Callable[[], 
 
 
 def _processor_seconds(supervisor: Supervisor) -> float:
-    """Return the time on the processor of the ranks that have not replied, or NaN if one runs."""
+    """Return the CPU time of all ranks that have not replied. NaN if one of them is running."""
     seconds = 0.0
     for rank in supervisor.ranks:
         if "reply" not in rank.messages:
@@ -537,21 +564,12 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
         RankFailedError: a rank raised, ended, or did not reply in time.
     """
     __tracebackhide__ = True
-
-    def have_all_answered() -> bool:
-        """Return whether every rank has replied or ended, so that no reply is missing."""
-        return all("reply" in rank.messages or rank.poll() for rank in supervisor.ranks)
-
-    def is_settled() -> bool:
-        """Return whether waiting longer would not change that the call succeeds or fails."""
-        return have_all_answered() or _has_failed(supervisor)
-
-    seconds = _wait(supervisor, limits, is_settled)
+    seconds_waited = _wait_for_replies(supervisor, limits)
     has_failed = _has_failed(supervisor)
-    if not has_failed and have_all_answered():
+    if not has_failed and _have_all_answered(supervisor):
         return [load(rank.messages["reply"].payload) for rank in supervisor.ranks]
     if has_failed:
-        _collect_cause(supervisor, have_all_answered)
+        _wait_for_cause(supervisor)
     reports: list[Report] = []
     for rank in supervisor.ranks:
         if "reply" in rank.messages:
@@ -561,37 +579,38 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
         elif has_failed:
             report = Report(rank=rank.global_rank, outcome="was still in the call")
         else:
-            report = _report_of_running_rank(supervisor, rank, seconds)
+            report = _report_of_running_rank(supervisor, rank, seconds_waited)
         reports.append(report)
     raise rank_failed_error(call_text, reports)
 
 
-def _collect_cause(supervisor: Supervisor, have_all_answered: Callable[[], bool]) -> None:
-    """Wait for the replies of other ranks after a failure, which may not be the cause.
-
-    Args:
-        supervisor: the supervisor of the ranks.
-        have_all_answered: returns whether every rank has replied or ended.
-    """
-    supervisor.collect_until(_COLLECT_TIMEOUT, have_all_answered)
-
-    def has_cause() -> bool:
-        """Return whether the cause is known, or no rank is left that could be the cause."""
-        return have_all_answered() or _has_failed_by_itself(supervisor)
-
+def _wait_for_cause(supervisor: Supervisor) -> None:
+    """Wait for the replies of other ranks after a failure, which may not be the cause."""
+    supervisor.collect_until(_COLLECT_TIMEOUT, partial(_have_all_answered, supervisor))
     # A rank has a longer time if all known failures are consequences of its failure.
-    if not has_cause():
-        supervisor.collect_until(_CAUSE_TIMEOUT, has_cause)
+    supervisor.collect_until(_CAUSE_TIMEOUT, partial(_is_cause_known, supervisor))
+
+
+def _have_all_answered(supervisor: Supervisor) -> bool:
+    """Return whether every rank has replied or ended, so that no reply is missing."""
+    return all("reply" in rank.messages or rank.poll() for rank in supervisor.ranks)
+
+
+def _is_settled(supervisor: Supervisor) -> bool:
+    """Return whether waiting longer would not change that the call succeeds or fails."""
+    return _have_all_answered(supervisor) or _has_failed(supervisor)
+
+
+def _is_cause_known(supervisor: Supervisor) -> bool:
+    """Return whether a rank has failed by itself, or no rank is left that could be the cause."""
+    if _have_all_answered(supervisor):
+        return True
+    return any(_failure_role(rank) is FailureRole.POSSIBLE_CAUSE for rank in supervisor.ranks)
 
 
 def _has_failed(supervisor: Supervisor) -> bool:
     """Return whether any rank has raised, or has ended without a reply."""
     return any(_failure_role(rank) is not None for rank in supervisor.ranks)
-
-
-def _has_failed_by_itself(supervisor: Supervisor) -> bool:
-    """Return whether any rank has failed, and not because of another rank's failure."""
-    return any(_failure_role(rank) is FailureRole.POSSIBLE_CAUSE for rank in supervisor.ranks)
 
 
 def _failure_role(rank: RankProcess) -> FailureRole | None:
@@ -617,8 +636,10 @@ def _received_report(reply: _Reply) -> Report:
 
 def _exit_report(rank: RankProcess, exit_code: int) -> Report:
     """Return the report of a rank whose process has ended without a reply."""
-    # The rank has sent an error if it has ended itself because it could never go on.
-    stack = rank.failure.text if rank.failure is not None else rank.read_stack()
+    if rank.failure is not None:  # the error by which the rank has ended itself
+        stack = rank.failure.text
+    else:
+        stack = rank.read_stack()
     return Report(
         rank=rank.global_rank,
         outcome=describe_exit(exit_code),
@@ -648,8 +669,8 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
     The innermost frame comes first. Frames of this file and frames that called them are left out.
     The result is "" if the rank is still starting.
     """
-    is_serving = "serving" in rank.messages
-    if not is_serving:
+    can_write_stack = "serving" in rank.messages
+    if not can_write_stack:  # SIGUSR1 would end the rank
         return ""
     rank.kill(signal.SIGUSR1)
 
@@ -691,24 +712,26 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool) -> None:
     # When the pool starts the ranks, it waits for this reply, whose result it ignores.
     first_report = Report(rank=world.rank)
     control_thread.send("reply", _Reply(first_report, dump_result(None)))
-    folder_fd = os.open(".", os.O_RDONLY)
+    default_group = None
+    if reset and dist.is_initialized():
+        default_group = dist.group.WORLD
+    runner = _CallRunner(
+        fabric=fabric, rank=world.rank, check_inputs=check_inputs, default_group=default_group
+    )
+    torch_settings = GlobalState.current()
     environment = dict(os.environ)
-    state = GlobalState.current()
-    # The group is None if the fabric needs none. Then nothing is checked.
-    group = dist.group.WORLD if reset and dist.is_initialized() else None
-    groups: dict[Group, Any] = {}
+    folder_fd = os.open(".", os.O_RDONLY)
     message = control_thread.calls.get()  # waits until the pool sends a call
     while message is not None:  # None means that the pool is closed, and this rank ends
         if reset:
             with recorded_warnings() as rank_warnings:
-                reply = _run_call(fabric, world.rank, message, check_inputs, group, groups)
+                reply = runner.run(message)
             if rank_warnings:
                 reply = reply._replace(warnings=dump_warnings(rank_warnings))
-            state.restore()
+            torch_settings.restore()
         else:
-            reply = _run_call(fabric, world.rank, message, check_inputs, group, groups)
-        # Undo what the call has done to the working directory and to the environment. The directory
-        # is known by its descriptor, since its path may no longer exist.
+            reply = runner.run(message)
+        # The folder is known by its descriptor, since its path may no longer exist.
         os.fchdir(folder_fd)
         if os.environ != environment:
             os.environ.clear()
@@ -717,88 +740,98 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool) -> None:
         message = control_thread.calls.get()
 
 
-def _run_call(
-    fabric: Fabric,
-    rank: int,
-    message: bytes,
-    check_inputs: bool,
-    group: dist.ProcessGroup | None,
-    groups: dict[Group, Any],
-) -> _Reply:
-    """Run a call on this rank, and return the reply with the result or the error.
+@dataclass(frozen=True, kw_only=True)
+class _CallRunner:
+    """The runner of a pool's calls on one rank.
 
-    Args:
-        fabric: the connected fabric of this rank.
-        rank: this rank.
-        message: the message of :meth:`RankPool.run`.
-        check_inputs: whether the call fails if it changes its arguments in place.
-        group: the call fails if this is no longer the default group. None checks nothing.
-        groups: the groups of :meth:`RankPool.group` that this rank has made.
-
-    Raises:
-        SystemExit: the call exits. The rank ends.
-        KeyboardInterrupt: a call has raised it. The rank ends.
+    Attributes:
+        fabric: the connected fabric of the rank.
+        rank: the rank.
+        check_inputs: whether a call fails if it changes its arguments in place.
+        default_group: torch's default group. A call fails if it destroys this group. None, as for a
+            fabric that needs no process group, checks nothing.
+        groups: the process groups that the rank has made for arguments of :meth:`RankPool.group`.
     """
-    try:
-        call_message: _CallMessage = load(message)
-        # These come first, because loading the call imports modules.
-        sys.path[:] = call_message.path
-        for name, value in call_message.environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        fn, args, kwargs = load(call_message.pickled_call)
-        # Every call draws the same random numbers, whatever ran before it. Otherwise a failing
-        # example of a test could not be repeated.
-        seed_everything(0)
-        args, kwargs = arguments_of_rank(args, kwargs, rank)
-        args = [_with_group(argument, groups) for argument in args]
-        kwargs = {name: _with_group(argument, groups) for name, argument in kwargs.items()}
-        with applied(call_message.patches):
-            result = fn(fabric, *args, **kwargs)
-        check_group(group)
-        if check_inputs:
-            # The message still has the arguments as they were.
-            _, original_args, original_kwargs = load(call_message.pickled_call)
-            original_args, original_kwargs = arguments_of_rank(original_args, original_kwargs, rank)
-            original_args = [_with_group(argument, groups) for argument in original_args]
-            for name, argument in original_kwargs.items():
-                original_kwargs[name] = _with_group(argument, groups)
-            check_unchanged(
-                fn, [*args, *kwargs.values()], [*original_args, *original_kwargs.values()]
-            )
-        return _Reply(Report(rank=rank), dump_result(result))
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # noqa: BLE001 (run() raises it in the caller)
-        report = error_report(rank, error)
-        payload = b""
-        with suppress(Exception):  # an error that cannot be pickled is sent as text only
-            payload = dump_result(report.error)
-        return _Reply(replace(report, error=None), payload)
+
+    fabric: Fabric
+    rank: int
+    check_inputs: bool
+    default_group: dist.ProcessGroup | None
+    groups: dict[Group, Any] = field(default_factory=dict)
+
+    def run(self, message: bytes) -> _Reply:
+        """Run a call on this rank, and return the reply with the result or the error.
+
+        Args:
+            message: a pickled :class:`_CallMessage`.
+
+        Raises:
+            SystemExit: the call exits. The rank ends.
+            KeyboardInterrupt: a call has raised it. The rank ends.
+        """
+        try:
+            call_message: _CallMessage = load(message)
+            # These come first, because loading the call imports modules.
+            sys.path[:] = call_message.path
+            for name, value in call_message.environment.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            call: Call = load(call_message.pickled_call)
+            # Every call draws the same random numbers, whatever ran before it. Otherwise a failing
+            # example of a test could not be repeated.
+            seed_everything(0)
+            args, kwargs = self._arguments_of_this_rank(call)
+            with applied(call_message.patches):
+                result = call.fn(self.fabric, *args, **kwargs)
+            check_group(self.default_group)
+            if self.check_inputs:
+                # The message still has the arguments as they were.
+                original_call: Call = load(call_message.pickled_call)
+                original_args, original_kwargs = self._arguments_of_this_rank(original_call)
+                check_unchanged(
+                    call.fn, [*args, *kwargs.values()], [*original_args, *original_kwargs.values()]
+                )
+            return _Reply(Report(rank=self.rank), dump_result(result))
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 (RankPool.run raises it in the caller)
+            report = error_report(self.rank, error)
+            payload = b""
+            with suppress(Exception):  # an error that cannot be pickled is sent as text only
+                payload = dump_result(report.error)
+            return _Reply(replace(report, error=None), payload)
+
+    def _arguments_of_this_rank(self, call: Call) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments that ``call.fn`` is passed on this rank, after the fabric.
+
+        Collective if an argument is a :class:`Group` that has not been passed before.
+        """
+        args, kwargs = arguments_of_rank(call.args, call.kwargs, self.rank)
+        args = [self._with_group(argument) for argument in args]
+        for name, argument in kwargs.items():
+            kwargs[name] = self._with_group(argument)
+        return args, kwargs
+
+    def _with_group(self, argument: Any) -> Any:
+        """Return the process group of a :class:`Group`, and any other argument unchanged.
+
+        Collective: the first use of a :class:`Group` makes the process group.
+        """
+        if not isinstance(argument, Group):
+            return argument
+        if argument not in self.groups:
+            self.groups[argument] = dist.new_group(list(argument.ranks))
+        return self.groups[argument]
 
 
-def _with_group(argument: Any, groups: dict[Group, Any]) -> Any:
-    """Return the process group of a :class:`Group`, and any other argument unchanged. Collective.
-
-    Args:
-        argument: an argument of the call.
-        groups: the groups that this rank has made, to which a new one is added.
-    """
-    if not isinstance(argument, Group):
-        return argument
-    if argument not in groups:
-        groups[argument] = dist.new_group(list(argument.ranks))
-    return groups[argument]
-
-
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that have changed. A variable that was deleted is None."""
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the environment variables that have changed. A variable that was deleted is None."""
     changes: dict[str, str | None] = {}
-    for name in before.keys() | now.keys():
-        if before.get(name) != now.get(name):
-            changes[name] = now.get(name)
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            changes[name] = after.get(name)
     return changes
 
 
