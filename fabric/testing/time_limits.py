@@ -11,8 +11,9 @@ does, so that hypothesis reports the smallest example so far.
 import hashlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["CallTimes", "ShrinkingBudget"]
 
@@ -25,8 +26,8 @@ class CallTimes:
     """How long the calls of each function have taken, and which functions have hung."""
 
     def __init__(self) -> None:
-        self._slowest: dict[tuple[str, str], float] = {}
-        self._hanging: set[tuple[str, str]] = set()
+        self._slowest_pass: dict[_FunctionKey, float] = {}  # seconds
+        self._has_hung: set[_FunctionKey] = set()
 
     def patience(self, fn: Callable[..., Any], timeout: float) -> float:
         """Return after how many seconds idle ranks count as hanging.
@@ -36,52 +37,63 @@ class CallTimes:
             timeout: the timeout of the call, which is returned if the function has never hung.
         """
         key = _key_of(fn)
-        if key not in self._hanging:
+        if key not in self._has_hung:
             return timeout
-        patience = _PATIENCE_FACTOR * self._slowest.get(key, 0.0)
+        patience = _PATIENCE_FACTOR * self._slowest_pass.get(key, 0.0)
         return min(timeout, max(patience, _SHORTEST_PATIENCE))
 
     def record_pass(self, fn: Callable[..., Any], seconds: float) -> None:
         """Record that a call has passed."""
         key = _key_of(fn)
-        self._slowest[key] = max(seconds, self._slowest.get(key, 0.0))
+        self._slowest_pass[key] = max(seconds, self._slowest_pass.get(key, 0.0))
 
     def record_hang(self, fn: Callable[..., Any]) -> None:
         """Record that a call did not return in time."""
-        self._hanging.add(_key_of(fn))
+        self._has_hung.add(_key_of(fn))
 
 
-def _key_of(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return what tells functions apart. Each example of a test may make its own lambda."""
+class _FunctionKey(NamedTuple):
+    """The place of a function. The lambdas that the examples of one test make are equal by it."""
+
+    file: str
+    name: str
+
+
+def _key_of(fn: Callable[..., Any]) -> _FunctionKey:
     function = getattr(fn, "func", fn)  # the function of a functools.partial
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     file = code.co_filename if code is not None else ""
-    return file, name
+    return _FunctionKey(file, name)
+
+
+@dataclass
+class _TestRun:
+    """The calls in one run of a hypothesis test, or the calls outside of any test.
+
+    Attributes:
+        frame: the outermost frame of hypothesis, which tells the runs apart. None outside of tests.
+        failures: how many calls have failed.
+        seconds_used: how long the failing calls have taken, without the first.
+        known_calls: hashes of the calls that were admitted.
+    """
+
+    frame: FrameType | None
+    failures: int = 0
+    seconds_used: float = 0.0
+    known_calls: set[bytes] = field(default_factory=set)
 
 
 class ShrinkingBudget:
-    """The time that failing calls may take in one run of a hypothesis test, after the first.
+    """The time that failing calls may take in one run of a hypothesis test.
 
     Args:
-        seconds: the time.
+        seconds: the time that all failing calls but the first may take together.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._begin(None)
-
-    def _begin(self, run: FrameType | None) -> None:
-        """Forget the calls of the previous run of a test.
-
-        Args:
-            run: the outermost frame of hypothesis, by which runs are told apart. None outside of a
-                test.
-        """
-        self._run = run
-        self._failures = 0
-        self._seconds_used = 0.0
-        self._known_calls: set[bytes] = set()
+        self._max_seconds = seconds
+        self._run = _TestRun(frame=None)
 
     def admit(self, pickled_call: bytes) -> None:
         """Reject a call of a new example if the failing calls of this test have taken too long.
@@ -93,31 +105,34 @@ class ShrinkingBudget:
             UnsatisfiedAssumption: the call is rejected. Hypothesis takes the example for invalid.
         """
         hypothesis = sys.modules.get("hypothesis")
-        run = None
+        frame = None
         if hypothesis is not None and hypothesis.currently_in_test_context():
-            run = _outermost_frame_of_hypothesis()
-        if run is not self._run:
-            self._begin(run)
-        if hypothesis is None or run is None:
+            frame = _outermost_frame_of_hypothesis()
+        if frame is not self._run.frame:
+            self._run = _TestRun(frame)
+        if hypothesis is None or frame is None:
             return
         call = hashlib.sha256(pickled_call).digest()
-        if self._seconds_used > self._seconds:
+        if self._run.seconds_used > self._max_seconds:
             from hypothesis.control import current_build_context
 
             if current_build_context().is_final:
                 hypothesis.note(
                     "This may not be the smallest example: failing examples took longer than "
-                    f"max_shrinking_time={self._seconds:g} seconds of the RankPool."
+                    f"max_shrinking_time={self._max_seconds:g} seconds of the RankPool."
                 )
-            elif call not in self._known_calls:
-                hypothesis.reject()
-        self._known_calls.add(call)
+            elif call not in self._run.known_calls:
+                hypothesis.reject()  # raises
+        self._run.known_calls.add(call)
 
     def record_failure(self, seconds: float) -> None:
-        """Record that a call has failed, and how long it took, with the start of its ranks."""
-        self._failures += 1
-        if self._failures > 1:
-            self._seconds_used += seconds
+        """Record that a call has failed after some seconds, which include the start of its ranks.
+
+        The first failure is free, since it may have taken a whole timeout.
+        """
+        self._run.failures += 1
+        if self._run.failures > 1:
+            self._run.seconds_used += seconds
 
 
 def _outermost_frame_of_hypothesis() -> FrameType | None:
