@@ -220,12 +220,12 @@ def per_rank_tensors(
         default_shapes = _SHAPES_WITH_ROWS
     common_shape = draw(_as_strategy(shape, default_shapes))
     drawn_dtype = draw(_as_strategy(dtype))
-    rank_shapes = [common_shape] * size
-    if ragged:
-        rank_shapes = [(draw(_LENGTHS), *common_shape[1:]) for _ in range(size)]
     values = _Values(exact, special_values)
     rank_tensors: list[Tensor] = []
-    for rank_shape in rank_shapes:
+    for _ in range(size):
+        rank_shape = common_shape
+        if ragged:
+            rank_shape = (draw(_LENGTHS), *common_shape[1:])
         layout = draw(_ANY_LAYOUT)
         rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, values)))
     return PerRank(rank_tensors)
@@ -387,8 +387,7 @@ def _tree_of_rank(tree: Tree, rank: int) -> Tree:
         """Return this rank's value of a leaf, or a dict with its keys in this rank's order."""
         if isinstance(node, PerRank):
             return node.values[rank]
-        # The node is a dict. Its keys have another order on each rank, which must not matter: rank
-        # r begins with key r.
+        # The node is a dict. On rank r its order begins with key r.
         items = deque(node.items())
         items.rotate(-rank)
         return {key: _tree_of_rank(value, rank) for key, value in items}
@@ -412,11 +411,9 @@ def _element_strategy(dtype: torch.dtype, values: _Values) -> st.SearchStrategy[
         floats = _element_strategy(torch.float32, _Values(exact=values.exact))
         return st.builds(complex, floats, floats)
     if not dtype.is_floating_point:
-        # An eighth of the range, so that the sum of eight values does not overflow. // rounds down.
-        # The least value is negated before and after the division, so that it is rounded toward
-        # zero.
+        # An eighth of the range, so that the sum of eight values does not overflow.
         limits = torch.iinfo(dtype)
-        return st.integers(-(-limits.min // 8), limits.max // 8)
+        return st.integers(limits.min // 8, limits.max // 8)
     if values.exact:
         floats = st.integers(-16, 16).map(lambda quarters: quarters / 4)
     else:

@@ -61,13 +61,13 @@ def _with_builtin_category(warning: RankWarning) -> RankWarning:
 
 
 class WarningRegistries:
-    """What the process of a test remembers of the warnings that it has given again.
+    """The record of the warnings that the process of a test has given again.
 
-    By these registries Python gives a warning of one place once, unless a filter wants more.
+    By default Python gives a warning of one line only once. A registry has the earlier ones.
     """
 
     def __init__(self) -> None:
-        # By file name, as each module has its own registry.
+        # By file name. Python gives each module a registry, too: its __warningregistry__.
         self._registries: dict[str, dict[Any, Any]] = {}
 
     def warn_again(self, rank_warnings: Sequence[RankWarning]) -> None:
@@ -76,7 +76,8 @@ class WarningRegistries:
         Raises:
             Warning: a filter turns a warning into an error.
         """
-        for warning in dict.fromkeys(rank_warnings):
+        distinct_warnings = dict.fromkeys(rank_warnings)  # most warnings come from all ranks
+        for warning in distinct_warnings:
             registry = self._registries.setdefault(warning.filename, {})
             warnings.warn_explicit(
                 warning.message,

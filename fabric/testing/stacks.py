@@ -71,8 +71,8 @@ def position(frames: Sequence[Frame]) -> str:
         if _is_of_user(frame):
             place = f"at {frame.file}:{frame.line}: {_source_line(frame)}"
             return f"in {collective}, {place}" if collective else place
-        # The outermost frame of torch.distributed is the function that was called. A wrapper of
-        # torch logs the call. The frames of fabric outside of it are left out.
+        # The user has called the outermost frame of torch.distributed, which replaces the frames
+        # within. A wrapper of torch, which logs the call, does not count.
         is_wrapper = frame.file.endswith("c10d_logger.py")
         if "torch/distributed/" in frame.file and not is_wrapper:
             collective = _qualified_name(frame)
@@ -83,6 +83,7 @@ def _is_of_user(frame: Frame) -> bool:
     """Return whether a frame belongs to neither torch, fabric, nor the standard library."""
     if frame.file.startswith(_FABRIC):
         return False
+    # The folder site-packages or dist-packages, which is below that of the standard library.
     is_installed = "-packages/" in frame.file
     if is_installed:
         return "-packages/torch/" not in frame.file
