@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple, Self, final
 
@@ -197,7 +198,7 @@ class _Node:
         status: the latest status of the admitted agent. None if no agent has been admitted.
         newcomer: the name of another agent that wants to be admitted.
         newcomer_since: when the newcomer was noticed.
-        has_added_cause: whether the end of the present generation's ranks has been noticed.
+        has_added_cause: whether the failure of this machine has been added to the causes.
     """
 
     last_seen: float
@@ -206,26 +207,35 @@ class _Node:
     newcomer_since: float = 0.0
     has_added_cause: bool = False
 
+    def read_end(self) -> _NodeEnd | None:
+        """Return how the ranks of this machine have ended, or None."""
+        if self.status is None:
+            return None
+        return self.status.read_end()
 
-# How unlikely an event is the root cause of the end of a generation, compared with other events.
-_OWN_ERROR = 0
-_LOST_MACHINE = 1
-_SECONDARY_ERROR = 2
+
+class _CauseKind(IntEnum):
+    """The kind of a cause. A lower kind is more likely the root cause."""
+
+    OWN_ERROR = 0
+    """An error of a rank that no other rank has caused."""
+    LOST_MACHINE = 1
+    """A machine was lost, or its agent was replaced."""
+    SECONDARY_ERROR = 2
+    """An error that another machine may have caused."""
 
 
 class _Cause(NamedTuple):
     """A reason for the end of a generation.
 
     Attributes:
-        unlikeliness: how unlikely this is the root cause: ``_OWN_ERROR`` for a rank's own error,
-            ``_LOST_MACHINE`` for a machine that was lost or whose agent was replaced,
-            ``_SECONDARY_ERROR`` for errors that others may have caused.
+        kind: how likely this is the root cause.
         exit_code: the exit code of the job if it does not restart.
         text: what happened, in words.
         node_rank: the machine.
     """
 
-    unlikeliness: int
+    kind: _CauseKind
     exit_code: int
     text: str
     node_rank: int
@@ -248,17 +258,19 @@ class _Coordinator:
         """Wait for the agents of all machines. :meth:`update` lets them start."""
         self._config = config
         self._store = store
-        self._start = time.monotonic()
-        self._nodes = [_Node(last_seen=self._start) for _ in range(config.num_nodes)]
+        now = time.monotonic()
+        self._nodes = [_Node(last_seen=now) for _ in range(config.num_nodes)]
         self._state = _JobState()
         # The store of the ranks, which is served as long as this object refers to it.
         self._rank_store: dist.TCPStore | None = None
-        # Why the present generation has ended. Empty while it runs.
+        # Why the latest generation has ended or is about to. Empty once the next one may start.
         self._causes: list[_Cause] = []
-        # When the first failure of the present generation was noticed.
+        # When the first failure of the latest generation was noticed. None without a failure.
         self._failure_time: float | None = None
         self._restart_times: list[float] = []
-        self._waiting_since = self._start
+        # Since when the next generation may start, if all machines are there.
+        self._waiting_since = now
+        # The number of the latest generation that has started. -1 before the first.
         self._started_generation = -1
 
     def update(self) -> None:
@@ -322,22 +334,25 @@ class _Coordinator:
                 node.newcomer = newcomer.agent_id
                 node.newcomer_since = now
             if current is not None:
-                has_ended = newcomer.ended_agent == current.agent_id
-                if not has_ended and not self._is_lost(node, now):
-                    if node.last_seen > node.newcomer_since + self._config.lease:
-                        self._store.set(
-                            f"refused/{newcomer.agent_id}",
-                            f"{self._title(node_rank)} has a running command already",
-                        )
+                has_current_ended = newcomer.ended_agent == current.agent_id
+                if not has_current_ended and not self._is_lost(node, now):
+                    self._refuse_second_agent(node_rank)
                     continue
                 text = f"{self._title(node_rank)}: its command ended and was started again"
-                cause = _Cause(
-                    unlikeliness=_LOST_MACHINE, exit_code=1, text=text, node_rank=node_rank
-                )
-                self._end_generation(cause)
+                self._end_generation(_Cause(_CauseKind.LOST_MACHINE, 1, text, node_rank))
             node.status = newcomer
             node.last_seen = now
             self._store.set(f"member/{node_rank}", newcomer.agent_id)
+
+    def _refuse_second_agent(self, node_rank: int) -> None:
+        """Refuse the newcomer of a machine once the admitted agent has proved that it is alive.
+
+        A message that is sent a whole lease after the newcomer's arrival is the proof.
+        """
+        node = self._nodes[node_rank]
+        if node.last_seen > node.newcomer_since + self._config.lease:
+            text = f"{self._title(node_rank)} has a running command already"
+            self._store.set(f"refused/{node.newcomer}", text)
 
     def _find_problem(self, newcomer: _NodeStatus) -> str:
         """Return why an agent cannot be part of this job, or an empty text."""
@@ -357,21 +372,18 @@ class _Coordinator:
     def _decide(self, now: float) -> None:
         """End the job, end the generation, or start the next one, if it is time to."""
         for node_rank, node in enumerate(self._nodes):
-            end = None
-            if node.status is not None:
-                end = node.status.read_end()
+            end = node.read_end()
             if end is not None and end.is_interrupted:
                 self._end_job(end.exit_code, f"{self._title(node_rank)} was stopped by a signal")
                 return
-            silent_since = max(node.last_seen, self._start)
-            if now - silent_since > self._config.node_timeout:
+            if now - node.last_seen > self._config.node_timeout:
                 self._end_job(1, f"{self._title(node_rank)} {self._describe_silence(node)}")
                 return
         is_generation_running = self._state.port is not None
         if is_generation_running:
             self._end_if_over(now)
             return
-        # Causes are dropped when the last generation is over. Without a cause, nothing has to end.
+        # Without a cause there is no earlier generation, or it is over.
         may_start = not self._causes or self._finish_generation(now)
         if may_start:
             self._start_generation(now)
@@ -394,6 +406,7 @@ class _Coordinator:
                 self._add_cause(node_rank, now)
                 continue
             end = status.read_end()
+            # An agent that has not read of this generation yet still has the end of the last one.
             has_ended = status.generation == self._state.generation and not status.is_running
             if not has_ended or end is None:
                 is_any_running = True
@@ -422,7 +435,7 @@ class _Coordinator:
         return now - self._failure_time > min(_MAX_FAILURE_GRACE, self._config.node_timeout)
 
     def _end_generation(self, cause: _Cause | None = None) -> None:
-        """Have all agents end their ranks. If they do so already, only add the cause."""
+        """Have all agents end their ranks, or only add the cause if they do already."""
         is_running = self._state.port is not None
         # The last generation is over, and the next one has not started. So there is nothing to end,
         # and no failure that the cause could explain.
@@ -434,28 +447,28 @@ class _Coordinator:
             self._state = replace(self._state, generation=next_generation, port=None)
 
     def _add_cause(self, node_rank: int, now: float) -> None:
-        """Add the failure of a machine to the causes, once in each generation."""
+        """Add the failure of a machine to the causes, once in each generation.
+
+        This method does nothing if the machine has not failed.
+        """
         node = self._nodes[node_rank]
         if node.has_added_cause or node.status is None:
             return
         title = self._title(node_rank)
-        if self._is_lost(node, now):
-            node.has_added_cause = True
-            text = f"{title} has not answered for {self._config.lease:g} s"
-            cause = _Cause(unlikeliness=_LOST_MACHINE, exit_code=1, text=text, node_rank=node_rank)
-            self._causes.append(cause)
-            return
         end = node.status.read_end()
         is_of_generation = node.status.generation == self._started_generation
-        if is_of_generation and end is not None and end.has_failed:
-            node.has_added_cause = True
-            cause = _Cause(
-                unlikeliness=_SECONDARY_ERROR if end.is_secondary else _OWN_ERROR,
-                exit_code=end.exit_code,
-                text=f"{title}: {end.failure}",
-                node_rank=node_rank,
-            )
-            self._causes.append(cause)
+        if self._is_lost(node, now):
+            kind = _CauseKind.LOST_MACHINE
+            exit_code = 1
+            text = f"{title} has not answered for {self._config.lease:g} s"
+        elif is_of_generation and end is not None and end.has_failed:
+            kind = _CauseKind.SECONDARY_ERROR if end.is_secondary else _CauseKind.OWN_ERROR
+            exit_code = end.exit_code
+            text = f"{title}: {end.failure}"
+        else:
+            return
+        node.has_added_cause = True
+        self._causes.append(_Cause(kind, exit_code, text, node_rank))
 
     def _finish_generation(self, now: float) -> bool:
         """Count a restart, or end the job, if no machine has ranks of the last generation.
@@ -471,7 +484,7 @@ class _Coordinator:
             if status.is_running or status.seen_generation != self._state.generation:
                 return False
         # The most likely root cause. Of equally likely ones, min() returns the earliest.
-        cause = min(self._causes, key=lambda cause: cause.unlikeliness)
+        cause = min(self._causes, key=lambda cause: cause.kind)
         self._state = replace(self._state, cause_node=cause.node_rank)
         if not self._config.allows_restart(now, self._restart_times):
             self._end_job(cause.exit_code, cause.text)
@@ -539,15 +552,16 @@ class NodeAgent:
             num_processes=config.num_processes,
         )
         self._lock = threading.Lock()  # guards _status
-        self._state = _JobState()
-        self._last_contact = time.monotonic()
-        self._problem = ""  # why this agent cannot go on
-        self._generation: Generation | None = None  # to start
+        self._state = _JobState()  # the latest state that the thread of the agent has read
+        self._last_contact = time.monotonic()  # when machine 0 was last heard
+        self._problem = ""  # why this agent cannot go on, in words
+        # The generation that the main thread has to start. None if there is none.
+        self._next_generation: Generation | None = None
         self._has_news = threading.Event()  # wakes the main thread
         self._wake = threading.Event()  # wakes the thread of the agent
-        self._should_leave = False
+        self._should_leave = False  # ends the thread of the agent
         self._printed_notice = ""
-        self._report = ""  # the error of this machine's ranks, if another may be the cause
+        self._unprinted_report = ""  # the error of this machine's ranks
         self._coordinator: _Coordinator | None = None
         self._server: dist.TCPStore | None = None
         if config.node_rank == 0:
@@ -577,7 +591,7 @@ class NodeAgent:
         Returns:
             The generation to start, or None. Then :meth:`exit_code` is known.
         """
-        # Set once this machine is interrupted: until then, machine 0 may answer.
+        # Until when a machine that a signal has interrupted waits for machine 0. None before.
         deadline: float | None = None
         with Supervisor() as supervisor:  # records signals
             while True:
@@ -595,24 +609,31 @@ class NodeAgent:
                     return None
                 # How the ranks of this machine have ended in the last generation.
                 end = self._status.read_end()
-                if supervisor.signals and (end is None or not end.is_interrupted):
+                is_interrupted = end is not None and end.is_interrupted
+                if supervisor.signals and not is_interrupted:
                     # A signal between two generations ends the job, as one during a generation.
-                    end = _NodeEnd(128 + supervisor.signals[0].number, is_interrupted=True)
-                    self._set_end(end)
-                if end is not None and end.is_interrupted:
-                    # Machine 0 learns of it and ends the job, which the next turns of this loop
-                    # see. If machine 0 does not answer in time, this machine ends alone.
-                    deadline = deadline or time.monotonic() + _CLOSE_TIME
+                    exit_code = 128 + supervisor.signals[0].number
+                    self._set_end(_NodeEnd(exit_code, is_interrupted=True))
+                    is_interrupted = True
+                if is_interrupted:
+                    # Machine 0 reads the end of this machine, and ends the job: a later turn of the
+                    # loop finds the exit code. If machine 0 does not answer, this machine ends
+                    # alone.
+                    if deadline is None:
+                        deadline = time.monotonic() + _CLOSE_TIME
                     if time.monotonic() > deadline:
                         return None
                     continue
-                generation = self._generation
+                generation = self._next_generation
                 if generation is not None:
-                    self._generation = None
+                    self._next_generation = None
                     return generation
 
     def should_end_ranks(self) -> bool:
-        """Return whether the ranks of this machine have to end, since the generation has ended."""
+        """Return whether the ranks of this machine have to end, since the generation has ended.
+
+        Without contact to machine 0 they end, too: see ``[Note: Lost machines]`` in agent.py.
+        """
         if self._state.generation != self._status.generation or self._problem != "":
             return True
         return self._state.exit_code is not None or self._is_silent_for(self._config.lease / 2)
@@ -624,8 +645,8 @@ class NodeAgent:
         if script_end.is_canceled:
             failure = "the ranks were ended after the contact to machine 0 was lost"
             is_secondary = True
-        self._report = script_end.report
-        if not is_secondary:
+        self._unprinted_report = script_end.report
+        if not is_secondary:  # otherwise _print_notice() prints the report if it matters
             self._print_report()
         end = _NodeEnd(
             exit_code=script_end.exit_code,
@@ -661,9 +682,9 @@ class NodeAgent:
 
     def _print_report(self) -> None:
         """Print the error of this machine's ranks, unless it has been printed."""
-        if self._report != "":
-            print(f"\n{self._report}", file=sys.stderr, flush=True)
-        self._report = ""
+        if self._unprinted_report != "":
+            print(f"\n{self._unprinted_report}", file=sys.stderr, flush=True)
+        self._unprinted_report = ""
 
     def _is_silent_for(self, seconds: float) -> bool:
         """Return whether machine 0 has not been heard for this time."""
@@ -769,17 +790,18 @@ class NodeAgent:
         if store.get_nowait(f"member/{node_rank}") != self._status.agent_id.encode():
             self._problem = f"another command has become machine {node_rank} of this job"
             self._should_leave = True
+        generation_to_start: Generation | None = None
         with self._lock:
             status = replace(self._status, seen_generation=state.generation)
             is_new = status.generation != state.generation
-            should_start = state.port is not None and is_new and not status.is_running
-            if should_start:
+            if state.port is not None and is_new and not status.is_running:
+                generation_to_start = Generation(state.generation, state.port)
                 status = replace(status, generation=state.generation, is_running=True, end=None)
             self._status = status
             self._state = state
-        if should_start and state.port is not None:
-            # Set last: should_end_ranks() compares the status and the state.
-            self._generation = Generation(state.generation, state.port)
+        if generation_to_start is not None:
+            # Set after the status and the state, which should_end_ranks() compares once ranks run.
+            self._next_generation = generation_to_start
             self._has_news.set()
         self._wake.wait(_INTERVAL)
         self._wake.clear()
