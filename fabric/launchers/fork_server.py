@@ -147,7 +147,7 @@ class ForkServer:
     def find_hazard(self) -> str:
         """Return why a forked rank could differ from one in a new interpreter, or an empty text.
 
-        Only the server of a script can answer. This method waits until it has started.
+        Use this method of the server of a script. It waits until the server has started.
         """
         with self._lock:
             if self._server is None:
@@ -186,16 +186,18 @@ class ForkServer:
         Raises:
             UsageError: the server does not answer in time.
         """
-        # _fork_rank() reads the descriptors in this order.
-        descriptors = [control.fileno(), 1, 2]
+        stdout = 1
+        stderr = 2
         if output is not None:
-            descriptors = [control.fileno(), output, output]
+            stdout = output
+            stderr = output
+        # _Server._fork_rank() takes the descriptors in this order. The input is left out or last.
+        descriptors = [control.fileno(), stdout, stderr]
         if stdin is not None:
             descriptors.append(stdin)
         with self._lock:
             if self._server is not None:
-                # These errors mean that the server was killed since the last launch. Then a new
-                # server is started.
+                # These errors mean that the server was killed since the last launch.
                 with suppress(OSError, EOFError):
                     return _request_rank(self._server, descriptors)
                 self._server.stop()
@@ -205,7 +207,8 @@ class ForkServer:
     def _start_server(self) -> _ServerConnection:
         """Start a server process, and return the connection to the process."""
         requests, server_requests = socket.socketpair()
-        # The server and its ranks inherit the block, see Supervisor._start_rank.
+        # A process that is still starting would print a long traceback on Ctrl-C. The server and
+        # its ranks inherit this block, and a rank unblocks SIGINT in raise_on_signals().
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             # The server inherits its end of the pair, so this process closes its copy.
@@ -311,8 +314,11 @@ def forkserver_main() -> None:
     the owner sends requests. The second argument, if the ranks run a script, is the entry of
     ``sys.path`` that the script adds.
     """
-    server = _Server(socket.socket(fileno=int(sys.argv[1])), path_entry="".join(sys.argv[2:3]))
-    for name in (*_PRELOAD, *os.environ.pop(_MODULES_VARIABLE, "").split()):
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    path_entry = sys.argv[2] if len(sys.argv) > 2 else ""
+    server = _Server(requests, path_entry)
+    further_modules = os.environ.pop(_MODULES_VARIABLE, "").split()
+    for name in (*_PRELOAD, *further_modules):
         importlib.import_module(name)
     # The ranks share the memory of these objects with the server. A garbage collection in a rank
     # would write to all objects that are not frozen, and the system would copy their memory.
@@ -332,7 +338,7 @@ class _Server:
 
     def __init__(self, requests: socket.socket, path_entry: str) -> None:
         """Install the signal handlers of the server process. :meth:`serve` answers requests."""
-        self._owner = os.getppid()  # the id of the owner's process
+        self._owner_pid = os.getppid()
         self._requests = requests
         self._path_entry = path_entry
         self._status_pipes: dict[int, Connection] = {}  # of the running ranks, by process id
@@ -342,12 +348,12 @@ class _Server:
         for number in ending_signals():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        # The interpreter writes a byte to this pipe when a rank ends.
-        self._wakeup_pipe, writing_end = os.pipe()
-        self._descriptors = [self._wakeup_pipe, writing_end]
-        os.set_blocking(self._wakeup_pipe, False)
-        os.set_blocking(writing_end, False)
-        signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
+        # The interpreter writes a byte to this pipe when a rank ends. It does so only for a signal
+        # that has a handler.
+        self._wakeup_reader, self._wakeup_writer = os.pipe()
+        os.set_blocking(self._wakeup_reader, False)
+        os.set_blocking(self._wakeup_writer, False)
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _do_nothing)
 
     def serve(self) -> Connection:
@@ -359,10 +365,10 @@ class _Server:
         """
         # The id of the parent process changes when the owner ends. The socket does not show it: a
         # process that the owner forked may hold the socket open.
-        while os.getppid() == self._owner:
-            ready = wait([self._requests, self._wakeup_pipe], timeout=1.0)
-            if self._wakeup_pipe in ready:
-                os.read(self._wakeup_pipe, 4096)
+        while os.getppid() == self._owner_pid:
+            ready = wait([self._requests, self._wakeup_reader], timeout=1.0)
+            if self._wakeup_reader in ready:
+                os.read(self._wakeup_reader, 4096)  # the bytes say no more than that a rank ended
                 self._report_exits()
             if self._requests not in ready:
                 continue
@@ -374,7 +380,7 @@ class _Server:
                 self._requests.sendall(hazard or _NO_HAZARD)
                 continue
             control = self._fork_rank(*descriptors)
-            if control is not None:
+            if control is not None:  # this process is the rank
                 return control
         # Exits without exit handlers. They would wait for the ranks, which exit by themselves.
         os._exit(0)
@@ -387,36 +393,39 @@ class _Server:
                 status_pipe = self._status_pipes.pop(pid)
                 _send_status(status_pipe, os.waitstatus_to_exitcode(status))
 
-    def _fork_rank(self, status_fd: int, control_fd: int, *standard_fds: int) -> Connection | None:
+    def _fork_rank(
+        self, status_fd: int, control_fd: int, stdout: int, stderr: int, stdin: int | None = None
+    ) -> Connection | None:
         """Fork a rank, and send its process id through the status pipe.
 
         Args:
             status_fd: the descriptor of the server's end of the rank's status pipe.
             control_fd: the descriptor of the rank's end of the control pipe.
-            standard_fds: the descriptors of the rank's standard output, standard error and, if the
-                rank reads any, standard input.
+            stdout: the descriptor of the file that becomes the rank's standard output.
+            stderr: the same for the standard error.
+            stdin: the same for the standard input. None keeps the server's, which is empty.
 
         Returns:
             In the rank: its end of the control pipe. In the server: None.
         """
+        new_streams = {1: stdout, 2: stderr}
+        if stdin is not None:
+            new_streams[0] = stdin
         status_pipe = Connection(status_fd)
         pid = os.fork()
         if pid == 0:
             status_pipe.close()
             self._close_in_rank()
             _seed_generators()
-            # Replace the standard streams of the server. Without an input, the rank keeps that of
-            # the server, which is empty.
-            for standard_fd, descriptor in zip((1, 2, 0), standard_fds, strict=False):
-                os.dup2(descriptor, standard_fd)
+            for standard_descriptor, descriptor in new_streams.items():
+                os.dup2(descriptor, standard_descriptor)
                 os.close(descriptor)
             return Connection(control_fd)
         # The rank has its own copies of these files.
-        for descriptor in (control_fd, *standard_fds):
+        for descriptor in (control_fd, *new_streams.values()):
             os.close(descriptor)
         _send_status(status_pipe, pid)
-        # Stays open for the exit code.
-        self._status_pipes[pid] = status_pipe
+        self._status_pipes[pid] = status_pipe  # stays open for the exit code
         return None
 
     def _close_in_rank(self) -> None:
@@ -425,16 +434,16 @@ class _Server:
         An open copy in the rank would hide from the owner that the server has ended.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        signal.set_wakeup_fd(-1)  # writes no bytes any more
+        os.close(self._wakeup_reader)
+        os.close(self._wakeup_writer)
         self._requests.close()
         for status_pipe in self._status_pipes.values():
             status_pipe.close()
 
 
 def _seed_generators() -> None:
-    """Seed the generators that all forked ranks inherit in the same state, as an import does.
+    """Seed torch and NumPy in a forked rank, as their import does in a new interpreter.
 
     Otherwise all ranks would draw the same numbers. Python itself seeds ``random`` after a fork.
     """
@@ -470,7 +479,7 @@ def _find_fork_hazard(path_entry: str) -> str:
     """
     if _count_threads() > 1:
         # OpenBLAS starts threads when it is loaded. It ends them before a fork, and starts them
-        # again when it needs them. This fork has no other purpose.
+        # again when it needs them. This fork only makes it end them.
         pid = os.fork()
         if pid == 0:
             os._exit(0)
@@ -511,6 +520,6 @@ def _find_shadowed_module(path_entry: str) -> str | None:
         loaded_file = getattr(module, "__file__", None) or ""
         if os.path.realpath(spec.origin) != os.path.realpath(loaded_file):
             return name
-    # Python keeps a list of the files in the folder. The ranks must see the files of their time.
+    # The search has cached the folder's list of files. The ranks must see the files of their time.
     sys.path_importer_cache.pop(path_entry, None)
     return None
