@@ -39,7 +39,7 @@ import torch.distributed as dist
 from fabric.errors import ConfigurationError
 from fabric.launchers.rank import PREEMPTED
 from fabric.launchers.script import ScriptEnd
-from fabric.launchers.supervisor import Supervisor
+from fabric.launchers.supervisor import StatField, Supervisor, read_stat
 from fabric.store import JobStore
 
 __all__ = ["AgentConfig", "Generation", "NodeAgent"]
@@ -877,17 +877,12 @@ def _read_process_identity(pid: str = "self") -> list[str]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return []
-    process_id, _, _ = stat.partition(" ")
-    # The name of the program in parentheses may contain spaces.
-    _, _, after_name = stat.rpartition(")")
-    state, *fields = after_name.split()
-    if state in "ZX":
+    stat = read_stat(pid)
+    if not stat or stat[StatField.STATE] in "ZX":
         return []
-    # The index 0 of `fields` is the fourth field of proc(5), and the start time is the 22nd.
-    return [boot, namespace, process_id, fields[18]]
+    return [boot, namespace, stat[StatField.PROCESS_ID], stat[StatField.START_TIME]]
 
 
 def _has_ended(process: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
@@ -48,11 +49,13 @@ __all__ = [
     "ReceivedSignal",
     "StartProcess",
     "StartedProcess",
+    "StatField",
     "Supervisor",
     "describe_exit",
     "exit_status",
     "never",
     "rank_variables",
+    "read_stat",
 ]
 
 
@@ -61,7 +64,8 @@ class StartedProcess(NamedTuple):
 
     Attributes:
         pid: the process id.
-        poll: returns the exit code: negative for a signal, None while the process runs.
+        poll: returns the exit code, without waiting: negative for a signal, None while the process
+            runs.
     """
 
     pid: int
@@ -121,6 +125,33 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
+class StatField(IntEnum):
+    """Fields of ``/proc/<pid>/stat``, with their numbers in the manual page proc(5)."""
+
+    PROCESS_ID = 1
+    STATE = 3
+    USER_TICKS = 14
+    SYSTEM_TICKS = 15
+    START_TIME = 22
+
+
+def read_stat(pid: int | str) -> dict[int, str]:
+    """Return the fields of ``/proc/<pid>/stat`` by :class:`StatField`.
+
+    The result is empty if there is no such process, or if this is not Linux.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return {}
+    # The second field is the name of the program in parentheses, which may contain spaces.
+    process_id, _, _ = stat.partition(" ")
+    _, _, after_name = stat.rpartition(")")
+    fields = dict(enumerate(after_name.split(), start=3))
+    fields[StatField.PROCESS_ID] = process_id
+    return fields
+
+
 def never() -> bool:
     """Return False: the condition of a wait that nothing ends early."""
     return False
@@ -157,10 +188,8 @@ class RankProcess:
 
     @property
     def failure(self) -> Failure | None:
-        """The error of the rank, or None if it has sent none.
-
-        An error that has ended the payload comes before an error that the rank may still handle.
-        """
+        """The error of the rank, or None if it has sent none."""
+        # An "error" has ended the payload. The rank may still handle one that it has "described".
         return self.messages.get("error") or self.messages.get("described")
 
     @property
@@ -211,7 +240,7 @@ class RankProcess:
             while not self.control.closed and self.control.poll():
                 message: Message = self.control.recv()
                 self.messages[message.kind] = message.content
-        except (EOFError, OSError):  # the rank has ended
+        except (EOFError, OSError):  # the rank has closed its end of the pipe
             self.control.close()
 
     def read_stack(self) -> str:
@@ -260,34 +289,16 @@ class RankProcess:
         The result is NaN if the time is unknown, or if the main thread is not sleeping: then the
         process is not idle, whatever the time says.
         """
-        state, *fields = self._read_stat()
-        is_sleeping = state == "S"
+        fields = read_stat(self.process.pid)
+        is_sleeping = fields.get(StatField.STATE) == "S"
         if not is_sleeping:
             return math.nan
-        # The index 0 of `fields` is the fourth field of proc(5). So utime and stime, the fields 14
-        # and 15, have the indices 10 and 11.
-        user_ticks = int(fields[10])
-        system_ticks = int(fields[11])
-        return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
+        ticks = int(fields[StatField.USER_TICKS]) + int(fields[StatField.SYSTEM_TICKS])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def is_stopped(self) -> bool:
         """Return whether the process is stopped, as by SIGSTOP. It then handles no signal."""
-        state, *_ = self._read_stat()
-        return state == "T"
-
-    def _read_stat(self) -> list[str]:
-        """Return the fields of the process in proc(5), from the third one on: the state is first.
-
-        The state is empty if the process has ended, or if this is not Linux.
-        """
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return [""]
-        # The second field is the name of the program in parentheses, which may contain spaces. So
-        # the fields are counted from the closing parenthesis.
-        _, _, after_name = stat.rpartition(")")
-        return after_name.split()
+        return read_stat(self.process.pid).get(StatField.STATE) == "T"
 
     def cause_order(self, has_lost_peer: bool) -> tuple[int, float, int]:
         """Return a sort key that puts the rank that has ended the job first.
@@ -368,7 +379,7 @@ class Supervisor:
         self._report_signal = signal.SIGUSR1
         if signal.SIGUSR1 in ending_signals():  # users of SLURM have SLURM send SIGUSR1
             self._report_signal = signal.SIGQUIT
-        self._is_report_requested = False
+        self._is_report_requested = False  # set by the handler, and reset by _collect()
 
     def __enter__(self) -> Self:
         """Install signal handlers, which record signals instead of ending this process."""
@@ -387,8 +398,9 @@ class Supervisor:
         if handler is None:  # installed from C: Python could not restore the handler
             return False
         if handler is signal.SIG_IGN:
-            # An ignored signal stays ignored, as the shell or nohup wants. The shell also ignores
-            # SIGQUIT for all "&" jobs, but only to protect them from the keyboard.
+            # An ignored signal stays ignored, as the shell or nohup wants. The signal of a report
+            # does not: the shell ignores SIGQUIT for all "&" jobs, but only to protect them from
+            # the keyboard.
             return number == self._report_signal
         # For a signal that is not a standard signal, a handler of the user stays.
         return number in _STANDARD_SIGNALS or handler is signal.SIG_DFL
@@ -469,7 +481,7 @@ class Supervisor:
                 fabric.
             runs_script: whether the rank runs a script.
         """
-        if world.port is None:
+        if world.port is None:  # no other store has been chosen for the ranks
             world = replace(world, store=f"file://{self._store.path}")
         rank_environment = {
             **world.to_env(),
@@ -600,6 +612,7 @@ class Supervisor:
             KeyboardInterrupt: the ranks have been ended, and not all of them were preempted.
         """
         number = self.signals[0].number
+        # The ranks that ask fabric.should_stop.
         saving_ranks = [rank for rank in self.ranks if "saving" in rank.messages]
         if saving_ranks and number not in _STANDARD_SIGNALS:
             # A scheduler sent the signal as a warning, and will itself end the job when the time to
@@ -609,7 +622,7 @@ class Supervisor:
                 rank.kill(number)
             return
         grace = INTERRUPT_GRACE
-        if saving_ranks and number != signal.SIGINT:
+        if saving_ranks and number != signal.SIGINT:  # should_stop does not note Ctrl-C
             grace = SAVE_GRACE
         self._end_ranks(number, grace, self._has_second_signal)
         if any(rank.exit_code != PREEMPTED for rank in self.ranks):
@@ -648,7 +661,8 @@ class Supervisor:
             if not rank.control.closed:
                 controls.append(rank.control)
             elif rank.exit_code is None:
-                # The rank has closed its pipe and is about to end, which no pipe shows.
+                # The rank has closed its pipe and is about to end, which wait() does not notice. So
+                # the processes are polled again soon.
                 timeout = min(timeout, 0.005)
         wait(controls, timeout)
         for rank in self.ranks:
@@ -677,7 +691,7 @@ class Supervisor:
         raise error
 
     def _are_errors_complete(self) -> bool:
-        """Return whether no running rank can send an error, or a signal asks not to wait for them.
+        """Return whether no rank will still send an error, or a signal asks not to wait for them.
 
         A rank that is exiting has sent its error, and a rank that is stopped sends nothing.
         """
@@ -728,12 +742,12 @@ class Supervisor:
             seconds_left = deadline - monotonic()
             if not running_ranks or seconds_left <= 0:
                 return
-            seconds_before = _processor_seconds(running_ranks)
+            cpu_before = _processor_seconds(running_ranks)
             self.collect_until(min(RESPONSE_TIME, seconds_left), should_stop)
-            seconds_used = _processor_seconds(running_ranks) - seconds_before
+            cpu_used = _processor_seconds(running_ranks) - cpu_before
             # The time is NaN if a rank is not asleep. A comparison with NaN is false, so the wait
             # goes on.
-            are_idle = seconds_used < _IDLE_LOAD * RESPONSE_TIME
+            are_idle = cpu_used < _IDLE_LOAD * RESPONSE_TIME
             has_rank_ended = self._running_ranks() != running_ranks
             if are_idle and not has_rank_ended and not _has_responded(running_ranks):
                 return
@@ -769,10 +783,10 @@ class Supervisor:
         if exit_code == -signal.SIGABRT:
             # C++ code often aborts because another rank made a different call. The table shows it.
             problems.append(self._last_calls())
-        note = untested_torch()
-        # A rank that left early did so on its own, and the error ends with this sentence.
-        if note and exit_code != 0:
-            problems.append(note)
+        torch_version_note = untested_torch()  # "" for a version of torch that fabric was tested on
+        # The version of torch does not matter to a rank that has left early.
+        if torch_version_note and exit_code != 0:
+            problems.append(torch_version_note)
         return RankFailedError(
             f"{title} {outcome}",
             rank=cause.global_rank,
@@ -800,9 +814,14 @@ def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
 
 
 def _first_consequence(failures: Sequence[Failure], cause: str) -> str:
-    """Return the text of the earliest failure, and its cause: a rank that left without an error.
+    """Return the text of the earliest failure, followed by its cause.
 
-    The text is empty if no rank has failed, or if the first one has called ``sys.exit(number)``.
+    Args:
+        failures: the errors of the ranks.
+        cause: the rank that has left without an error, and how, in words.
+
+    Returns:
+        The text. It is empty if there is no error, or if the first is ``sys.exit(number)``.
     """
     if not failures:
         return ""
