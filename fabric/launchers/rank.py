@@ -190,11 +190,11 @@ class Failure:
 
 def _shorten(text: str) -> str:
     """Return an error text without its middle part if the text is too long to read."""
-    left_out = len(text) - _MAX_TEXT_LENGTH
-    if left_out <= 0:
+    excess = len(text) - _MAX_TEXT_LENGTH
+    if excess <= 0:
         return text
     half = _MAX_TEXT_LENGTH // 2
-    return f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
+    return f"{text[:half]}\n[... {excess} characters left out ...]\n{text[-half:]}"
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -482,15 +482,16 @@ def end_with_parent() -> None:
     # CDLL(None) has the functions of the C library, which this process has loaded.
     set_parent_death_signal = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
     set_parent_death_signal()
-    rank_pid = os.getpid()
+    this_pid = os.getpid()
     main_thread = threading.get_ident()
 
     def set_in_child() -> None:
         """Set the signal in a fork, which does not inherit the setting from this process."""
-        is_child_of_rank = os.getppid() == rank_pid
+        # Forks of forks call this function, too. They do not end with this process.
+        is_own_child = os.getppid() == this_pid
         # A fork of another thread would be killed when that thread ends.
         is_fork_of_main_thread = threading.get_ident() == main_thread
-        if is_child_of_rank and is_fork_of_main_thread:
+        if is_own_child and is_fork_of_main_thread:
             set_parent_death_signal()
 
     os.register_at_fork(after_in_child=set_in_child)
@@ -510,7 +511,10 @@ class _Outcome(NamedTuple):
 
 
 def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
-    """Run the payload and return how it ended. This function raises nothing."""
+    """Run the payload and return how it ended. This function raises nothing.
+
+    It installs signal handlers, and makes the process and the environment those of the rank.
+    """
     config = control_thread.config
     try:
         raise_on_signals(on_signal=partial(control_thread.send, "signal"))
@@ -525,7 +529,7 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
             # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.
             torch.set_num_threads(config.threads)
         result = call()
-        if config.result_file is None:
+        if config.result_file is None:  # the supervisor does not want the result of this rank
             result = None
         pickled_result = dump_result(result, config.result_file)
         return _Outcome(exit_code=0, message=Message("finished", pickled_result))
@@ -646,7 +650,7 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     reading_end, writing_end = os.pipe()
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
-    # A forked child would otherwise write the signals that it gets to this pipe.
+    # A forked child would otherwise write the signals that it gets to this pipe. -1 is no pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     _repeat_lost_signals(handler, writing_end)
     main_thread = threading.get_ident()
@@ -674,20 +678,23 @@ def _repeat_lost_signals(handler: SignalHandler, writing_end: int) -> None:
         handler: the handler of the signals.
         writing_end: the descriptor of the pipe that the thread of :func:`_wake_on_signals` reads.
     """
-    report_unraisable = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def install_handler_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    def repeat_if_lost(unraisable: "sys.UnraisableHookArgs") -> None:
+        """Handle a signal again if ``unraisable`` is the exception that the handler raised."""
         error = unraisable.exc_value
         if error is None or error is not handler.last_raised:
-            report_unraisable(unraisable)
+            previous_hook(unraisable)
             return
         number = handler.last_raised_for
-        # This hook runs in the main thread, as the handler did. The thread sends the signal again
-        # after a pause, when the call that cannot raise has usually returned.
+        # The handler has replaced itself by SIG_IGN. This hook runs in the main thread, as the
+        # handler did, and so may install it again.
         signal.signal(number, handler)
+        # The thread then sends the signal again, after a pause, when the call that cannot raise has
+        # usually returned.
         os.write(writing_end, bytes([number]))
 
-    sys.unraisablehook = install_handler_again
+    sys.unraisablehook = repeat_if_lost
 
 
 def _wake_on_signals(
@@ -696,7 +703,7 @@ def _wake_on_signals(
     main_thread: int,
     on_signal: Callable[[int], object],
 ) -> None:
-    """Send each signal to the main thread again until the handler has raised in the main thread.
+    """Send each signal to the main thread again until the handler has run there, or a listener has.
 
     This is the main function of the thread that :func:`raise_on_signals` starts. It exists because
     a main thread that waits in C++ code or in a system call may not run the handler after one
@@ -720,10 +727,10 @@ def _wake_on_signals(
         while signal.getsignal(number) is handler:
             # Listeners are also called from this thread, because the main thread may be unable to
             # run the handler for a long time.
-            has_listeners = handler.notify(number)
+            handler.notify(number)
             # A signal that listeners have handled is not sent again. The job saves because of the
             # signal, and the listeners may be gone already: then a repeated signal would raise.
-            if has_listeners or number in handler.handled_by_listeners:
+            if number in handler.handled_by_listeners:
                 break
             signal.pthread_kill(main_thread, number)
             time.sleep(_WAKE_INTERVAL)
@@ -743,8 +750,8 @@ def exit_process(code: int, frozen_objects: int = 0) -> NoReturn:
     Args:
         code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
             flushed.
-        frozen_objects: the number of objects that were frozen when this process began. None of them
-            is an open file.
+        frozen_objects: the number of objects that ``gc.freeze()`` had frozen when this process
+            began, as a fork of the fork server. None of them is an open file.
     """
     # Waits for the threads that are not daemons. multiprocessing calls this private function, too.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -768,7 +775,8 @@ def _flush_files(frozen_objects: int) -> None:
     """
     gc.disable()  # the process ends, so a collection of garbage would only take time
     # gc.get_objects() leaves out frozen objects. In a forked rank, a look at the objects of the
-    # fork server would copy their memory, which takes longer than everything else here.
+    # fork server would copy their memory, which takes longer than everything else here. If the user
+    # has frozen more objects, files may be among them, and all objects are looked at.
     if gc.get_freeze_count() > frozen_objects:
         gc.unfreeze()
     text_files: list[Any] = []
@@ -801,10 +809,11 @@ def exit_with_late_error() -> None:
     flush = stream.flush
 
     def flush_or_fail() -> None:
-        """Flush the stream, and raise if the interpreter itself is calling."""
+        """Flush the stream, and raise in the interpreter's last step."""
         flush()
-        is_called_by_interpreter = sys._getframe().f_back is None  # no Python code is calling
-        if is_called_by_interpreter:
+        # In the last step no Python code is calling.
+        is_last_step = sys._getframe().f_back is None
+        if is_last_step:
             raise OSError("an exit handler has failed")
 
     stream.flush = flush_or_fail
