@@ -250,18 +250,10 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
             installed.
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
-    main_module = sys.modules["__main__"]
-    # The name is None for `python script.py`. There is a name under `python -m`, and for a folder
-    # or an archive with a __main__.py.
-    module_name = getattr(main_module.__spec__, "name", None)
-    script_path = getattr(main_module, "__file__", None)
-    # A new process cannot import the __main__ of an interactive session or a notebook. It must not
-    # import the __main__.py of a package, folder or archive, which would run the program again.
-    if module_name:
-        is_importable = module_name != "__main__" and not module_name.endswith(".__main__")
-    else:
-        is_importable = script_path not in (None, "<stdin>")
-    pickled_call = dump_call(call, main_is_importable=is_importable, tensor_file=tensor_file)
+    main_import = _import_of_main()
+    pickled_call = dump_call(
+        call, main_is_importable=main_import is not None, tensor_file=tensor_file
+    )
     # The keys are those that multiprocessing.spawn.prepare() reads in the rank.
     preparation: dict[str, Any] = {
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -269,11 +261,8 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
         "sys_argv": list(sys.argv),
         "dir": os.getcwd(),
     }
-    # `needs_main` means that loading the call needs the import of __main__.
-    if pickled_call.needs_main and module_name:
-        preparation["init_main_from_name"] = module_name
-    elif pickled_call.needs_main:
-        preparation["init_main_from_path"] = script_path
+    if pickled_call.needs_main and main_import is not None:
+        preparation |= main_import
     state = _LauncherState(
         environment=dict(os.environ),
         preparation=preparation,
@@ -281,6 +270,27 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
         torch_settings=_changed_torch_settings(),
     )
     return partial(_load_call, state, pickled_call.data)
+
+
+def _import_of_main() -> dict[str, str] | None:
+    """Return the argument of ``multiprocessing.spawn.prepare`` that imports ``__main__`` in a rank.
+
+    The result is None if a new process cannot import the ``__main__`` of this process, as in a
+    notebook, or must not: the ``__main__.py`` of a package, folder or archive would run the program
+    again.
+    """
+    main_module = sys.modules["__main__"]
+    # The name is None for `python script.py`. There is a name under `python -m`, and for a folder
+    # or an archive with a __main__.py.
+    module_name = getattr(main_module.__spec__, "name", None)
+    script_path = getattr(main_module, "__file__", None)
+    if module_name:
+        if module_name == "__main__" or module_name.endswith(".__main__"):
+            return None
+        return {"init_main_from_name": module_name}
+    if script_path in (None, "<stdin>"):
+        return None
+    return {"init_main_from_path": script_path}
 
 
 def _sources_without_file() -> dict[str, Any]:
@@ -291,7 +301,8 @@ def _sources_without_file() -> dict[str, Any]:
     """
     sources: dict[str, Any] = {}
     for name, entry in linecache.cache.items():
-        if len(entry) == 4 and entry[1] is None:
+        has_been_read = len(entry) == 4
+        if has_been_read and entry[1] is None:
             sources[name] = entry
     return sources
 
