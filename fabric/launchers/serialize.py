@@ -75,39 +75,40 @@ def dump_call(
     """
     # _try_dump() returns the bytes, or an error if the call cannot be pickled.
     if by_name:
-        data = _try_dump(partial(_dump_by_name, tensor_file=tensor_file), call)
-        if isinstance(data, bytes):
+        data_or_error = _try_dump(partial(_dump_by_name, tensor_file=tensor_file), call)
+        if isinstance(data_or_error, bytes):
             # pickle stores the module name of every function and class. So if the bytes do not
             # contain "__main__", the call does not refer to that module.
-            needs_main = b"__main__" in data
+            needs_main = b"__main__" in data_or_error
             if main_is_importable or not needs_main:
-                return PickledCall(data, needs_main)
+                return PickledCall(data_or_error, needs_main)
     if not has_cloudpickle():
-        raise _call_error(call, pickle.dumps, by_value=False)
-    data = _try_dump(partial(_dump_by_value, tensor_file=tensor_file), call)
-    if isinstance(data, bytes):
-        return PickledCall(data, needs_main=False)
-    raise _call_error(call, _dump_by_value, by_value=True)
+        raise _call_error(call, has_tried_cloudpickle=False)
+    data_or_error = _try_dump(partial(_dump_by_value, tensor_file=tensor_file), call)
+    if isinstance(data_or_error, bytes):
+        return PickledCall(data_or_error, needs_main=False)
+    raise _call_error(call, has_tried_cloudpickle=True)
 
 
 def _call_error(
-    call: Call, dump: Callable[[Any], bytes], *, by_value: bool
+    call: Call, *, has_tried_cloudpickle: bool
 ) -> MissingDependencyError | ArgumentTypeError:
     """Return the error for a call that cannot be sent to the ranks.
 
     Args:
         call: the function and its arguments.
-        dump: the function that failed to pickle the call.
-        by_value: whether ``dump`` pickles functions and classes by value.
+        has_tried_cloudpickle: whether ``cloudpickle`` has failed to pickle the call by value.
+            Otherwise ``pickle`` has failed, or a rank could not import a name in the call.
     """
     function_name = getattr(call.fn, "__qualname__", call.fn)
     call_text = f"launch({function_name}, ...)"
+    dump = _dump_by_value if has_tried_cloudpickle else pickle.dumps
     unpicklable = _find_unpicklable(call, dump)
     # No error means that the call can be pickled by name, but a rank could not import the name.
     has_unimportable_name = unpicklable.error is None
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
     needs_cloudpickle = has_unimportable_name or is_definition
-    if needs_cloudpickle and not by_value:
+    if needs_cloudpickle and not has_tried_cloudpickle:
         return MissingDependencyError(
             call_text,
             problem="it is defined where another process cannot import it, and cloudpickle is not "
@@ -181,7 +182,7 @@ class _Unpicklable(NamedTuple):
     Attributes:
         path: where the part is in the whole, such as ``".args[0]"``. Empty for the whole itself.
         value: the part.
-        error: the error of pickling the part. None if the whole can be pickled after all.
+        error: the error of pickling the part. None if the whole can be pickled.
         variable: if the part is a function, the variable that cannot be pickled, such as ``"lock,
             used by ul"``. None if no variable is known.
     """
@@ -203,7 +204,7 @@ class _Unpicklable(NamedTuple):
 def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
     """Return the first leaf of a collection that ``dump`` cannot pickle, for an error text.
 
-    If each leaf can be pickled, return the whole collection.
+    If each leaf can be pickled, return the whole collection, with its error if there is one.
     """
     from fabric.tree import flatten, leaf_paths  # imports torch, without which a rank starts faster
 
@@ -233,14 +234,13 @@ def _find_unpicklable_variable(value: Any, dump: Callable[[Any], bytes]) -> str 
     function = getattr(value, "__func__", value)  # the function of a method
     if not isinstance(function, FunctionType):
         return None
-    functions = [function]
+    functions = [function]  # grows while the loop runs over it
     for user in functions:
         for name, variable in _variables_of(user).items():
             if not isinstance(_try_dump(dump, variable), Exception):
                 continue
             if not isinstance(variable, FunctionType):
                 return f"{name}, used by {user.__name__}"
-            # This function is searched by a later iteration of the outer loop.
             if variable not in functions:
                 functions.append(variable)
     return None
@@ -253,7 +253,7 @@ def _variables_of(function: FunctionType) -> dict[str, Any]:
         # A cell is empty if the enclosing function has not assigned the variable yet.
         with suppress(ValueError):
             variables[name] = cell.cell_contents
-    codes = [function.__code__]
+    codes = [function.__code__]  # grows while the loop runs over it
     for code in codes:
         for name in code.co_names:
             if name in function.__globals__:
@@ -321,7 +321,7 @@ def _dump_with(
         tensor_file: the path of a file for the tensors, whose content is replaced. None pickles the
             tensors, too.
     """
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch")  # without torch, the value has no tensors
     if tensor_file is not None and torch is not None:
         with open(tensor_file, "wb") as file:
             write_storage = partial(_write_storage, file, tensor_file)
