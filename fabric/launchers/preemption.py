@@ -87,7 +87,7 @@ class StopRequest:
         self._agreed_call = math.inf
         self._is_requested = False  # whether a signal has asked this rank to stop
         self._reads_ray = False  # whether Ray tells this rank of preemptions
-        self._is_listening = False
+        self._is_listening = False  # whether signals are noted: from the first call to close()
         # Guards the answer of this rank, which the reporter's thread or close() gives, only once.
         self._answer_lock = threading.Lock()
         self._previous_handlers: dict[int, Any] = {}  # by signal
@@ -152,9 +152,10 @@ class StopRequest:
         Raises:
             UsageError: not all ranks have answered within the timeout.
         """
-        deadline = time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE
+        timeout = self._runtime.timeout.total_seconds() + _GRACE
+        start = time.monotonic()
         while self._is_held():
-            if time.monotonic() > deadline:
+            if time.monotonic() - start > timeout:
                 raise UsageError(
                     "fabric.should_stop",
                     problem="a rank has not read it within the timeout, or hangs",
@@ -247,8 +248,8 @@ class StopRequest:
         if not has_held_call:
             if not self._is_asked(now) and not store.get_nowait("stop/requested"):
                 return
-            # After _call_count is read here, and before _held_call is assigned, the main thread may
-            # make the chosen call and not wait in it. So a call is chosen until one lies ahead.
+            # The main thread may make the chosen call before _held_call is assigned, and so not
+            # wait in it. Then the next call is chosen, until the chosen one lies ahead.
             self._held_call = self._call_count + 1
             while self._call_count >= self._held_call:
                 self._held_call = self._call_count + 1
@@ -290,7 +291,7 @@ class StopRequest:
             should_answer = self._held_call == math.inf
             if self._reporter is not None and should_answer:
                 self._answer(self._reporter.store)
-            self._reporter = None
+            self._reporter = None  # ends the wait of a held rank, and _poll() does nothing
 
     def _restore_handler(self, number: int) -> bool:
         """Restore the previous handler of a signal, unless the user has installed another one.
@@ -338,9 +339,9 @@ def to_seconds(length: Any) -> Any:
     if isinstance(length, str):
         duration = _DURATION.fullmatch(length)
         if duration is not None:
-            # A text without days has None for them, which becomes "0".
-            texts = duration.groupdict(default="0")
-            length = timedelta(**{unit: int(text) for unit, text in texts.items()})
+            numbers = duration.groupdict(default="0")  # the days may be left out
+            # The groups have the names of the arguments of timedelta.
+            length = timedelta(**{unit: int(number) for unit, number in numbers.items()})
     if isinstance(length, timedelta):
         return length.total_seconds()
     return length
@@ -377,7 +378,8 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
     # SLURM sets SLURM_JOB_ID and SLURM_JOBID to the same job. They differ in a shell that has kept
     # a variable from another job.
     is_other_job = read_variable(env, "SLURM_JOBID") not in (None, job)
-    if is_other_job or seconds_left <= max(margin_seconds, 0):
+    has_ended = seconds_left <= 0
+    if is_other_job or has_ended or seconds_left <= margin_seconds:
         raise ConfigurationError(
             f"fabric.should_stop {margin_seconds:g} s before the end of a SLURM job",
             problem=f"SLURM_JOB_ID={job}, SLURM_JOBID={env.get('SLURM_JOBID', job)}, and the end "
@@ -461,7 +463,7 @@ def exit_preempted(close: Callable[[], object], requeue: bool, waits_for_ray: bo
         # Ray would take an exit for a failure, which counts for max_failures. Its controller ends
         # all workers at the deadline of the machine, or two minutes after the notice if there is
         # none, and starts them again as often as needed.
-        threading.Event().wait()
+        threading.Event().wait()  # never returns, since nobody sets the event
     job = read_variable(os.environ, "SLURM_JOB_ID")
     if requeue and job is not None:
         # In a job array, scontrol would requeue all tasks for SLURM_JOB_ID. The name ARRAY_TASK
