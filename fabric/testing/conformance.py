@@ -1,5 +1,6 @@
 """Conformance suites for communicators, strategies and training steps, built-in or your own."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations, product
@@ -48,7 +49,7 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     Raises:
         AssertionError: a check fails. The text says which one, and the cause is the failure.
     """
-    checks = (_check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups)
+    checks = (_check_oracles, _check_roots, _check_messages, _check_objects, _check_groups)
     for check in checks:
         with naming_failures_of(check):
             run(check)
@@ -116,9 +117,10 @@ def assert_equivalent(
     # The result of each rank, by the title of the run.
     results: dict[str, list[Any]] = {}
     for number, (strategy, size) in enumerate(runs):
-        name = strategy  # if it is a text
         if isinstance(strategy, Strategy):
             name = strategy.name
+        else:
+            name = strategy
         with RankPool(size, timeout=timeout, strategy=strategy, **options) as pool:
             results[f"run {number}, {name} on {size} rank(s)"] = pool.run(step_fn, *args)
     # Every rank of every run should return the same as rank 0 of the first run.
@@ -189,13 +191,12 @@ def _check_oracles(communicator: Communicator) -> None:
         assert_same([value, rows], [values[rank], values_with_rows[rank]])
         for op in _reductions(dtype):
             buffer = value.clone()
-            assert communicator.all_reduce(buffer, op) is buffer, (
-                "all_reduce returned another tensor"
-            )
+            reduced = communicator.all_reduce(buffer, op)
+            assert reduced is buffer, "all_reduce returned another tensor"
             assert_same(buffer, oracles.all_reduce(values, op.value)[rank])
-            reduced = communicator.reduce_scatter(rows.clone(), op)
-            expected = oracles.reduce_scatter(values_with_rows, op.value)[rank]
-            assert_same(reduced, expected)
+            reduced_row = communicator.reduce_scatter(rows.clone(), op)
+            expected_row = oracles.reduce_scatter(values_with_rows, op.value)[rank]
+            assert_same(reduced_row, expected_row)
 
 
 def _reductions(dtype: torch.dtype) -> list[Reduce]:
@@ -207,7 +208,7 @@ def _reductions(dtype: torch.dtype) -> list[Reduce]:
     return [Reduce.SUM, *MIN_MAX_PRODUCT, *BITWISE]
 
 
-def _check_one_rank(communicator: Communicator) -> None:
+def _check_roots(communicator: Communicator) -> None:
     """Check that broadcast and scatter write the source's values, and that one rank gathers."""
     rank = communicator.rank
     for root, shape in product(range(communicator.size), _SHAPES):
@@ -219,10 +220,11 @@ def _check_one_rank(communicator: Communicator) -> None:
         buffer = values[rank].clone()
         output = torch.empty(shape)
         assert_same(communicator.gather(buffer, root), rows_of_root)
-        assert communicator.broadcast(buffer, root) is buffer, "broadcast returned another tensor"
+        received = communicator.broadcast(buffer, root)
+        assert received is buffer, "broadcast returned another tensor"
         assert_same(buffer, values[root])
-        is_output = communicator.scatter(rows_of_root, output, root) is output
-        assert is_output, "scatter returned another tensor"
+        row = communicator.scatter(rows_of_root, output, root)
+        assert row is output, "scatter returned another tensor"
         assert_same(output, values[rank])
 
 
@@ -248,8 +250,8 @@ def _check_objects(communicator: Communicator) -> None:
     # Texts of different lengths, so that the pickled objects differ in size.
     gathered = communicator.gather_objects((rank, "x" * rank))
     assert_same(gathered, [(number, "x" * number) for number in range(size)])
-    if size > 1:
-        unpicklable = iter(lambda: 0, 1)
+    if size > 1:  # a single rank pickles nothing
+        unpicklable = threading.Lock()
         with _assert_raises(ArgumentTypeError):
             communicator.broadcast_object(unpicklable, 0)
         # Only the last rank has an object that cannot be pickled.
@@ -306,10 +308,10 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
     assert_same(fabric.all_reduce(value, reduce_op="max"), oracles.all_reduce(values, "max")[rank])
     assert_same(fabric.all_gather(value), oracles.all_gather(values)[rank])
     assert_same(fabric.broadcast(value, src=fabric.world_size - 1), values[-1])
-    # Only rank 0 decides "yes". With all=False, one "yes" is enough.
+    # Only rank 0 decides "yes".
     is_any_true = fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
     assert_same(is_any_true, True)
-    are_all_true = fabric.strategy.reduce_boolean_decision(rank == 0)
+    are_all_true = fabric.strategy.reduce_boolean_decision(rank == 0, all=True)
     assert_same(are_all_true, fabric.world_size == 1)
     fabric.barrier("strategy_collectives")
 

@@ -86,7 +86,7 @@ def _check_precision_pickles(precision: Precision, device_type: str) -> None:
     """Check that a precision can be pickled, and that its copy is equal to it."""
     pickled = pickle.dumps(precision)
     unpickled = pickle.loads(pickled)  # noqa: S301 - pickled just above
-    assert_same(unpickled == precision, True)
+    assert unpickled == precision, "the copy is not equal"
 
 
 def _check_conversion(precision: Precision, device_type: str) -> None:
@@ -206,7 +206,7 @@ def _check_devices(accelerator: Accelerator) -> None:
     devices = accelerator.parse_devices(1)
     assert_same(len(devices), 1)
     assert_same(devices[0].type, accelerator.name)
-    assert_same(accelerator.parse_devices("1") == devices, True)
+    assert_same(accelerator.parse_devices("1"), devices)
 
 
 def _check_training_on_device(accelerator: Accelerator) -> None:

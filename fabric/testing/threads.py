@@ -227,8 +227,8 @@ class _ThreadedCall:
 
 def _report_of_running_thread(rank: int, thread: threading.Thread, timeout: float) -> Report:
     """Return the report of a rank whose thread was still running after ``timeout`` seconds."""
-    # A thread that was started has an identifier: "or 0" is only for the type checker.
-    frame = sys._current_frames().get(thread.ident or 0)
+    assert thread.ident is not None  # the thread was started
+    frame = sys._current_frames().get(thread.ident)
     stack = traceback.StackSummary()
     # There is no frame if the thread has ended since the timeout.
     if frame is not None:
@@ -387,7 +387,8 @@ class ThreadCommunicator(Communicator):
         """
         if collective.operation in (Operation.SEND, Operation.RECV):
             return self._pass_message(collective)
-        # The ranks compare this text, which has everything that must be equal on all ranks.
+        # The ranks compare this text, which has everything that must be equal on all ranks. The
+        # call of the user is not always known.
         if collective.call is not None and collective.call.text:
             call_text = collective.call.text
         else:
@@ -487,9 +488,10 @@ class ThreadCommunicator(Communicator):
         call_texts: dict[int, str] = {}
         values: list[Any] = []
         for sender in self._world_ranks:
-            received = self._mailbox.take(self._name, sender, self._world_rank, call_text)
-            call_texts[sender], received_value = received
-            values.append(received_value)
+            sent = self._mailbox.take(self._name, sender, self._world_rank, call_text)
+            sent_call_text, sent_value = sent
+            call_texts[sender] = sent_call_text
+            values.append(sent_value)
         if len(set(call_texts.values())) > 1:
             calls = [f"rank {rank} calls {text}" for rank, text in call_texts.items()]
             raise CollectiveMismatchError(
