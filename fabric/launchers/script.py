@@ -73,7 +73,7 @@ class Script:
         Raises:
             ConfigurationError: there is no script that could be run again.
         """
-        script_path = getattr(main, "__file__", None)
+        script_path = getattr(main, "__file__", None)  # None at a prompt and for python -c
         spec = getattr(main, "__spec__", None)
         if base.is_interactive():
             raise _no_script_error("this is a notebook or a prompt")
@@ -402,7 +402,7 @@ def run_script(
                 start_process, worlds, payload=script, variables=variables, runs_script=True
             )
             supervisor.wait_for_ranks(should_end)
-    except SystemExit:
+    except SystemExit:  # the supervisor raises this error if the job was preempted
         return ScriptEnd(PREEMPTED)
     except KeyboardInterrupt:
         # The supervisor raises KeyboardInterrupt for every signal that ends a job.
@@ -419,6 +419,7 @@ def run_script(
     finally:
         if logs is not None:
             logs.close(supervisor.ranks)
+    # Without an error, all ranks have ended with 0, or should_end() has ended them.
     if any(rank.exit_code != 0 for rank in supervisor.ranks):
         return ScriptEnd(1, is_canceled=True)
     return ScriptEnd(0)
