@@ -313,3 +313,16 @@ class MPIEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return self._world.node_rank
+
+
+def find_cluster_environment() -> ClusterEnvironment:
+    """Return the environment of the launcher that started this process, as Lightning finds it."""
+    for environment_class in (
+        TorchElasticEnvironment,
+        SLURMEnvironment,
+        LSFEnvironment,
+        MPIEnvironment,
+    ):
+        if environment_class.detect():
+            return environment_class()
+    return LightningEnvironment()

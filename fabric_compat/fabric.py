@@ -28,6 +28,7 @@ from fabric.tree import flatten, map_tensors
 from fabric.world import World
 from fabric_compat import strategies
 from fabric_compat.accelerators import ACCELERATOR_REGISTRY, with_lightning_methods
+from fabric_compat.environments import find_cluster_environment
 from fabric_compat.loggers import Loggers
 from fabric_compat.plugins import (
     AsEnvironment,
@@ -84,6 +85,8 @@ class Fabric(_Fabric):
         sorted_plugins = _sort_plugins(as_list(plugins))
         _refuse_second_places(sorted_plugins, options)
         cluster = sorted_plugins.get("cluster_environment")
+        if cluster is None:
+            cluster = _take_cluster_environment(strategy)
         if cluster is not None:
             options["environment"] = _environment(cluster, options)
         options["precision"] = sorted_plugins.get("precision", options["precision"])
@@ -95,11 +98,27 @@ class Fabric(_Fabric):
         if checkpoint_io is not None:
             self.strategy.checkpoint_io = checkpoint_io
         strategies.with_lightning_methods(self.strategy)
+        self._plan_process(cluster or find_cluster_environment())
         self._launched = False
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
         self._plan = replace(self._plan, precision=self._precision)
         self.strategy.precision = self._precision
+
+    def _plan_process(self, cluster: ClusterEnvironment) -> None:
+        """Tell the strategy what is known before the launch."""
+        strategy = self.strategy
+        if not isinstance(strategy, strategies._LightningStrategy):
+            return
+        plan = self._plan
+        world = plan.world
+        if world is None:
+            num_processes = plan.launch_spec.num_processes
+            world = World(world_size=plan.world_size, local_world_size=num_processes)
+        device = plan.devices[world.local_rank % len(plan.devices)]
+        strategy.planned_process = strategies.PlannedProcess(world, device)
+        if isinstance(strategy, ParallelStrategy):
+            strategy.set_cluster_environment(cluster)
 
     @property
     def _loggers(self) -> Loggers:
@@ -265,7 +284,7 @@ class Fabric(_Fabric):
         """
         if isinstance(loader, FabricDataLoader) or not isinstance(loader, DataLoader):
             return loader
-        shares = self._sampler_shares()
+        shares = self.strategy.distributed_sampler_kwargs
         # Fabric shards the batches of a batch sampler without a sampler.
         has_sampler = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
         is_sharded = isinstance(loader.sampler, DistributedSampler)
@@ -276,14 +295,6 @@ class Fabric(_Fabric):
             loader = copy(loader)
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
         return loader
-
-    def _sampler_shares(self) -> dict[str, int] | None:
-        """Return this rank's share of the samples, or None under a strategy of one process."""
-        shares = self.strategy.distributed_sampler_kwargs
-        has_processes = isinstance(self.strategy, ParallelStrategy)
-        if shares is None and has_processes and not self.strategy.drives_all_devices:
-            return {"num_replicas": 1, "rank": 0}
-        return shares
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
@@ -445,10 +456,25 @@ def _refuse_second_places(plugins: Mapping[str, Any], options: Mapping[str, Any]
             )
 
 
+def _take_cluster_environment(strategy: Any) -> ClusterEnvironment | None:
+    """Remove a cluster environment from a strategy and return it, or None if there is none.
+
+    The plan of fabric takes an environment of fabric from a strategy. Afterwards the strategy gets
+    its cluster environment back.
+    """
+    cluster = getattr(strategy, "cluster_environment", None)
+    if not isinstance(cluster, ClusterEnvironment):
+        return None
+    strategy.cluster_environment = None
+    return cluster
+
+
 def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvironment | str:
     """Return an environment of fabric for a cluster environment."""
-    accelerator = _parse_accelerator(options["accelerator"])
-    devices = accelerator.parse_devices(options["devices"])
+    devices = getattr(options["strategy"], "parallel_devices", None)
+    if devices is None:
+        accelerator = _parse_accelerator(options["accelerator"])
+        devices = accelerator.parse_devices(options["devices"])
     environment = AsEnvironment(cluster, len(devices), int(options["num_nodes"]))
     if environment.detect(os.environ) is None:
         return "none"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ from fabric.checkpoint.async_save import AsyncSaver
 from fabric.checkpoint.full_tensors import ShardGatherer
 from fabric.checkpoint.save_load import CheckpointCoordinator, builtin_format
 from fabric.checkpoint.state import StateDicts
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.strategies import ParallelStrategy, Strategy, StrategyName
 from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter
+from fabric.world import World
+from fabric_compat.environments import ClusterEnvironment
 from fabric_compat.missing import missing
 from fabric_compat.registry import Registry
 
@@ -60,11 +62,27 @@ def _has_fsdp_modules(module: nn.Module) -> bool:
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
+class PlannedProcess(NamedTuple):
+    """What a ``Fabric`` knows of this process before the launch.
+
+    Attributes:
+        world: the ranks. All ranks are 0 in a process that is to start the others.
+        device: the device.
+    """
+
+    world: World
+    device: torch.device
+
+
 class _LightningStrategy(Strategy):
     """The methods of a strategy that Lightning has, which scripts call without a ``Fabric``, too.
 
-    A strategy that is not started is the only rank of a job, as in Lightning.
+    A strategy that is not started has the ranks and the device that its ``Fabric`` has planned.
+    Without a ``Fabric`` it is the only rank of a job, as in Lightning.
     """
+
+    # Fabric sets it. None if there is no Fabric.
+    planned_process: PlannedProcess | None = None
 
     @property
     def runtime(self) -> Runtime:
@@ -73,6 +91,68 @@ class _LightningStrategy(Strategy):
             if runtime.world.world_size == 1:
                 return runtime
         return super().runtime
+
+    def setup_environment(self, runtime: Runtime | None = None) -> None:
+        """Start the runtime, and tell the environment the rank of this process."""
+        super().setup_environment(runtime)
+        if isinstance(self.cluster_environment, ClusterEnvironment):
+            self.set_cluster_environment(self.cluster_environment)
+
+    def set_cluster_environment(self, environment: Any) -> None:
+        """Set the environment, a :class:`ClusterEnvironment`, and tell it the ranks."""
+        environment.set_world_size(self.world_size)
+        environment.set_global_rank(self.global_rank)
+        self.cluster_environment = environment
+
+    @property
+    def _world(self) -> World:
+        if self._runtime is None and self.planned_process is not None:
+            return self.planned_process.world
+        return self.runtime.world
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process, also before the launch."""
+        if self._runtime is None and self.planned_process is not None:
+            return self.planned_process.device
+        return super().root_device
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process among all processes. 0 before the launch."""
+        return self._world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process among the processes of its node. 0 before the launch."""
+        return self._world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of the node of this process. 0 before the launch."""
+        return self._world.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job, also before the launch."""
+        return self._world.world_size
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes of this node, also before the launch."""
+        return self._world.local_world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """The arguments of a ``DistributedSampler``, also before the launch and in one process.
+
+        None under a strategy that runs in one process only.
+        """
+        if not isinstance(self, ParallelStrategy) or self.drives_all_devices:
+            return None
+        if self._runtime is not None and self.world_size > 1:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
@@ -191,6 +271,22 @@ class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
 
 class ModelParallelStrategy(_LightningStrategy, strategies.ModelParallelStrategy):
     """Tensor parallelism and FSDP2 on one mesh."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """The arguments of a ``DistributedSampler``, in which tensor-parallel ranks are equal.
+
+        Raises:
+            UsageError: the processes are not started, and so the mesh does not exist yet.
+        """
+        if self._runtime is None and self.world_size > 1:
+            raise UsageError(
+                "ModelParallelStrategy.distributed_sampler_kwargs",
+                problem="the mesh, which says which ranks get the same batches, does not exist "
+                "before the launch",
+                suggestion="fabric.launch() first",
+            )
+        return super().distributed_sampler_kwargs
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         _reset_empty_modules(self, module)

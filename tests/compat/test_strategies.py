@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, UsageError
 from fabric_compat import Fabric
 from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
+from fabric_compat.plugins import LightningEnvironment
 from fabric_compat.strategies import (
     STRATEGY_REGISTRY,
     DDPStrategy,
@@ -31,6 +32,47 @@ def test_a_strategy_that_is_not_started_is_the_only_rank() -> None:
     tensor = torch.ones(2)
     assert strategy.all_gather(tensor) is tensor
     assert strategy.all_reduce(tensor, reduce_op="sum") is tensor
+
+
+def ranks_of(strategy: Any) -> Any:
+    """Return what a strategy and its environment say about this process."""
+    environment = strategy.cluster_environment
+    return (
+        (strategy.global_rank, strategy.local_rank, strategy.node_rank),
+        (environment.global_rank(), environment.world_size()),
+        (strategy.world_size, strategy.num_processes, strategy.root_device.type),
+        strategy.distributed_sampler_kwargs,
+    )
+
+
+def ranks_of_launched(fabric: Fabric) -> Any:
+    return ranks_of(fabric.strategy)
+
+
+def test_a_strategy_knows_its_processes_before_and_after_the_launch() -> None:
+    environment = LightningEnvironment()
+    for strategy in ("ddp", DDPStrategy(cluster_environment=environment)):
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
+        with Fabric(**options, launcher=SharedRanks()) as fabric:
+            expected = []
+            for rank in (0, 1):
+                shares = {"num_replicas": 2, "rank": rank}
+                expected.append(((rank, rank, 0), (rank, 2), (2, 2, "cpu"), shares))
+            assert ranks_of(fabric.strategy) == expected[0]
+            assert isinstance(fabric.strategy.cluster_environment, LightningEnvironment)
+            assert fabric.launch(ranks_of_launched, return_all=True) == expected
+    assert fabric.strategy.cluster_environment is environment
+    with Fabric(accelerator="cpu", devices=1, strategy="ddp") as fabric:
+        assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        assert fabric.strategy.distributed_sampler_kwargs is None
+
+
+def test_the_share_of_a_rank_of_a_mesh_is_not_known_before_the_launch() -> None:
+    strategy = ModelParallelStrategy(lambda model, _: model)
+    Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    with pytest.raises(UsageError, match="before the launch"):
+        _ = strategy.distributed_sampler_kwargs
 
 
 def test_a_strategy_alone_sets_up_saves_and_loads(tmp_path: Path) -> None:
