@@ -78,6 +78,9 @@ class Fabric(_Fabric):
             # A name of fabric's own is left to fabric.
             if isinstance(options[name], str) and registry.of_user(options[name]):
                 options[name] = registry.get(options[name])
+        if isinstance(options.get("loggers"), Loggers):
+            # Scripts pass `fabric._loggers`, a list in Lightning, to another Fabric.
+            options["loggers"] = options["loggers"].user_loggers
         strategy = options["strategy"]
         if isinstance(strategy, SingleDeviceStrategy):
             # Each of several processes may have its own single device.

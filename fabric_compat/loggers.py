@@ -3,9 +3,10 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
@@ -13,7 +14,12 @@ from torch import Tensor
 from fabric import loggers as fabric_loggers
 from fabric.loggers.loggers import Loggers as _Loggers
 from fabric_compat.plugins import set_default_rank
-from fabric_compat.utilities import convert_tensors_to_scalars
+from fabric_compat.utilities import (
+    _convert_params,
+    _flatten_dict,
+    _sanitize_params,
+    convert_tensors_to_scalars,
+)
 
 
 class Logger(ABC):
@@ -75,8 +81,6 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FileLogger(Logger):
-    _logger_class: ClassVar[Any]  # of fabric.loggers
-
     def __init__(
         self,
         root_dir: Any,
@@ -84,7 +88,6 @@ class _FileLogger(Logger):
         version: Any = None,
         prefix: str = "",
         sub_dir: str | None = None,
-        **_: Any,
     ) -> None:
         # The methods run on rank 0 only, also in a process that joins no job.
         set_default_rank()
@@ -118,8 +121,9 @@ class _FileLogger(Logger):
         return os.path.expandvars(folder.expanduser())
 
     @cached_property
+    @abstractmethod
     def _logger(self) -> Any:
-        return self._logger_class(self.log_dir, "", "")
+        """The logger of fabric that writes the files."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -129,10 +133,6 @@ class _FileLogger(Logger):
         if not self._prefix:
             return dict(metrics)
         return {f"{self._prefix}-{name}": value for name, value in metrics.items()}
-
-    @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self._logger.log_hyperparams(params)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -153,6 +153,7 @@ class _ExperimentWriter:
         self.log_dir = log_dir
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         self._logger = fabric_loggers.CSVLogger(log_dir, "", "")
+        os.makedirs(log_dir, exist_ok=True)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Keep a row. The number of the step takes the place of a metric of this name."""
@@ -162,9 +163,9 @@ class _ExperimentWriter:
         self.metrics.append({**row, "step": step})
 
     def save(self) -> None:
-        """Append the rows to the file."""
+        """Append the rows to the file, whose columns are in alphabetical order."""
         for row in self.metrics:
-            self._logger.append_row(row)
+            self._logger.append_row(row, sorts_columns=True)
         self.metrics = []
 
 
@@ -176,11 +177,13 @@ class CSVLogger(_FileLogger):
     is continued.
     """
 
-    _logger_class = fabric_loggers.CSVLogger
-
     def __init__(self, *args: Any, flush_logs_every_n_steps: int = 100, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
+
+    @cached_property
+    def _logger(self) -> fabric_loggers.CSVLogger:
+        return fabric_loggers.CSVLogger(self.log_dir, "", "")
 
     @cached_property
     def _experiment(self) -> _ExperimentWriter:
@@ -197,6 +200,11 @@ class CSVLogger(_FileLogger):
             self.save()
 
     @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the parameters to ``hparams.json``, the fields of a dataclass as its entries."""
+        self._logger.log_hyperparams(_plain_params(params))
+
+    @rank_zero_only
     def save(self) -> None:
         self._experiment.save()
 
@@ -205,12 +213,85 @@ class CSVLogger(_FileLogger):
         self.save()
 
 
-class TensorBoardLogger(_FileLogger):
-    """A logger that writes TensorBoard's event files. ``experiment`` is the ``SummaryWriter``."""
+def _plain_params(params: Any) -> dict[str, Any]:
+    """Return hyperparameters as a dictionary, in which dataclasses are dictionaries, too.
 
-    _logger_class = fabric_loggers.TensorBoardLogger
+    Args:
+        params: a mapping, a ``Namespace``, a dataclass, or None for no parameters.
+    """
+    if _is_dataclass_object(params):
+        return asdict(params)
+    plain: dict[str, Any] = {}
+    for name, value in _convert_params(params).items():
+        if _is_dataclass_object(value):
+            value = asdict(value)
+        plain[name] = value
+    return plain
+
+
+def _is_dataclass_object(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+class TensorBoardLogger(_FileLogger):
+    """A logger that writes TensorBoard's event files. ``experiment`` is the ``SummaryWriter``.
+
+    Args:
+        root_dir: the folder of all runs.
+        name: the name of the experiment.
+        version: a number or a name of the run.
+        default_hp_metric: whether ``log_hyperparams`` without metrics writes ``hp_metric=-1``,
+            without which TensorBoard does not show the parameters.
+        prefix: the prefix of the names of metrics.
+        sub_dir: a folder within the folder of the run.
+        options: options of the ``SummaryWriter``, such as ``max_queue``.
+    """
+
+    def __init__(
+        self,
+        root_dir: Any,
+        name: str | None = "lightning_logs",
+        version: Any = None,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root_dir, name, version, prefix, sub_dir)
+        self._default_hp_metric = default_hp_metric
+        self._writer_options = options
+
+    @cached_property
+    def _logger(self) -> fabric_loggers.TensorBoardLogger:
+        return fabric_loggers.TensorBoardLogger(self.log_dir, "", "", **self._writer_options)
 
     experiment = property(rank_zero_experiment(lambda self: self._logger._open_writer()))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+        """Write parameters for the page HPARAMS, with the values of metrics.
+
+        Without metrics, which that page needs, the parameters are on the page TEXT.
+
+        Args:
+            params: a mapping, a ``Namespace`` or a dataclass.
+            metrics: the values of metrics by their names, or the value of ``hp_metric``.
+            step: the step of the metrics.
+        """
+        if metrics is None and self._default_hp_metric:
+            metrics = -1
+        if metrics is not None and not isinstance(metrics, Mapping):
+            metrics = {"hp_metric": metrics}
+        plain_params = _plain_params(params)
+        if not metrics:
+            self._logger.log_hyperparams(plain_params)
+            return
+        self.log_metrics(metrics, step)
+        from torch.utils.tensorboard.summary import hparams
+
+        flat_params = _sanitize_params(_flatten_dict(plain_params))
+        for summary in hparams(flat_params, dict(metrics)):
+            self.experiment.file_writer.add_summary(summary, step)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

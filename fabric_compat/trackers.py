@@ -29,10 +29,20 @@ class CSVLogger(loggers.CSVLogger):
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):
-    """Lightning Fabric's ``TensorBoardLogger``, whose folder is named ``save_dir``."""
+    """Lightning Fabric's ``TensorBoardLogger``, whose folder is named ``save_dir``.
 
-    def __init__(self, save_dir: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(save_dir, *args, **kwargs)
+    ``log_graph`` has no effect without Lightning's Trainer.
+    """
+
+    def __init__(
+        self,
+        save_dir: Any,
+        name: str | None = "lightning_logs",
+        version: Any = None,
+        log_graph: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, **kwargs)
         self.save_dir = os.fspath(save_dir)
 
 

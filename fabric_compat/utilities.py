@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -460,8 +461,12 @@ def _flatten_dict(
         key = str(name)
         if parent_key:
             key = f"{parent_key}{delimiter}{name}"
-        if isinstance(value, Namespace):
+        if is_dataclass(value) and not isinstance(value, type):
+            value = asdict(value)
+        elif isinstance(value, Namespace):
             value = vars(value)
+        elif isinstance(value, list) and all(isinstance(item, MutableMapping) for item in value):
+            value = dict(enumerate(value))
         if isinstance(value, MutableMapping):
             flat.update(_flatten_dict(value, delimiter, key))
         else:
@@ -472,6 +477,8 @@ def _flatten_dict(
 def _sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
     sanitized: dict[str, Any] = {}
     for name, value in params.items():
+        if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
+            value = value.item()
         if not isinstance(value, bool | int | float | str | Tensor):
             value = str(value)
         sanitized[name] = value

@@ -279,17 +279,19 @@ class CSVLogger(_RunLogger):
             )
         self.append_row({"step": _as_integer(step), **values})
 
-    def append_row(self, row: Mapping[str, Any]) -> None:
+    def append_row(self, row: Mapping[str, Any], *, sorts_columns: bool = False) -> None:
         """Append a row of values, which are written as they are, such as a text.
 
         Args:
             row: the values by the names of the columns.
+            sorts_columns: whether a new column takes its place in alphabetical order, and not the
+                last place.
         """
         path = self._ensure_folder() / "metrics.csv"
         # Also true at the first write, before which _columns is empty.
         has_new_column = not row.keys() <= set(self._columns)
         if has_new_column:
-            self._columns = _rewrite_with_columns(path, row)
+            self._columns = _rewrite_with_columns(path, row, is_sorted=sorts_columns)
         with open(path, "a", newline="", encoding="utf-8") as file:
             # csv writes a float by repr(), which loses no digit. A missing metric is an empty cell.
             csv.DictWriter(file, self._columns).writerow(row)
@@ -389,7 +391,19 @@ class TensorBoardLogger(_EventFileLogger, _RunLogger):
         name: the name of the experiment.
         version: a number ``k``, or the name of the run's folder. An existing run is continued.
             None, the default, takes the next free number.
+        writer_options: options of the ``SummaryWriter``, such as ``max_queue`` and ``flush_secs``.
     """
+
+    def __init__(
+        self,
+        root_dir: str | os.PathLike[str] = "logs",
+        name: str = "run",
+        version: int | str | None = None,
+        **writer_options: Any,
+    ) -> None:
+        """Choose the folder. Nothing is created before the first write."""
+        super().__init__(root_dir, name, version)
+        self._writer_options = writer_options
 
     def _open_writer(self) -> Any:
         """Return the ``SummaryWriter``. The first call creates it with its file.
@@ -403,7 +417,7 @@ class TensorBoardLogger(_EventFileLogger, _RunLogger):
             )
             with MissingDependencyError.unless_installed("TensorBoardLogger", suggestion):
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
-            self._writer = SummaryWriter(log_dir=str(self._ensure_folder()))
+            self._writer = SummaryWriter(str(self._ensure_folder()), **self._writer_options)
         return self._writer
 
 
@@ -449,7 +463,7 @@ def _hyperparams_as_json(params: Any) -> str:
     return json.dumps(_as_mapping(params), indent=2, default=str)
 
 
-def _rewrite_with_columns(path: Path, names: Iterable[str]) -> list[str]:
+def _rewrite_with_columns(path: Path, names: Iterable[str], *, is_sorted: bool) -> list[str]:
     """Rewrite a CSV file so that it has columns of these names, and return all column names.
 
     The file need not exist. Its rows get empty cells in new columns. A last row without a newline
@@ -464,6 +478,8 @@ def _rewrite_with_columns(path: Path, names: Iterable[str]) -> list[str]:
     old_names = rows.fieldnames or ()  # fieldnames is None if there is no header
     # A dict removes duplicates, and keeps the order.
     columns = list(dict.fromkeys([*old_names, *names]))
+    if is_sorted:
+        columns.sort()
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns)
     writer.writeheader()

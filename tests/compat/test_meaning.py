@@ -1,9 +1,11 @@
 """Where Lightning Fabric means something else, fabric_compat means what Lightning does."""
 
+import json
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -640,6 +642,56 @@ def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
     assert any((tmp_path / "lightning_logs" / "version_1").iterdir())
 
 
+@dataclass
+class Schedule:
+    warmup: int = 3
+
+
+@dataclass
+class Options:
+    lr: float = 0.1
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+@pytest.mark.parametrize("params", [Options(), {"lr": 0.1, "schedule": Schedule()}])
+def test_the_hyperparameters_may_be_dataclasses(params: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    CSVLogger(tmp_path, name="csv").log_hyperparams(params)
+    text = (tmp_path / "csv" / "version_0" / "hparams.json").read_text()
+    assert json.loads(text) == {"lr": 0.1, "schedule": {"warmup": 3}}
+    logger = TensorBoardLogger(tmp_path, name="events")
+    logger.log_hyperparams(params, {"accuracy": 0.5})
+    logger.finalize("success")
+    [events] = Path(logger.log_dir).iterdir()
+    for text in (b"_hparams_", b"schedule/warmup", b"accuracy"):
+        assert text in events.read_bytes()
+    assert b"hp_metric" not in events.read_bytes()
+
+
+def test_the_options_of_tensorboards_writer_are_those_of_the_logger(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, max_queue=3, filename_suffix=".mine")
+    logger.log_hyperparams({"lr": 0.1})
+    assert logger.experiment.max_queue == 3
+    logger.finalize("success")
+    [events] = Path(logger.log_dir).iterdir()
+    assert events.name.endswith(".mine")
+    assert b"hp_metric" in events.read_bytes()
+    with pytest.raises(TypeError, match="max_lines"):
+        TensorBoardLogger(tmp_path, max_lines=3).log_metrics({"loss": 0.5})
+    with pytest.raises(TypeError, match="max_queue"):
+        CSVLogger(tmp_path, max_queue=3)
+
+
+def test_parameters_without_a_metric_are_a_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.finalize("success")
+    [events] = Path(logger.log_dir).iterdir()
+    assert b"hyperparameters" in events.read_bytes()
+
+
 def test_a_graph_is_written_for_an_input(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     logger = TensorBoardLogger(tmp_path)
@@ -675,10 +727,12 @@ def test_loggers_get_keywords_and_values_of_every_type(tmp_path: Path) -> None:
         fabric.log("loss", 2)
         assert replacement.row == ({"loss": 2}, None)
         assert fabric.loggers == [replacement]
+        with single(loggers=fabric._loggers) as other_fabric:
+            assert other_fabric.loggers == [replacement]
     file_logger.save()
     path = Path(file_logger.experiment.metrics_file_path)
     assert path.parent == Path(file_logger.experiment.log_dir)
-    assert path.read_text().splitlines() == ["sample,loss,step", '"a, b",1.0,4']
+    assert path.read_text().splitlines() == ["loss,sample,step", '1.0,"a, b",4']
 
 
 def test_the_rows_of_a_csv_logger_are_in_the_file_every_few_steps(tmp_path: Path) -> None:
@@ -692,7 +746,7 @@ def test_the_rows_of_a_csv_logger_are_in_the_file_every_few_steps(tmp_path: Path
         assert logger.experiment.metrics == []
         assert path.read_text().splitlines() == ["a-loss,step", "0.5,0", "0.25,1"]
         fabric.log("accuracy", 1, step=2)
-    assert path.read_text().splitlines()[-1] == ",2,1"
+    assert path.read_text().splitlines()[::3] == ["a-accuracy,a-loss,step", "1,,2"]
 
 
 def test_the_path_of_a_checkpoint_may_have_variables_and_a_tilde(
