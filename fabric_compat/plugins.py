@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision as MixedPrecisionConfig
 from torch.optim import Optimizer
 
 from fabric.checkpoint.file import FullCheckpoint
@@ -191,7 +193,25 @@ class DoublePrecision(Precision):
 
 
 class FSDPPrecision(Precision):
-    """Any precision under ``"fsdp"``."""
+    """A precision under ``"fsdp"``.
+
+    Raises:
+        ValueError: The precision is ``"64-true"``, or there is a scaler, which Lightning refuses,
+            too.
+    """
+
+    def __init__(self, precision: Any, scaler: Any = None) -> None:
+        super().__init__(precision)
+        if self.name == "64-true":
+            raise ValueError("FSDPPrecision('64-true'): write Fabric(precision='64-true')")
+        if scaler is not None:
+            raise ValueError(f"{scaler=!r}: write plugins=MixedPrecision('16-mixed', scaler=...)")
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecisionConfig:
+        """The dtypes of FSDP, which ``FSDPStrategy(mixed_precision=...)`` takes."""
+        dtype = self.compute_dtype or self.param_dtype or torch.float32
+        return MixedPrecisionConfig(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
 
 def precision_object(value: Any) -> "Precision":
@@ -307,7 +327,12 @@ class TorchCheckpointIO(CheckpointIO):
         return FullCheckpoint().load(Path(path))
 
     def remove_checkpoint(self, path: Any) -> None:
-        FullCheckpoint().remove(Path(path))
+        """Delete a file or a folder. A path without either is not an error."""
+        path = Path(path)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 _PLUGIN_INPUT = Precision | ClusterEnvironment | CheckpointIO

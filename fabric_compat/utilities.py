@@ -204,9 +204,26 @@ def move_data_to_device(batch: Any, device: _DEVICE) -> Any:
 
 
 def convert_to_tensors(data: Any, device: _DEVICE) -> Any:
-    """Convert the numbers of a collection to tensors, and move all tensors to a device."""
-    tensors = apply_to_collection(data, (bool, int, float), torch.tensor)
+    """Convert the numbers and arrays of a collection to tensors, and move tensors to a device.
+
+    Booleans become uint8, which has a sum, integers int64, and other numbers float32.
+    """
+    # bool is a subclass of int, and numpy.float64 of float.
+    types: list[Any] = [bool, int, float]
+    if "numpy" in sys.modules:
+        types.append(sys.modules["numpy"].ndarray)
+    tensors = apply_to_collection(data, tuple(types), _to_tensor)
     return tree.to_device(tensors, torch.device(device))
+
+
+def _to_tensor(value: Any) -> Tensor:
+    if isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.uint8)
+    if isinstance(value, int):
+        return torch.tensor(value)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float32)
+    return torch.from_numpy(value)
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:

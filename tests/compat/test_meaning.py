@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -98,16 +99,21 @@ def test_collectives_reduce_in_place_and_make_tensors_of_numbers() -> None:
 
 def means(fabric: Fabric) -> Any:
     rank = fabric.global_rank
+    flag = fabric.all_reduce(rank == 0, reduce_op="sum")
+    assert flag.dtype == torch.uint8
+    assert fabric.all_gather(numpy.array([rank, 2])).tolist() == [[0, 2], [1, 2]]
+    assert fabric.all_reduce(numpy.float64(rank)).dtype == torch.float32
     synced = _sync_ddp_if_available(torch.tensor([rank, 3 + rank]), reduce_op="mean")
     return (
         fabric.all_reduce(torch.tensor(rank * (1 + 2j))).item(),
         fabric.all_reduce(3 + rank).item(),
+        (flag.item(), fabric.all_reduce(rank == 0).item()),
         synced.tolist(),
     )
 
 
 def test_the_mean_of_complex_numbers_is_complex_and_that_of_integers_is_cut_off() -> None:
-    assert in_ranks(means) == [(0.5 + 1j, 3, [0, 3])] * 2
+    assert in_ranks(means) == [(0.5 + 1j, 3, (1, 0), [0, 3])] * 2
 
 
 def test_on_one_process_a_gathered_tensor_has_no_new_dimension() -> None:
@@ -690,6 +696,14 @@ def test_parameters_without_a_metric_are_a_text(tmp_path: Path) -> None:
     logger.finalize("success")
     [events] = Path(logger.log_dir).iterdir()
     assert b"hyperparameters" in events.read_bytes()
+
+
+def test_a_checkpoint_is_removed_with_its_folder_and_may_be_missing(tmp_path: Path) -> None:
+    checkpoint_io = TorchCheckpointIO()
+    checkpoint_io.save_checkpoint({"step": 3}, tmp_path / "folder" / "checkpoint.pt")
+    for path in ("folder/checkpoint.pt", "folder/checkpoint.pt", "folder"):
+        checkpoint_io.remove_checkpoint(tmp_path / path)
+        assert not (tmp_path / path).exists()
 
 
 def test_a_graph_is_written_for_an_input(tmp_path: Path) -> None:

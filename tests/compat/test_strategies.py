@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fabric.errors import ConfigurationError, UsageError
 from fabric_compat import Fabric
 from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
-from fabric_compat.plugins import LightningEnvironment
+from fabric_compat.plugins import FSDPPrecision, LightningEnvironment
 from fabric_compat.strategies import (
     STRATEGY_REGISTRY,
     DDPStrategy,
@@ -73,6 +73,32 @@ def test_the_share_of_a_rank_of_a_mesh_is_not_known_before_the_launch() -> None:
     Fabric(accelerator="cpu", devices=2, strategy=strategy)
     with pytest.raises(UsageError, match="before the launch"):
         _ = strategy.distributed_sampler_kwargs
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("32-true", torch.float32),
+        ("16-mixed", torch.float16),
+        ("bf16-mixed", torch.bfloat16),
+        ("bf16-true", torch.bfloat16),
+    ],
+)
+def test_the_precision_of_fsdp_has_a_configuration_for_the_strategy(
+    name: str, dtype: torch.dtype
+) -> None:
+    config = FSDPPrecision(name).mixed_precision_config
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (dtype, dtype, dtype)
+    policy = FSDPStrategy(mixed_precision=config).mixed_precision
+    assert policy is not None
+    assert policy.param_dtype == dtype
+
+
+def test_the_precision_of_fsdp_refuses_what_lightning_refuses() -> None:
+    with pytest.raises(ValueError, match="64-true"):
+        FSDPPrecision("64-true")
+    with pytest.raises(ValueError, match="MixedPrecision"):
+        FSDPPrecision("16-mixed", scaler=object())
 
 
 def test_a_strategy_alone_sets_up_saves_and_loads(tmp_path: Path) -> None:
