@@ -620,6 +620,56 @@ class TrainingChecks:
         self._comparison.after_step(optimizer, trained)
 
 
+class _WindowCheck:
+    """The check that optimizers step at the end of a window of ``fabric.accumulate``.
+
+    Args:
+        optimizers: the set-up optimizers. Later ones are seen, too.
+        open_micro_batch: returns the current micro-batch inside a window: its number, and the
+            length of the window. None after the last one, or without a window.
+        rank: the rank of this process, for the error.
+    """
+
+    def __init__(
+        self,
+        optimizers: Collection[Optimizer],
+        open_micro_batch: Callable[[], tuple[int, int] | None],
+        rank: int,
+    ) -> None:
+        self._optimizers = optimizers
+        self._open_micro_batch = open_micro_batch
+        self._rank = rank
+        # The set-up optimizers that have stepped before the end of a window.
+        self._stepped_too_early: WeakSet[Optimizer] = WeakSet()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if all set-up optimizers step before the end of a window of micro-batches.
+
+        One of several optimizers may step more often than the others, such as that of a critic.
+
+        Args:
+            optimizer: an optimizer, before its step.
+        """
+        micro_batch = self._open_micro_batch()
+        has_gradient = bool(_ids_with_gradient(_trainable_parameters(optimizer)))
+        if micro_batch is None or not has_gradient or optimizer not in self._optimizers:
+            return
+        # Never cleared: it does not matter in which windows the optimizers have stepped too early.
+        self._stepped_too_early.add(optimizer)
+        if len(self._stepped_too_early) < len(self._optimizers):
+            return
+        number, window_length = micro_batch
+        raise UsageError(
+            _request(optimizer, self._rank),
+            problem=f"it is made at micro-batch {number} of {window_length} of a window of "
+            "fabric.accumulate, with the gradients of only a part of the window",
+            expected="a step at the last micro-batch of each window",
+            suggestion="if last: optimizer.step(); optimizer.zero_grad(). Or "
+            "fabric.accumulate(loader, steps=1), or a loop over the loader itself, for a step "
+            f"after each batch; {_TURN_OFF}",
+        )
+
+
 class SetupChecks:
     """Checks of the first steps of all optimizers, for modules and loaders that are not set up.
 
@@ -657,10 +707,8 @@ class SetupChecks:
         self._optimizers = optimizers
         self._loaders = loaders
         self._check_setup = check_setup
-        self._open_micro_batch = open_micro_batch
+        self._window_check = _WindowCheck(optimizers, open_micro_batch, store.rank)
         self._clipping_check = ClippingCheck(pending_change)
-        # The set-up optimizers that have stepped inside a window of accumulated gradients.
-        self._stepped_within_window: WeakSet[Optimizer] = WeakSet()
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
         # Names of the set-up optimizers. They are set up in the same order on all ranks.
@@ -728,7 +776,7 @@ class SetupChecks:
             self._contracts,
             self._store,
             backward=self._backward,
-            check_window=self._check_window,
+            check_window=self._window_check.check,
         )
         self._all_hooks.callback(checks.close)
 
@@ -755,7 +803,7 @@ class SetupChecks:
         if not was_set_up:
             self._check_setup([optimizer])  # raises if it could not be set up
         else:
-            self._clipping_check.check(optimizer, self._request(optimizer))
+            self._clipping_check.check(optimizer, _request(optimizer, self._store.rank))
         # A closure computes the gradients within the step, so they cannot be looked at here.
         if not has_closure(args, kwargs):
             self._check_parameters_in_use(optimizer, trained)
@@ -764,33 +812,6 @@ class SetupChecks:
                 self._check_replicas_without_setup(optimizer, trained)
             else:
                 self._check_loaders(trained)
-
-    def _check_window(self, optimizer: Optimizer) -> None:
-        """Raise if all set-up optimizers step before the end of a window of micro-batches.
-
-        One of several optimizers may step more often than the others, such as that of a critic.
-
-        Args:
-            optimizer: an optimizer, before its step.
-        """
-        micro_batch = self._open_micro_batch()
-        has_gradient = bool(_ids_with_gradient(_trainable_parameters(optimizer)))
-        if micro_batch is None or not has_gradient or optimizer not in self._optimizers:
-            return
-        # Never cleared: it does not matter in which windows the optimizers have stepped too early.
-        self._stepped_within_window.add(optimizer)
-        if len(self._stepped_within_window) < len(self._optimizers):
-            return
-        number, window_length = micro_batch
-        raise UsageError(
-            self._request(optimizer),
-            problem=f"it is made at micro-batch {number} of {window_length} of a window of "
-            "fabric.accumulate, with the gradients of only a part of the window",
-            expected="a step at the last micro-batch of each window",
-            suggestion="if last: optimizer.step(); optimizer.zero_grad(). Or "
-            "fabric.accumulate(loader, steps=1), or a loop over the loader itself, for a step "
-            f"after each batch; {_TURN_OFF}",
-        )
 
     def _check_parameters_in_use(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
         """Raise if an optimizer has parameters that a model has replaced by others.
@@ -818,7 +839,7 @@ class SetupChecks:
             left_out = _ids_with_gradient(contract.parameters().values()) - in_optimizers
             if left_out:
                 raise UsageError(
-                    self._request(optimizer),
+                    _request(optimizer, self._store.rank),
                     problem="no gradient has arrived at parameters of it that no set-up module "
                     f"has, and no optimizer has {_names_of(contract, left_out)}",
                     expected="an optimizer of the parameters that the module has when it is set up",
@@ -880,9 +901,6 @@ class SetupChecks:
         message = f"of {self._store.size} processes {problem}; or {_TURN_OFF}"
         # The location is the line of torch that called _before_step, three levels above this one.
         warnings.warn(message, stacklevel=4)
-
-    def _request(self, optimizer: Optimizer) -> str:
-        return f"{type(optimizer).__name__}.step() on rank {self._store.rank}"
 
 
 def check_same_model(
@@ -953,6 +971,10 @@ def _digest(root: nn.Module, plan: object) -> int:
     content = repr((layout, plan)).encode()
     # 7 bytes, since a tensor of int64 carries the digest. 1 is added, since 0 means an error.
     return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7])
+
+
+def _request(optimizer: Optimizer, rank: int) -> str:
+    return f"{type(optimizer).__name__}.step() on rank {rank}"
 
 
 def _ids(parameters: Iterable[Tensor]) -> set[int]:
