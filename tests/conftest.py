@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from fabric import Fabric
+from fabric.launchers import fork_server
 from tests.ranks import close_shared_ranks
 
 pytest_plugins = ["fabric.testing.plugin"]
@@ -88,6 +90,17 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def the_fork_server_has_imported_pytest() -> Iterator[None]:
+    """Have the fork server of this process import pytest and psutil, as the modules of tests do.
+
+    Otherwise each rank that is sent a function by its name would import them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "_fork_server_of_process", _fork_server_with_pytest)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves a process, an environment variable or a process group behind."""
@@ -112,6 +125,13 @@ def seeded() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@cache
+def _fork_server_with_pytest(pid: int) -> fork_server.ForkServer:
+    """Return the fork server of the process with this id, as fabric's own function does."""
+    variables = {fork_server._MODULES_VARIABLE: "pytest psutil"}
+    return fork_server.ForkServer(fork_server.forkserver_main, variables=variables)
 
 
 def _variables() -> dict[str, str]:
