@@ -2,14 +2,13 @@
 
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
 from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+from tests.test_checkpoint_failures import limited
 
 io = FullCheckpoint()
 DTYPES = [
@@ -243,26 +242,9 @@ def test_a_failing_save_leaves_the_old_file(path, state):
 
 def test_a_full_disk_leaves_the_old_file_and_no_litter(path, state):
     io.save(state, path)
-    script = """
-import resource, sys
-from pathlib import Path
-import torch
-from fabric.checkpoint import FullCheckpoint
-from fabric.errors import CheckpointError
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-try:
-    FullCheckpoint().save({"x": torch.ones(1 << 20)}, Path(sys.argv[1]))
-except CheckpointError as error:
-    print(error)
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=True,
-    )
-    assert "what was there before is untouched" in run.stdout
+    untouched = "what was there before is untouched"
+    with limited(1 << 16), pytest.raises(CheckpointError, match=untouched):
+        io.save({"x": torch.ones(1 << 20)}, path)
     assert io.load(path)["step"] == 17
     assert os.listdir(path.parent) == [path.name]
 

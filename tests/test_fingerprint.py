@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -21,12 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.cli import main
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.strategies import ModelParallelStrategy
 from fabric.tools.run_diff import compare_runs
 from tests.loops import GLOBAL_BATCH, STEPS, batches, make_model
 from tests.planted_differences import JOBS, Batch, Job
-from tests.ranks import outcome, run_in_ranks
+from tests.ranks import in_another_process, outcome, run_in_ranks
 
 QUICK_JOBS = [
     "OtherSeed",
@@ -361,26 +358,22 @@ def test_files_that_cannot_be_compared_are_refused(base, tmp_path):
             compare_runs(base, folder)
 
 
-KILLED = """
-    import os, signal, sys
-    from fabric import Fabric
-    from tests.planted_differences import Job
+class Killed(Job):
+    def on_batch(self, step, batch):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    class Killed(Job):
-        def on_batch(self, step, batch):
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
 
+def run_until_killed(folder):
+    torch.set_num_threads(1)
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        Killed().run(fabric, sys.argv[1])
-"""
+        Killed().run(fabric, folder)
 
 
 def test_a_killed_rank_leaves_its_finished_steps(base, tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "killed")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, timeout=150)
-    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(RankFailedError) as caught:
+        in_another_process(run_until_killed, tmp_path / "killed")
+    assert caught.value.exit_code == -signal.SIGKILL
     result = compare_runs(base, tmp_path / "killed")
     assert result.is_equal, result.text
     assert "compared bit by bit: steps 0 to 2" in result.text

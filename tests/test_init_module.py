@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn import init
 
 from fabric import Fabric
+from fabric.errors import RankFailedError
+from tests.ranks import in_another_process
 
 LARGE = 128  # a matrix of 128 x 128 takes 64 KB, and tensors from that size on lie in files
 
@@ -378,42 +381,37 @@ def test_buffers_that_are_views_of_one_storage_stay_views(fsdp):
 
 
 # A separate process, since the limit also counts for the file that pytest may be writing to.
-BUILD_WITH_A_LIMIT = """
+BUILD_WITH_LIMITS = """
 import resource, sys, torch
 from fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
 fabric.launch()
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-try:
-    with fabric.init_module():
-        print("building")
-        torch.nn.Linear(400, 400)
-except Exception as error:
-    print(type(error).__name__, error)
+for limit in sys.argv[1:]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+    print("limit")
+    try:
+        with fabric.init_module():
+            print("building")
+            torch.nn.Linear(400, 400)
+    except Exception as error:
+        print(type(error).__name__, error)
 """
 
 
-def build_with_file_limit(nbytes):
-    """Return the output of a build whose files cannot exceed a size, as on a full disk."""
-    command = [sys.executable, "-c", BUILD_WITH_A_LIMIT, str(nbytes)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
-    return process.stdout
-
-
 def test_a_full_scratch_folder_is_an_error_that_names_it():
-    text = build_with_file_limit(100_000)
+    # Files cannot exceed a size, as on a full disk. The smaller limit leaves no room at all.
+    command = [sys.executable, "-c", BUILD_WITH_LIMITS, "100000", "1000"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    _, text, text_without_room = process.stdout.split("limit\n")
     assert text.startswith("building\nUsageError")
     assert "640,000 bytes" in text
     assert tempfile.gettempdir() in text
     assert "bytes free" in text
     assert "TMPDIR=" in text
     assert "rank0" in text
-
-
-def test_a_scratch_folder_without_any_room_is_an_error_before_the_build():
-    text = build_with_file_limit(1000)
-    assert text.startswith("UsageError")
-    assert "TMPDIR=" in text
+    # This error comes before the build.
+    assert text_without_room.startswith("UsageError")
+    assert "TMPDIR=" in text_without_room
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="only Linux has this folder in memory")
@@ -423,23 +421,20 @@ def test_a_scratch_folder_in_memory_is_a_warning_before_the_build(fsdp, monkeypa
         pass
 
 
-BUILD_AND_KILL = """
-import os, signal, torch
-from fabric import Fabric
-fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
-fabric.launch()
-with fabric.init_module():
-    model = torch.nn.Linear(1000, 1000)
-    assert "(deleted)" in open("/proc/self/maps").read()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+def build_until_killed(folder):
+    tempfile.tempdir = str(folder)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
+    fabric.launch()
+    with fabric.init_module():
+        model = nn.Linear(1000, 1000)
+        assert f"{folder}/" in Path("/proc/self/maps").read_text(), model
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_nothing_is_left_of_a_build_that_is_killed(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", BUILD_AND_KILL]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert process.returncode == -9, process.stderr
+    with pytest.raises(RankFailedError) as caught:
+        in_another_process(build_until_killed, tmp_path)
+    assert caught.value.exit_code == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 
