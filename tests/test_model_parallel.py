@@ -260,7 +260,7 @@ def test_a_checkpoint_of_any_mesh_loads_into_every_mesh(tmp_path: Path) -> None:
     expected = on_mesh(two, load_and_save, None, a, True)[0]
     results = [
         run_in_ranks(load_and_save, a, b, ranks=1, strategy="auto")[0],
-        on_mesh({}, load_and_save, b, c)[0],
+        on_mesh({"devices": 2}, load_and_save, b, c)[0],
         on_mesh(four_in_full, load_and_save, c, d)[0],
         run_in_ranks(load_and_save, d, e)[0],
         on_mesh(TENSOR_PARALLEL_ALONE, load_and_save, e, f)[0],
@@ -923,9 +923,9 @@ WITH_FSDP = {"tensor_parallel_size": 2}
     ("mesh", "order", "rate", "plan"),
     [
         (TENSOR_PARALLEL_ALONE, "before", 0.5, RATE_PLAN),
-        pytest.param(TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN, marks=pytest.mark.slow),
+        (TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN),
         pytest.param(WITH_FSDP, "before", 0.0, RATE_PLAN, marks=pytest.mark.slow),
-        (WITH_FSDP, "after", 0.0, NORM_PLAN),
+        pytest.param(WITH_FSDP, "after", 0.0, NORM_PLAN, marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_model_takes_the_steps_of_the_uncompiled_one(

@@ -42,6 +42,7 @@ def test_every_promise_has_tests() -> None:
             assert (ROOT / test).is_file(), test
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_is_compared_with_the_plain_loop(tmp_path: Path) -> None:
     plain = Run("plain", ["--strategy plain --steps 40"])
     killed = Run("killed", [SMALL, SMALL], limit=0.0)

@@ -262,7 +262,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.close()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+# The test of two machines below shows the same in `make test`.
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(
     run: Run, processes: int, uninterrupted: Steps
 ) -> None:

@@ -36,7 +36,7 @@ EXPECTED = {
 }
 FAULTS = [function.__name__ for function in ON_ONE]
 # The quick tests take a few faults and launchers in place of all their pairs.
-QUICK = [("popen", "raises_and_tears_down"), ("forkserver", "segfaults")]
+QUICK = [("fork", "raises_and_tears_down"), ("forkserver", "segfaults")]
 
 
 @pytest.mark.parametrize(
