@@ -149,15 +149,15 @@ def test_gradients_in_a_group_are_those_of_the_losses_of_its_members():
 
 def released_results(fabric):
     """Return by operation whether a result is freed with its last name, though it has a graph."""
-    is_released = {}
+    references = {}
     for op in OPS:
         x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
         result = run_collective(fabric, x, op)
-        reference = weakref.ref(result)
+        references[op] = weakref.ref(result)
         del result
-        gc.collect()
-        is_released[op] = reference() is None
-    return is_released
+    # Once for all operations: a collection looks at every object of this process.
+    gc.collect()
+    return {op: reference() is None for op, reference in references.items()}
 
 
 def test_no_graph_keeps_the_results_of_its_collectives():

@@ -221,13 +221,7 @@ def test_garbage_collections_of_a_served_rank_leave_out_what_the_server_loaded(f
     assert tracked < 100_000
 
 
-def test_a_killed_fork_server_is_replaced(forkserver):
-    server = forkserver.launch(os.getppid, (), {}, TWO)
-    psutil.Process(server).kill()
-    next_server = forkserver.launch(os.getppid, (), {}, TWO)
-    assert next_server != server
-
-
+# In test_testing_pool.py, a fork server that was killed is replaced.
 def test_a_fork_server_that_does_not_answer_in_time_is_ended(monkeypatch):
     server = ForkServer(forkserver_main)
     monkeypatch.setattr("fabric.launchers.function.fork_server", lambda: server)

@@ -141,22 +141,6 @@ def test_code_without_a_file_cannot_be_run_again(command, text):
     assert 'launcher="forkserver"' in process.stderr
 
 
-FORKSERVER = """
-from fabric import Fabric
-
-def train(fabric):
-    return fabric.all_reduce(fabric.global_rank, reduce_op="sum")
-
-fabric = Fabric(accelerator="cpu", devices=2, launcher="forkserver")
-print(fabric.launch(train))
-"""
-
-
-def test_a_function_of_standard_input_is_launched():
-    process = run(["-"], text=FORKSERVER)
-    assert process.stdout == "1\n", process.stderr
-
-
 PROMPT = """
 import os, sys
 import psutil
@@ -178,13 +162,21 @@ assert fabric.launch(lambda fabric: os.getppid()) == server
 Fabric(accelerator="cpu", devices=2)
 assert servers() == [server]
 print(server)
+
+del sys.ps1
+def train(fabric):
+    return fabric.all_reduce(fabric.global_rank, reduce_op="sum")
+print(Fabric(accelerator="cpu", devices=2, launcher="forkserver").launch(train))
 """
 
 
 def test_a_fabric_at_a_prompt_starts_the_server_of_its_ranks_and_leaves_none_behind():
     process = run(["-"], text=PROMPT)
     assert process.stderr == ""
-    assert not psutil.pid_exists(int(process.stdout))
+    server, sum_of_ranks = map(int, process.stdout.split())
+    assert not psutil.pid_exists(server)
+    # A function of standard input is launched without a prompt, too.
+    assert sum_of_ranks == 1
 
 
 def test_a_module_is_run_again():

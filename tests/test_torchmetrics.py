@@ -87,7 +87,7 @@ def values_of_all_samples(fabric: Fabric) -> Any:
     "options",
     [
         {},
-        {"ranks": 3, **SHARDED},
+        SHARDED,
     ],
 )
 def test_metrics_count_the_samples_of_all_processes(options: dict[str, Any]) -> None:
