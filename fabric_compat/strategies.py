@@ -270,7 +270,22 @@ class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
 
 
 class ModelParallelStrategy(_LightningStrategy, strategies.ModelParallelStrategy):
-    """Tensor parallelism and FSDP2 on one mesh."""
+    """Tensor parallelism and FSDP2 on one mesh.
+
+    Attributes:
+        device_mesh: the mesh of all processes. None before the launch.
+    """
+
+    def setup_environment(self, runtime: Runtime | None = None) -> None:
+        """Start the runtime, and make the mesh. Collective."""
+        super().setup_environment(runtime)
+        assert self._topology is not None
+        self.device_mesh = self._topology.mesh
+
+    def teardown(self) -> None:
+        """Close the runtime and forget the mesh. A second call does nothing."""
+        super().teardown()
+        self.device_mesh = None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:

@@ -167,6 +167,10 @@ def parameters_after_setup(fabric: Fabric) -> dict[str, Tensor]:
         model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fabric.setup(model, optimizer)
+    if isinstance(fabric.strategy, ModelParallelStrategy):
+        mesh = fabric.strategy.device_mesh
+        assert mesh is not None
+        assert mesh["tensor_parallel"].get_local_rank() == fabric.global_rank
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
     return fabric.get_state_dict(model)
 
