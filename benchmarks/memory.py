@@ -163,10 +163,13 @@ def gpt() -> Any:
 
 def example(path: str) -> Any:
     """Import a file of the examples, whose folders are not on the path."""
-    spec = importlib.util.spec_from_file_location("benchmarks_gpt", ROOT / "examples" / path)
+    name = f"benchmarks_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # torch.compile imports the module of the code that it traces.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
