@@ -337,7 +337,14 @@ def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
     """
 
     def redistribute(placements: Any, grad: Any) -> Any:
-        """Return a gradient with these placements. A hook of a parameter. Collective."""
+        """Return a gradient with these placements. A hook of a parameter.
+
+        Collective, unless the gradient has these placements already, as that of the bias of a
+        rowwise layer.
+        """
+        if grad.placements == placements:
+            # Without an operation of autograd, which does nothing here, and takes time.
+            return grad
         return grad.redistribute(placements=placements)
 
     for parameter in parameters:
