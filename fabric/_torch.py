@@ -271,12 +271,20 @@ def unfinished_backward_check(root: Any) -> Callable[[], bool]:
     error the note stays, no further callback is queued, and gradients are not reduced any more.
 
     Args:
-        root: the outermost module that FSDP2 shards.
+        root: the whole model. If it is not an FSDP module, nothing is sharded, and the function
+            always returns False.
     """
+    if not is_fsdp_module(root):
+        return _is_never_unfinished
     # partial() and attrgetter() are written in C: the check in each forward pass makes no Python
     # call.
     is_callback_queued = attrgetter("_state_ctx.post_backward_final_callback_queued")
     return partial(is_callback_queued, root._get_fsdp_state())
+
+
+def _is_never_unfinished() -> bool:
+    """Return False: FSDP2 leaves nothing behind in a model that is not sharded."""
+    return False
 
 
 # Called inside a backward pass with a function: autograd calls the function at the end of this
@@ -561,14 +569,22 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_fsdp_module(module: torch.nn.Module) -> bool:
+    """Return whether ``fully_shard`` was called for this module.
+
+    The method is looked up instead of an ``isinstance`` check, since the class is in
+    ``torch.distributed.fsdp``, which takes a second to import.
+    """
+    return hasattr(module, "set_requires_gradient_sync")
+
+
 def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's private ``FSDPParamGroup`` objects of a module and its submodules.
 
     FSDP2 gathers the parameters of a group together.
     """
     for submodule in module.modules():
-        # fully_shard() adds this method to a module.
-        if not hasattr(submodule, "set_requires_gradient_sync"):
+        if not is_fsdp_module(submodule):
             continue
         state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # fully_shard() adds it, too
         yield from state._fsdp_param_groups
@@ -639,9 +655,11 @@ def reset_fsdp_pass(root: Any, records: Sequence[Any]) -> None:
     From torch 2.15 on, ``reset_iter_state`` clears gradients, too, also those of earlier passes.
 
     Args:
-        root: the outermost module that FSDP2 shards.
+        root: the whole model. Nothing happens if it is not an FSDP module.
         records: its :func:`fsdp_parameter_records`.
     """
+    if not is_fsdp_module(root):
+        return
     gradients: list[tuple[Any, Tensor]] = []
     for record in records:
         # The unsharded parameter does not exist before the first forward pass.

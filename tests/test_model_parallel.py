@@ -141,6 +141,8 @@ def train(fabric: Fabric, *shape: int) -> dict[str, Any]:
         gradients = full_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(fabric.all_reduce(mse_loss(model(share(fabric, x)), share(fabric, y))))
     return {
         "losses": losses,
         "norms": norms,
@@ -851,6 +853,7 @@ def list_parameters(fabric: Fabric) -> bool:
         module = Wide()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, optimizer = fabric.setup(module, optimizer)
+    assert type(model.module) is Wide
     parameters = dict(model.named_parameters())
     assert type(parameters["blocks.1.weight"]) is nn.Parameter
     assert parameters["blocks.1.weight"].untyped_storage().filename is None

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from fabric._torch import (
     concatenate_meshes,
+    is_fsdp_module,
     local_tensor,
     real_tensors,
     registered_parameters,
@@ -516,9 +517,7 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         modules_of_parallelize_fn: list[nn.Module] = []
         for module in root.modules():
-            # fully_shard adds this method to the class of a module.
-            is_fsdp_module = hasattr(module, "set_requires_gradient_sync")
-            if is_fsdp_module and module is not root:
+            if is_fsdp_module(module) and module is not root:
                 modules_of_parallelize_fn.append(module)
         if modules_of_parallelize_fn:
             # modules() yields outer modules first.

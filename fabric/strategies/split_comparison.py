@@ -33,6 +33,7 @@ from torch.func import functional_call
 from fabric._torch import (
     full_tensor,
     in_place_version,
+    is_fsdp_module,
     local_tensor,
     user_hooks,
     without_dispatch_modes,
@@ -553,9 +554,7 @@ def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
         whole: its copy from before the split, which has the hooks of the user alone.
     """
     for inner in module.modules():
-        # fully_shard adds this method to the class of a module.
-        is_fsdp_module = hasattr(inner, "set_requires_gradient_sync")
-        if is_fsdp_module and inner is not module:
+        if is_fsdp_module(inner) and inner is not module:
             return False
     return not any(map(user_hooks, whole.modules()))
 

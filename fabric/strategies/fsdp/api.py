@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import uncompiled
+from fabric._torch import is_fsdp_module, uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
@@ -487,8 +487,10 @@ class FSDPStrategy(ParallelStrategy):
         for fsdp_module in fsdp_modules:
             self._shard_module(fsdp_module, mp_policy=inner_policy, **arguments)
         self._shard_module(root, mp_policy=policy, **arguments)
-        if self.backward_prefetch is not None:
-            prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
+        # Nothing is sharded if the root is not an FSDP module, as under tensor parallelism alone.
+        if self.backward_prefetch is not None and is_fsdp_module(root):
+            prefetched = list(filter(is_fsdp_module, fsdp_modules))
+            prefetch_in_backward(root, prefetched, self.backward_prefetch)
 
         unsharded = UnshardedState(
             root,

@@ -18,6 +18,7 @@ from torch import nn
 from fabric._torch import (
     HookEntry,
     hook_entry,
+    is_fsdp_module,
     is_in_backward,
     unfinished_backward_check,
 )
@@ -38,7 +39,8 @@ class ShardedForward:
 
     Args:
         root: the user's module, which is sharded already.
-        fsdp_modules: the FSDP modules of the model, without the root.
+        fsdp_modules: the FSDP modules of the model, without the root. If parameters are not
+            sharded, the modules that would be FSDP modules.
         rank: the rank of this process, for errors.
         unsharded: the parameters and buffers of the model that are not sharded.
 
@@ -59,7 +61,8 @@ class ShardedForward:
         self.synchronizes: Callable[[], bool] = partial(attrgetter("synchronizes"), unsharded)
         self.unreduced = UnreducedGradients(root, self.synchronizes)
         self._rank = rank
-        self._fsdp_modules: list[Any] = [*fsdp_modules, root]
+        # Empty if the model is not sharded, as under tensor parallelism alone.
+        self._fsdp_modules: list[Any] = list(filter(is_fsdp_module, [*fsdp_modules, root]))
         # The number of calls of the root that are running: a model may call itself.
         self._depth = 0
         # Whether the last forward pass did not raise. False while a forward pass is running.
@@ -76,20 +79,22 @@ class ShardedForward:
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)
-        self._submodule_hooks = self._register_submodule_hooks()
+        self._submodule_hooks = self._register_submodule_hooks(fsdp_modules)
 
-    def _register_submodule_hooks(self) -> list[HookEntry]:
+    def _register_submodule_hooks(self, fsdp_modules: Sequence[nn.Module]) -> list[HookEntry]:
         """Register hooks that refuse calls of the submodules from outside of the model.
+
+        Args:
+            fsdp_modules: the modules that stand for all modules within them.
 
         Returns:
             The hooks. To save time, they are taken off their modules while a forward pass of the
             model is running.
         """
         entries: list[HookEntry] = []
-        is_fsdp_module = self._fsdp_modules.__contains__
         # Yields the submodules that have parameters and can be called. The modules within an FSDP
         # module are left out, and get no hook of their own.
-        for path, module in callable_submodules(self.root, is_fsdp_module):
+        for path, module in callable_submodules(self.root, set(fsdp_modules).__contains__):
             refuse = partial(self._refuse_submodule, path)
             # Prepended to run before FSDP's own hook, which would take the submodule for the root
             # of a model.
@@ -106,12 +111,17 @@ class ShardedForward:
         synchronized_before = self.unsharded.synchronizes
         self.unreduced.watch()
         self.unsharded.synchronizes = False
-        self.root.set_requires_gradient_sync(False)
+        self._set_gradient_sync(False)
         try:
             yield
         finally:
             self.unsharded.synchronizes = synchronized_before
-            self.root.set_requires_gradient_sync(synchronized_before)
+            self._set_gradient_sync(synchronized_before)
+
+    def _set_gradient_sync(self, synchronizes: bool) -> None:
+        """Choose whether the FSDP modules reduce gradients in the next backward pass."""
+        for module in self._fsdp_modules:
+            module.set_requires_gradient_sync(synchronizes, recurse=False)
 
     def reshard(self, wait: bool = False) -> None:
         """Free gathered parameters. Not a collective.

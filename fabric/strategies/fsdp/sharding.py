@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric._torch import (
     fsdp_param_groups,
+    is_fsdp_module,
     local_tensor,
     registered_buffers,
     registered_parameters,
@@ -530,8 +531,8 @@ def prepare_unsharded_module(
 ) -> None:
     """Give a module that is not sharded rank 0's values, as :func:`shard_module` does. Collective.
 
-    The root becomes an FSDP module without parameters, whose hooks cost little, so that the model
-    has the methods of a sharded one.
+    If the user's ``parallelize_fn`` has made FSDP modules, the root becomes one, too, without
+    parameters of its own: FSDP takes the outermost FSDP module for the whole model.
 
     Args:
         communicator: all ranks.
@@ -540,9 +541,6 @@ def prepare_unsharded_module(
         is_root: whether this is the whole model.
         mesh: the mesh over which the model would be sharded. It has one rank.
     """
-    # Imported here, so that importing fabric stays fast.
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
     plain_parameters: dict[str, nn.Parameter] = {}
     if is_root:
         for name, parameter in module.named_parameters():
@@ -559,7 +557,11 @@ def prepare_unsharded_module(
         is_replaced = shard_of(original) is parameter
         if parameter is not original and not is_replaced:
             _replace_original(original, parameter)
-    if is_root and not isinstance(module, FSDPModule):
+    has_fsdp_modules = any(map(is_fsdp_module, module.modules()))
+    if is_root and has_fsdp_modules and not is_fsdp_module(module):
+        # Imported here, so that importing fabric stays fast.
+        from torch.distributed.fsdp import fully_shard
+
         fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()))
 
 
