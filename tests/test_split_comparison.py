@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from fabric import Fabric
@@ -368,18 +369,33 @@ def test_the_remedies_of_the_error_are_the_whole_model() -> None:
     assert on_mesh(pass_through_right_blocks) == [True, True]
 
 
+def count_saved_tensors(model: nn.Module) -> int:
+    """Return the number of tensors that a forward pass saves for the backward pass."""
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(torch.ones(2, 5, WIDTH))
+    return len(saved)
+
+
 def check_for_traces(fabric: Fabric) -> bool:
     module = ModelWithCache(CountingAttention())
     model: Any = fabric.setup(module)
     hooks_before = len(model._fabric_hooks.before)
     state = torch.get_rng_state()
-    model(torch.ones(2, 5, WIDTH))
+    num_saved = count_saved_tensors(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.block.training
     assert model.block.calls == 1
     assert model.block.steps.item() == 1
     assert model.cache.calls == 1
     assert len(model._fabric_hooks.before) == hooks_before - 1
+    # Otherwise the recomputation of an activation checkpoint would not fit the first pass.
+    assert count_saved_tensors(model) == num_saved
     return True
 
 

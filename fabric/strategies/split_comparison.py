@@ -9,8 +9,9 @@ and the rowwise layer behind it, such as an attention. Its input and its output 
 Both computations have the same inputs, are in evaluation mode, so that dropout is off, and compare
 the outputs of the rowwise layers, the output of the region, the gradients of its inputs and the
 gradients of its parameters that are not split. They leave no trace: buffers, attributes and random
-states are restored, and dispatch modes such as counters of FLOPs do not see the operators. Memory
-for one whole region is needed at a time, and the time of one step.
+states are restored, dispatch modes such as counters of FLOPs do not see the operators, and an
+activation checkpoint of the user does not see the saved tensors. Memory for one whole region is
+needed at a time, and the time of one step.
 
 Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
 under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from fabric._torch import (
@@ -344,7 +346,7 @@ class SplitComparison:
         has_raised = False
         try:
             inputs, _ = flatten((args, kwargs))
-            with without_dispatch_modes():
+            with without_dispatch_modes(), saved_tensors_hooks(_unchanged, _unchanged):
                 if self._has_same_inputs(inputs):
                     with self._restored_state(region):
                         has_raised = not self._compare_computations(region, args, kwargs)
@@ -557,6 +559,11 @@ def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
         if is_fsdp_module(inner) and inner is not module:
             return False
     return not any(map(user_hooks, whole.modules()))
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    """Return a saved tensor as it is, so that hooks for saved tensors further out do not see it."""
+    return tensor
 
 
 def _depth(path: str) -> int:
