@@ -52,7 +52,7 @@ from fabric.hooks import Hooks
 from fabric.optim.loss_scaler import LossScaler
 from fabric.tree import parameters_of
 
-__all__ = ["Averages", "Replica", "ReplicaComparison"]
+__all__ = ["Averages", "Replica", "ReplicaComparison", "WatchedObjects"]
 
 _BUCKETS = 1024  # of names, among which a comparison that has found a difference looks for it
 # The number of replicas of each kind of which a rank sends details.
