@@ -102,7 +102,7 @@ def run_in_threads(functions):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=150)
         assert not thread.is_alive()
 
 

@@ -34,7 +34,7 @@ class Gated:
 
     def save(self, state: Mapping[str, Any], path: Path) -> None:
         self.events.append(f"{path.stem} begins")
-        assert self.gate.wait(60)
+        assert self.gate.wait(150)
         FullCheckpoint().save(state, path)
         self.events.append(f"{path.stem} ends")
 
@@ -56,7 +56,7 @@ class GatedShards(ShardedCheckpoint):
     def save(
         self, state: Mapping[str, Any], path: Path, communicator: Any = None, per_rank: Any = None
     ) -> None:
-        assert self.gate.wait(60)
+        assert self.gate.wait(150)
         ShardedCheckpoint.save(self, state, path, communicator, per_rank)
 
 

@@ -340,7 +340,7 @@ def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number, 
         job.send_signal(number)
         code = job.wait(timeout=DEADLINE)
     assert code == exit_code
-    _, alive = psutil.wait_procs(ranks, timeout=30)
+    _, alive = psutil.wait_procs(ranks, timeout=150)
     assert alive == []
     assert os.listdir(tmp_path / "tmp") == []
 

@@ -181,7 +181,7 @@ class ReplicaContext(NamedTuple):
 def contexts_of_replicas(devices: int = 2) -> list[ReplicaContext]:
     """Call a module on replicas and return the context of each call."""
     contexts = []
-    barrier = threading.Barrier(devices, timeout=30)
+    barrier = threading.Barrier(devices, timeout=150)
 
     def record_context(x: Tensor) -> Tensor:
         product = x @ x.T

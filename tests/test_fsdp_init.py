@@ -125,7 +125,7 @@ def build_and_set_up(fabric: Fabric, build: Callable[[], nn.Module], source: str
     model = fabric.setup(module)
     assert requires_grad(model) == expected
     # A thread of gloo may hold a sent tensor a little longer.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 150
     while not set(mapped_files()) <= files_before:
         assert time.monotonic() < deadline, "files of the build are still mapped"
         gc.collect()

@@ -126,7 +126,7 @@ def test_a_time_limit_is_counted_from_the_making_of_the_fabric(
     began = time.monotonic()
     with Fabric(accelerator="cpu", devices=1, time_limit=limit) as fabric:
         while not fabric.should_stop:
-            assert time.monotonic() < began + 30
+            assert time.monotonic() < began + 150
     assert time.monotonic() - began >= seconds
 
 
@@ -145,7 +145,7 @@ def test_in_another_thread_a_time_limit_counts_and_signals_keep_their_meaning(
     with Fabric(accelerator="cpu", devices=1, time_limit=0.1) as fabric:
         thread = threading.Thread(target=loop)
         thread.start()
-        thread.join(30)
+        thread.join(150)
         assert not thread.is_alive()
     assert handlers == [signal.SIG_DFL]
 
@@ -330,7 +330,7 @@ def stop_without_rank_1(fabric: Fabric) -> bool:
         fabric.teardown()
         return True
     os.kill(os.getpid(), signal.SIGTERM)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while not fabric.should_stop:
         assert time.monotonic() < deadline, "rank 0 waited for a rank that had ended"
         time.sleep(0.01)
@@ -359,7 +359,7 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
 def read_should_stop_on_rank_0(fabric: Fabric) -> str:
     """Let rank 0 alone read should_stop; return the text of the error that it gets."""
     store = fabric.strategy.runtime.store
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     error = ""
     if fabric.global_rank == 1:
         while store.get_nowait("done") is None and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ from fabric.testing import PerRank, ThreadedWorld
 
 @pytest.fixture
 def world() -> ThreadedWorld:
-    return ThreadedWorld(3, timeout=60)
+    return ThreadedWorld(3, timeout=150)
 
 
 def total(fabric: Fabric, x: int) -> int:

@@ -20,7 +20,7 @@ def main(fabric: Fabric) -> None:
 
 def wait_for_the_report(fabric: Fabric) -> None:
     store = fabric.strategy.runtime.store
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 150
     while store.get_nowait("watchdog/report/1") is None:
         assert time.monotonic() < deadline, "no report came"
         threading.Event().wait(0.05)
