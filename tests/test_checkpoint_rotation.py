@@ -151,7 +151,7 @@ def test_a_process_that_reads_in_a_tight_loop_finds_what_the_texts_name(
         step = 1
         checkpoints.save(step, {"step": step}, {"val_loss": -step}, async_=False)
         with ThreadPoolExecutor(1) as executor:
-            reader = executor.submit(in_another_process, read_in_a_tight_loop, tmp_path, form, 100)
+            reader = executor.submit(in_another_process, read_in_a_tight_loop, tmp_path, form, 20)
             while not reader.done():
                 step += 1
                 checkpoints.save(step, {"step": step}, {"val_loss": -step}, async_=False)
