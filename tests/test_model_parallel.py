@@ -612,6 +612,21 @@ def test_a_split_output_that_no_layer_takes_is_refused() -> None:
         assert "went into no layer" in text
 
 
+def penalize_gradients(fabric: Fabric) -> str:
+    """Return the error of a gradient penalty, after a first derivative, which is none."""
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    batch = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(batch).sum(), batch)
+    output = model(batch).sum()
+    return outcome(lambda: torch.autograd.grad(output, batch, create_graph=True))
+
+
+def test_gradients_of_gradients_of_split_layers_are_refused() -> None:
+    mesh = {"tensor_parallel_size": 2, "devices": 2, "tp_plan": {"0": "colwise", "2": "rowwise"}}
+    for text in on_mesh(mesh, penalize_gradients):
+        assert "create_graph=True through Sequential" in text
+
+
 def train_tied_layers(fabric: Fabric) -> list[float]:
     """Return differences of gradients from the single process, with two plans for tied layers.
 

@@ -53,6 +53,7 @@ from fabric.strategies.tp_plan import (
     has_whole_output,
     is_split,
     lines_of_plan,
+    refuse_second_derivatives,
     sum_over_parts,
     sum_partial_dtensors,
     torch_styles,
@@ -440,6 +441,7 @@ class ModelParallelStrategy(FSDPStrategy):
         if topology.tensor_parallel_size > 1:
             streams = PartRandomStreams(topology.mesh, requires_rowwise=self.tp_plan is not None)
             streams.register_hooks(root)
+            refuse_second_derivatives(root)
         if whole is not None:
             self._comparison = self._build_comparison(root, whole, layers)
         return prepared

@@ -23,6 +23,7 @@ from torch.distributed import DeviceMesh
 
 from fabric._torch import hook_entry, local_tensor, real_tensors
 from fabric.errors import ConfigurationError, UsageError
+from fabric.tree import flatten
 
 __all__ = [
     "HeadAttribute",
@@ -323,6 +324,41 @@ def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
     for parameter in parameters:
         if parameter.requires_grad:
             _register_before_user_hooks(parameter, sum_gradient)
+
+
+def refuse_second_derivatives(root: nn.Module) -> None:
+    """Make a backward pass with ``create_graph=True`` through a split model an error.
+
+    The collectives of split layers have no second derivatives: what goes through them would be
+    missing in gradients of gradients, without a word.
+
+    Args:
+        root: the model whose layers are split. It gets a forward hook.
+    """
+
+    def check_gradient(_gradient: torch.Tensor) -> None:
+        """Raise the UsageError if this backward pass records a graph. A hook of an output."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"a backward pass with create_graph=True through {type(root).__name__}, whose "
+                "layers are split",
+                problem="torch's collectives of split layers have no second derivatives, and the "
+                "gradients of these gradients would be wrong",
+                expected="tensor parallelism for losses without gradients in them",
+                suggestion='Fabric(strategy="ddp")',
+            )
+
+    def watch_output(_root: nn.Module, _arguments: object, output: object) -> None:
+        """Add the check to the output. A forward hook of the model."""
+        # torch has no second derivatives of compiled graphs, either, and says so.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        leaves, _ = flatten(output)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(check_gradient)
+
+    root.register_forward_hook(watch_output)
 
 
 def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
