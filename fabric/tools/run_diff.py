@@ -319,7 +319,14 @@ def compare_runs(
 
 
 def _read_run(folder: str | os.PathLike[str]) -> _Run:
-    """Read the files of all ranks of a run."""
+    """Read a fingerprint: the records of all ranks of a run.
+
+    Args:
+        folder: the folder in which the run has written its fingerprint, a file for each rank.
+
+    Raises:
+        ConfigurationError: there is no fingerprint in the folder.
+    """
     path = Path(folder)
     if not file_of_rank(path, 0).exists():
         raise ConfigurationError(

@@ -85,7 +85,8 @@ class _Span(NamedTuple):
 
     Attributes:
         name: the name of the phase, or a :class:`Wait`.
-        outer: the name of the phase around it, or ``_OTHER``.
+        outer: the name of the phase around it, or ``_OTHER``. Not used for the span of a step of
+            the loop, which is only in the trace.
         begin: the mark of its start.
         end: the mark of its end.
     """
@@ -254,8 +255,8 @@ class Timeline(SessionObserver):
     def totals(self) -> dict[int, PhaseSeconds]:
         """Return the seconds in each phase of the latest rounds, by number of the round.
 
-        If all finished rounds are disturbed, the result has only the last one. If none is finished,
-        the result has the current round. Waits for the device.
+        Disturbed rounds are left out. If all finished rounds are disturbed, the result has only the
+        last one. If none is finished, the result has the current round. Waits for the device.
         """
         # A disturbed round has the number 0.
         rounds = [finished for finished in self._rounds if finished.number > 0]
@@ -352,10 +353,12 @@ class Timeline(SessionObserver):
     def _before_step(self, optimizer: Any, *_: object) -> None:
         """Begin the span of an optimizer's step. A hook of torch for all optimizers.
 
-        The step of the first optimizer also ends the round.
+        The step of the first optimizer that was stepped also ends the round.
         """
+        # If step() calls the step() of its base class, torch runs this hook for both of them. The
+        # span covers the outer call.
         if self._is_open("optimizer"):
-            return  # torch calls the hooks again if step() calls the step() of its base class
+            return
         if self._first_optimizer_id is None:
             self._first_optimizer_id = id(optimizer)
         if self._first_optimizer_id == id(optimizer):
@@ -376,15 +379,20 @@ class Timeline(SessionObserver):
     def _after_step(self, optimizer: Any, *_: object) -> None:
         """End the span of an optimizer's step. A hook of torch for all optimizers.
 
-        The step of the first optimizer also ends the step of the loop.
+        The step of the first optimizer that was stepped also ends the step of the loop.
         """
+        # If step() calls the step() of its base class, torch runs this hook for both of them. The
+        # first run, for the base class, has ended the span.
         if not self._is_open("optimizer"):
-            return  # the hooks have been called before, for the step() of a base class
+            return
         self._end_span("optimizer")
+        # _before_step() has set the id.
         if self._first_optimizer_id != id(optimizer):
             return
         now = self.now()
-        self.trace.append(_Span(f"step {self.steps}", outer="", begin=self._step_began, end=now))
+        # Steps are numbered from 0, so the number of a step is the number of steps before it.
+        name = f"step {self.steps}"
+        self.trace.append(_Span(name, outer=_OTHER, begin=self._step_began, end=now))
         self.steps += 1
         self._step_began = now
         if self.on_step is not None:
@@ -523,7 +531,12 @@ def timings(session: Session) -> Timings:
 
 
 def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseSeconds]]) -> list[int]:
-    """Return the numbers of the rounds that all ranks have kept, and that no rank has disturbed."""
+    """Return the numbers of the rounds that all ranks have in their totals.
+
+    Args:
+        totals_by_rank: the result of :meth:`Timeline.totals` on each rank, by number of the round.
+            A rank leaves out its old rounds, and the rounds that it has disturbed.
+    """
     common_rounds: list[int] = []
     for number in totals_by_rank[0]:
         if all(number in totals for totals in totals_by_rank):
@@ -549,7 +562,8 @@ def _as_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Return the seconds in phases, and the seconds of possible waits.
 
-    Both tensors have the shape (rounds, ranks, phases). A phase that a rank did not have is 0.
+    Both tensors have the shape (rounds, ranks, phases). The seconds are 0 for a phase that a rank
+    did not have.
 
     Args:
         totals_by_rank: for each rank, its seconds by number of the round and phase.
