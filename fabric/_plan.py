@@ -483,9 +483,9 @@ def parse_strategy(strategy: Strategy | strategies.StrategyName, **options: Any)
     return _parse_name("strategy", strategy, STRATEGIES, Strategy, **options)
 
 
-def _default_strategy(num_devices: int, num_nodes: int, precision: Precision) -> Strategy:
+def _default_strategy(devices_per_node: int, num_nodes: int, precision: Precision) -> Strategy:
     """Return the strategy for ``strategy="auto"``: DDP if there is more than one device."""
-    if num_devices * num_nodes == 1:
+    if devices_per_node * num_nodes == 1:
         return SingleDeviceStrategy(precision=precision)
     return DDPStrategy(num_nodes=num_nodes, precision=precision)
 
@@ -634,11 +634,14 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
     )
 
 
-def parse_size(request: str, size: int | str) -> int:
+def parse_size(size: int | str, *, request: str) -> int:
     """Return a number of bytes from a number or a text such as ``"80GiB"``, ``"80 GB"``, ``"8G"``.
 
-    ``GB`` and ``G`` are powers of 1000, and ``GiB`` is a power of 1024. ``request`` is what the
-    user asked for, for the error.
+    ``GB`` and ``G`` are powers of 1000, and ``GiB`` is a power of 1024.
+
+    Args:
+        size: the number or text.
+        request: the user's call as text, for the error.
 
     Raises:
         ConfigurationError: the text is not a size.

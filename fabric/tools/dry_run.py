@@ -36,6 +36,7 @@ from fabric.strategies import (
 from fabric.strategies.fsdp.wrapping import find_fsdp_modules
 from fabric.strategies.standalone import Strategy
 from fabric.tools._torch import (
+    FakeTensorMode,
     IssuedCollective,
     Rank0Chunks,
     collective_of,
@@ -178,7 +179,7 @@ def plan(
     _check_build(build)
     memory_bytes: int | None = None
     if memory is not None:
-        memory_bytes = parse_size(f"fabric.plan({memory=})", memory)
+        memory_bytes = parse_size(memory, request=f"fabric.plan({memory=})")
     job = _Job(
         build=build,
         step=step,
@@ -261,12 +262,12 @@ class _Job:
             precision = strategy.precision
         precision = parse_precision(precision)
         fabric = self._build_fabric(strategy, precision)
-        with fake_ranks(self.world_size) as mode:
+        with fake_ranks(self.world_size) as fake_mode:
             # The modes are entered after launch(), so that the trace does not count what it sends.
             fabric.launch()
             # The trace is entered last, since the mode that is entered last gets each operation
             # first.
-            with fabric, mode, _Trace(mode) as trace:
+            with fabric, fake_mode, _Trace(fake_mode) as trace:
                 layer_types = self._train(fabric, trace)
         title = (
             f"{strategy.name}, {precision.name}, "
@@ -459,18 +460,20 @@ class _Trace(DispatchMode):
     """A mode that follows the memory of tensors, and the collectives; see ``[Note: Dry run]``.
 
     Args:
-        mode: the mode of fake tensors, which is entered before this one.
+        fake_mode: the mode of fake tensors, which is entered before this one.
 
     Attributes:
         peak: bytes of the live tensors, when they were most. Set it to 0 to begin anew.
-        calls: the bytes of each collective, by kind of collective. Clear it to begin anew.
+        calls: the bytes of each call of a collective, by kind of collective. Clear it to begin
+            anew.
     """
 
-    def __init__(self, mode: Any) -> None:
-        """Start without storages and collectives. A dry run then enters the mode."""
-        DispatchMode.__init__(self)
-        self._mode = mode
-        # By the id of torch's storage, which is removed when the storage is freed.
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        """Start without storages and collectives. A dry run then enters this mode."""
+        super().__init__()
+        self._fake_mode = fake_mode
+        # The storages that are alive, by the id() of torch's storage. When torch's storage is
+        # freed, _forget() removes the entry.
         self._live: dict[int, _Storage] = {}
         # FSDP frees and allocates the memory of unsharded parameters by resizing their storages,
         # which no operation shows. So their sizes are read again at each new peak.
@@ -479,6 +482,7 @@ class _Trace(DispatchMode):
         self.peak = 0
         # The storages that were live at the peak, with their bytes at that time.
         self._at_peak: list[tuple[_Storage, int]] = []
+        # The bytes of each call of a collective, by kind of collective.
         self.calls: defaultdict[_CollectiveKey, list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -493,7 +497,7 @@ class _Trace(DispatchMode):
                 # torch then has the DTensor run the operator. The DTensor calls operators on its
                 # local tensors, which come here.
                 return NotImplemented
-        output = run_fake(self._mode, func, args, kwargs)
+        output = run_fake(self._fake_mode, func, args, kwargs)
         self.track(output)
         collective = collective_of(func, args)
         if collective is not None:
