@@ -1560,7 +1560,8 @@ class Fabric:
             CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
                 the path exists and is not a checkpoint of the same kind.
         """
-        with self._ensure_session("save").checkpoints("save") as coordinator:
+        session = self._ensure_session("save")
+        with session.checkpoint_coordinator(phase="save") as coordinator:
             return coordinator.save(
                 path, state, filter=filter, trainable_only=trainable_only, async_=async_
             )
@@ -1639,7 +1640,7 @@ class Fabric:
         if rng:
             # The load comes later. A process whose streams were not saved keeps these streams.
             self._separate_random_streams(session)
-        with session.checkpoints("load") as coordinator:
+        with session.checkpoint_coordinator(phase="load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
     def load_raw(
@@ -1674,7 +1675,8 @@ class Fabric:
             UnsafeCheckpointError: the file holds code, which was not run.
         """
         refuses_code = weights_only is not False  # None means True
-        with self._ensure_session("load_raw").checkpoints("load_raw") as coordinator:
+        session = self._ensure_session("load_raw")
+        with session.checkpoint_coordinator(phase="load_raw") as coordinator:
             coordinator.load_raw(path, obj, strict=strict, weights_only=refuses_code, rename=rename)
 
     def save_pretrained(self, module: Module, path: _Path, max_shard_gb: float = 5) -> None:
@@ -1697,7 +1699,8 @@ class Fabric:
             CheckpointError: there is something at the path, or the folder could not be written.
             ConfigurationError: the module has no values.
         """
-        with self._ensure_session("save_pretrained").checkpoints("save") as coordinator:
+        session = self._ensure_session("save_pretrained")
+        with session.checkpoint_coordinator(phase="save") as coordinator:
             coordinator.save_pretrained(module, self.unwrap(module), path, max_shard_gb)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
@@ -1715,8 +1718,8 @@ class Fabric:
         Returns:
             Copies on the CPU of the first process. An empty dict on the other processes.
         """
-        # A hang report describes this call as a save.
-        with self._ensure_session("get_state_dict").checkpoints("save") as coordinator:
+        session = self._ensure_session("get_state_dict")
+        with session.checkpoint_coordinator(phase="save") as coordinator:
             return coordinator.state_dict(module)
 
     def iter_full_tensors(
@@ -1754,13 +1757,16 @@ class Fabric:
                 and still must be iterated. None stands for all processes.
 
         Raises:
-            ConfigurationError: the module has no values, two tensors get the same name, or there is
-                no such ``bucket`` or ``dst``.
+            ConfigurationError: the module has no values, two tensors get the same name, ``bucket``
+                is not a size, or ``dst`` is not a process.
             CollectiveMismatchError: a process that has stopped early makes another call, while
                 others iterate. All of these processes raise it.
         """
-        bucket_bytes = parse_size(f"fabric.iter_full_tensors({bucket=})", bucket)
-        with self._ensure_session("iter_full_tensors").checkpoints("save") as coordinator:
+        bucket_bytes = parse_size(bucket, request=f"fabric.iter_full_tensors({bucket=})")
+        session = self._ensure_session("iter_full_tensors")
+        # The phase only checks the arguments on all processes. It ends at the return, before the
+        # iteration, in which the user's code runs.
+        with session.checkpoint_coordinator(phase="save") as coordinator:
             return coordinator.iter_full_tensors(
                 module, bucket_bytes=bucket_bytes, dtype=dtype, rename=rename, dst=dst
             )

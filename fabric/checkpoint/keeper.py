@@ -73,7 +73,7 @@ _FILE = re.compile(rf"\.?{_NAME}(?:\.json)?(?:\.[0-9a-f]{{12}}\.tmp)?")
 class _Session(Protocol):
     """The part of a job's session that saves and loads checkpoints."""
 
-    def checkpoints(self, phase: str) -> AbstractContextManager[CheckpointCoordinator]:
+    def checkpoint_coordinator(self, phase: str) -> AbstractContextManager[CheckpointCoordinator]:
         """Return a context with the coordinator that saves and loads the checkpoints of the job.
 
         ``phase`` is what is being done, for hang reports.
@@ -158,7 +158,7 @@ class Checkpoints:
         # Names of checkpoints that restore() has taken for damaged. They stay for this run: what
         # looks like damage may be a fault of this machine.
         self._passed_over: set[str] = set()
-        with running_session("checkpoints").checkpoints(phase="setup") as coordinator:
+        with running_session("checkpoints").checkpoint_coordinator(phase="setup") as coordinator:
             # A pending save may write to this folder.
             coordinator.join_pending()
             communicator = coordinator.communicator
@@ -279,7 +279,7 @@ class Checkpoints:
                 untouched.
         """
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
-        with self._running_session("save").checkpoints(phase="save") as coordinator:
+        with self._running_session("save").checkpoint_coordinator(phase="save") as coordinator:
             step_here = run_on_all_ranks(
                 self._communicator, request, self._parse_step, request, step, metrics
             )
@@ -559,7 +559,7 @@ class Checkpoints:
         """
         # A sentence about each checkpoint that is passed over, which _load_newest() adds.
         problems: list[str] = []
-        with self._running_session("load").checkpoints(phase="load") as coordinator:
+        with self._running_session("load").checkpoint_coordinator(phase="load") as coordinator:
             # A pending save may be writing the newest checkpoint.
             coordinator.join_pending()
             name = self._load_newest(coordinator, state, problems)
