@@ -16,7 +16,6 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
@@ -178,14 +177,14 @@ def map_leaves(
 ) -> Tree:
     """Apply ``function`` to every leaf of a collection.
 
-    If no leaf changes, the collection itself is returned, not a copy. So a forward pass can fill a
-    list or cache that its caller has passed.
+    If no leaf changes, the collection itself is returned, not a copy. So a module whose arguments
+    are mapped can still fill a list or cache of its caller.
 
     Args:
         function: returns the replacement of a leaf.
         tree: any collection, or a single leaf.
-        is_leaf: returns whether to treat a collection as a leaf. With None, the default, only the
-            leaves of ``[Note: Collections]`` are leaves.
+        is_leaf: returns whether to treat a collection as a leaf. With None, the default, no
+            collection is a leaf.
     """
     if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)):
         return function(tree)
@@ -349,8 +348,12 @@ def _split_dataclass(tree: Tree) -> _Level:
     """Return one level of an instance of a dataclass. Fields that are not set are left out."""
     fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
     values = [getattr(tree, name) for name in fields]
-    # object.__setattr__ also sets the fields of a frozen dataclass.
-    rebuild = partial(_copy_with, tree, object.__setattr__, fields)
+
+    def rebuild(values: list[Any]) -> Tree:
+        """Return a copy of the object with new values of the fields."""
+        # object.__setattr__ also sets the fields of a frozen dataclass.
+        return _copy_with(tree, assign=object.__setattr__, keys=fields, values=values)
+
     return ".{}", fields, values, rebuild
 
 
@@ -358,7 +361,8 @@ def _split_dict_subclass(tree: dict[Any, Any]) -> _Level:
     """Return one level of an object whose class derives from dict, such as an OrderedDict."""
 
     def build(items: dict[Any, Tree]) -> Tree:
-        return _copy_with(tree, operator.setitem, items, items.values())
+        """Return a copy of the object with the new values of ``items``."""
+        return _copy_with(tree, assign=operator.setitem, keys=items.keys(), values=items.values())
 
     return _split_mapping(tree, build)
 
@@ -418,6 +422,7 @@ def _sort_key(key: Any) -> tuple[str, Any]:
 
 def _copy_with(
     tree: Tree,
+    *,
     assign: Callable[[Any, Any, Any], None],
     keys: Iterable[Any],
     values: Iterable[Tree],
