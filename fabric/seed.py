@@ -169,11 +169,15 @@ class RandomStreams:
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
-            unless: another result of :meth:`state`. A stream whose entries in ``state`` and
-                ``unless`` are equal stays as it is.
+            unless: the states from which numbers have been drawn since. If a stream had the same
+                state in ``state`` and ``unless``, the draw was the stream's own, and the stream
+                keeps its position after the draw. Empty to restore every stream.
         """
         for name in self.global_streams:
-            if name in state and not _is_equal(state[name], unless.get(name)):
+            if name not in state:
+                continue
+            was_drawn_from = _is_equal(state[name], unless.get(name))
+            if not was_drawn_from:
                 write_state = _WRITERS[name]
                 write_state(state[name])
 

@@ -71,7 +71,7 @@ class SynchronizedStreams:
         if saved is not None:
             self.streams.restore(saved)
             result = action()
-            # All global streams get their earlier states again: ``unless`` excepts none.
+            # All global streams get their earlier states again.
             self.streams.restore_global_streams(local_state, unless={})
             return saved, result
         # False if nothing random is drawn.
@@ -84,8 +84,7 @@ class SynchronizedStreams:
         state: State = pickle.loads(received)  # noqa: S301 - from a rank of this job
         self.streams.restore(state)
         result = action()
-        # ``unless`` excepts the streams that were equal to rank 0's. They keep the state after the
-        # draw.
+        # The streams that were equal to rank 0's keep their position after the draw.
         self.streams.restore_global_streams(local_state, unless=state)
         return state, result
 
