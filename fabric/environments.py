@@ -153,7 +153,9 @@ def find_machines(env: Mapping[str, str]) -> Machines | None:
 
 
 def refuse_to_train_alone(env: Mapping[str, str]) -> None:
-    """Raise if a platform has promised other machines, and no launcher started this process.
+    """Raise if a platform's variables describe several machines.
+
+    Called only in a process that no launcher has started.
 
     Args:
         env: an environment mapping, such as ``os.environ``.
@@ -164,8 +166,10 @@ def refuse_to_train_alone(env: Mapping[str, str]) -> None:
     machines = find_machines(env)
     if machines is None:
         return
-    # torchrun reads the variables of Kubeflow, and can change the number of machines.
-    command = "torchrun" if machines.num_nodes is None else "fabric run"
+    # ``fabric run`` needs a fixed number of machines. torchrun reads the same variables, and lets
+    # the number change during the job.
+    has_fixed_number = machines.num_nodes is not None
+    command = "fabric run" if has_fixed_number else "torchrun"
     raise ConfigurationError(
         f"{machines.variables} in the environment",
         problem="the job has several machines, and no launcher has started this process: every "
