@@ -120,7 +120,8 @@ class FlightRecorder:
         phase: the name of the current phase. None outside of all phases.
         counts: the number of collectives started in each group, by the name of the group, and the
             number of phases started, by the name of the phase.
-        latest_key: the key in ``counts`` that was counted last.
+        latest_key: the group or phase that was counted last, a key of ``counts``. Empty before the
+            first one.
         open_collectives: the collective that each thread is in, by the id of the thread.
         latest_collective: the collective that started last. It may have ended.
         checks: functions that are called in order before each collective sends data. A check raises
@@ -131,7 +132,7 @@ class FlightRecorder:
             step, by the id of the optimizer.
         on_param_groups_changed: called before the step of an optimizer to which the user has added
             parameter groups.
-        signatures: the signatures of calls that have not been read yet.
+        signatures: the checksums of calls that the ranks have exchanged and not compared yet.
         collective_context: returns a context manager, in which one collective runs. None, the
             default, if no tool needs one.
         phases_need_all_ranks: whether torch's collectives in a phase need all ranks of the job.
@@ -149,26 +150,39 @@ class FlightRecorder:
         self.process = os.getpid()
         self.thread = threading.get_ident()
 
-        # What this process is doing and has done. This recorder changes these fields.
+        # What this process is doing and has done. Only this class changes these fields.
         self.phase: str | None = None
         # The values of ``phase`` to return to, since phases nest: a loss may run a forward pass.
         self._outer_phases: list[str | None] = []
+        # How often each group has begun a collective, and how often each phase has begun, by the
+        # name of the group or phase.
         self.counts: dict[str, int] = defaultdict(int)
+        # The group or phase that was counted last.
         self.latest_key = ""
+        # The collective that each thread is in, by the id of the thread.
         self.open_collectives: dict[int, Entry] = {}
         self.latest_collective: Entry | None = None
+        # The checksums of calls that the ranks have exchanged and not compared yet.
         self.signatures = PendingSignatures()
-        # Whether a checked forward pass with gradients has run since the latest backward pass.
+        # Whether check_backward() will run the phase checks. check_forward() sets it.
         self._checks_next_backward = False
 
-        # What others set: the runtime, the session, checked mode and the tools.
+        # The fields below are set by others.
+        # By the runtime: whether torch's collectives in a phase need all ranks of the job.
         self.phases_need_all_ranks = True
+        # By checked mode: each function is called before each collective sends data.
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
+        # By checked mode: each function is called before each phase that all ranks must start.
         self.phase_checks: tuple[Callable[[str], None], ...] = ()
+        # By the session, at setup, and by enter_step(): the number of parameter groups of each
+        # optimizer, by the id() of the optimizer.
         self.param_group_counts: dict[int, int] = {}
+        # By the session: called before the step of an optimizer that has got parameter groups.
         self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
             _ignore_param_groups
         )
+        # By a tool, such as a timeline: called for each collective, which runs in the context that
+        # the function returns.
         self.collective_context: (
             Callable[[Entry], contextlib.AbstractContextManager[object]] | None
         ) = None
