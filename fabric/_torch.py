@@ -127,6 +127,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor. See :func:`local_tensor` for why no class is used."""
+    return local_tensor(tensor) is not tensor
+
+
 def has_nan(parameter: Tensor) -> bool:
     """Return whether the part of a parameter on this rank contains a NaN.
 
@@ -617,8 +622,7 @@ def is_parameter_of_record(parameter: Any, record: Any) -> bool:
     if unsharded is None:
         # No forward pass has gathered the parameter yet. In the first one, FSDP2 takes whatever
         # DTensor parameter the module holds then for the shard.
-        is_sharded = local_tensor(parameter) is not parameter
-        return is_sharded and isinstance(parameter, torch.nn.Parameter)
+        return is_dtensor(parameter) and isinstance(parameter, torch.nn.Parameter)
     # With ``reshard_after_forward=n``, shards of n ranks replace a parameter between the passes.
     resharded = getattr(record, "_sharded_post_forward_param", None)
     return parameter is unsharded or parameter is resharded

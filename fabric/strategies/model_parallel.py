@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from fabric._torch import (
     concatenate_meshes,
+    is_dtensor,
     is_fsdp_module,
-    local_tensor,
     real_tensors,
     registered_parameters,
     uncompiled,
@@ -381,8 +381,7 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         on_mesh: list[str] = []
         for name, parameter in root.named_parameters():
-            is_dtensor = local_tensor(parameter) is not parameter
-            if is_dtensor:
+            if is_dtensor(parameter):
                 on_mesh.append(name)
         if on_mesh:
             raise UsageError(
@@ -663,7 +662,7 @@ def _branch_error(root: nn.Module, rank: int, problem: str) -> UsageError:
     """
     on_mesh: list[str] = []
     for name, parameter in root.named_parameters():
-        if local_tensor(parameter) is not parameter:
+        if is_dtensor(parameter):
             on_mesh.append(name)
     return UsageError(
         f"parallelize_fn({type(root).__name__}, mesh) on rank {rank}",

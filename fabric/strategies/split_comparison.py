@@ -35,8 +35,8 @@ from torch.func import functional_call
 from fabric._torch import (
     full_tensor,
     in_place_version,
+    is_dtensor,
     is_fsdp_module,
-    local_tensor,
     user_hooks,
     without_dispatch_modes,
 )
@@ -486,7 +486,7 @@ class SplitComparison:
 
 def _has_no_ordinary_memory(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, or is not dense. Such tensors are not compared."""
-    return local_tensor(tensor) is not tensor or tensor.layout is not torch.strided
+    return is_dtensor(tensor) or tensor.layout is not torch.strided
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from fabric._torch import hook_entry, local_tensor, real_tensors
+from fabric._torch import hook_entry, is_dtensor, real_tensors
 from fabric.errors import ConfigurationError, UsageError
 from fabric.tree import flatten
 
@@ -384,8 +384,8 @@ def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
         return grad.redistribute(placements=placements)
 
     for parameter in parameters:
-        is_dtensor = local_tensor(parameter) is not parameter
-        if is_dtensor and parameter.requires_grad and not is_split(parameter):
+        needs_gradient = parameter.requires_grad
+        if is_dtensor(parameter) and needs_gradient and not is_split(parameter):
             # The hooks of the user then get the whole gradient.
             _register_before_user_hooks(parameter, partial(redistribute, parameter.placements))
 
@@ -860,7 +860,7 @@ class PartRandomStreams:
         if is_in_part or not layer.training:
             return
         # The output of a layer such as "colwise_rep" is whole, so no part begins after this layer.
-        is_plain = local_tensor(output) is output
+        is_plain = not is_dtensor(output)
         is_part = is_plain and output.shape[-1] < layer.out_features
         if not is_part:
             return
