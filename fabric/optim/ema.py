@@ -122,10 +122,10 @@ class ExponentialMovingAverage(nn.Module):
         Without the hooks, the full tensors would not have the shapes of the sharded buffers.
         """
         # Imported here: it takes a second, and a sharded model has imported it already.
-        from fabric.strategies.fsdp.state import take_shards
+        from fabric.strategies.fsdp.state import shard_module_state
 
         for submodule in self.modules():
-            hook = partial(take_shards, registered_buffers(submodule))
+            hook = partial(shard_module_state, registered_buffers(submodule))
             submodule.register_load_state_dict_pre_hook(hook)
 
     @torch.no_grad()

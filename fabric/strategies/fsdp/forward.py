@@ -73,7 +73,7 @@ class ShardedForward:
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._after_forward: Any = torch.compiler.disable(unsharded.after_forward)
         self._parameters = ShardedParameters(root, rank)
-        self._parameters.load_shards_of_full_tensors()
+        self._parameters.register_load_hooks()
         # The first hook is prepended, so that the other pre-hooks of the root run within the
         # forward pass, and may call submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fabric._torch import fsdp_parameter_records, in_place_version, is_parameter_of_record
 from fabric.errors import UsageError
-from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots, take_shards
+from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots, shard_module_state
 
 __all__ = ["ShardedParameters"]
 
@@ -40,18 +40,23 @@ class ShardedParameters:
         # The sum of the in-place versions of the parameters at the latest call of have_changed().
         self._sum_of_versions = 0
 
-    def load_shards_of_full_tensors(self) -> None:
-        """Register hooks with which every module of the model loads state with full tensors."""
-        shards_of_modules: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    def register_load_hooks(self) -> None:
+        """Register hooks with which ``load_state_dict`` of the model takes full tensors.
+
+        The hook of a module replaces the full tensors of its parameters in the state dict by this
+        rank's shards. The hooks stay as long as the modules.
+        """
+        shards_by_module: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for slot in self._slots:
-            shards_of_modules.setdefault(slot.module, {})[slot.name] = slot.parameter
-        for module, shards in shards_of_modules.items():
-            module.register_load_state_dict_pre_hook(partial(take_shards, shards))
+            shards_by_module.setdefault(slot.module, {})[slot.name] = slot.parameter
+        for module, shards in shards_by_module.items():
+            module.register_load_state_dict_pre_hook(partial(shard_module_state, shards))
 
     def have_changed(self) -> bool:
         """Return whether a parameter was changed in place since the latest call.
 
-        Optimizers and loading change parameters in place, which raises their versions.
+        Optimizers and loading change parameters in place. torch counts such changes in the version
+        of the parameter.
         """
         sum_of_versions = sum(map(in_place_version, self._parameters))
         if sum_of_versions == self._sum_of_versions:

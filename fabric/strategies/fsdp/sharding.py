@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric._torch import (
     fsdp_param_groups,
+    is_dtensor,
     is_fsdp_module,
     local_tensor,
     registered_buffers,
@@ -187,9 +188,11 @@ def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module
         problem="have sparse gradients, which cannot be sharded",
         suggestion='sparse=False, or strategy="ddp"',
     )
-    strided = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+    non_contiguous = [
+        name for name, parameter in parameters.items() if not parameter.is_contiguous()
+    ]
     _refuse_if_any(
-        strided,
+        non_contiguous,
         root,
         problem="are not contiguous, as in channels_last or after expand()",
         suggestion="for parameter in model.parameters(): "
@@ -395,8 +398,7 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
         if not is_sharded:
             continue
         for parameter in model.parameters():
-            is_dtensor = local_tensor(parameter) is not parameter
-            if not is_dtensor:
+            if not is_dtensor(parameter):
                 gathered.add(parameter)
     for parameter in parameters:
         local = local_tensor(parameter)
@@ -437,18 +439,18 @@ def _has_step_for_shards(
     """
     sharded: list[Tensor] = []
     for parameter in parameters_of(optimizer):
-        is_dtensor = local_tensor(parameter) is not parameter
-        if is_dtensor or parameter in parameters_to_shard:
+        if is_dtensor(parameter) or parameter in parameters_to_shard:
             sharded.append(parameter)
     if not sharded:
         return True
     if isinstance(optimizer, optim.LBFGS):
-        return all(_has_flat_shards(parameter, num_shards) for parameter in sharded)
-    # The steps of these optimizers need the full parameters.
+        return all(_can_flatten(parameter, num_shards) for parameter in sharded)
+    # Adafactor changes norms of shards in place, and Rprop writes to a shard through a mask. torch
+    # has neither for DTensors.
     return not isinstance(optimizer, optim.Adafactor | optim.Rprop)
 
 
-def _has_flat_shards(parameter: Tensor, num_shards: int) -> bool:
+def _can_flatten(parameter: Tensor, num_shards: int) -> bool:
     """Return whether torch can flatten a sharded parameter, as the step of LBFGS does.
 
     Args:
@@ -489,8 +491,7 @@ def shard_module(
 
     plain_parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        is_dtensor = local_tensor(parameter) is not parameter
-        if not is_dtensor:
+        if not is_dtensor(parameter):
             plain_parameters[name] = parameter
     # Called first, since fully_shard() cuts this rank's shards from this rank's own values.
     receive_values(communicator, module, list(plain_parameters.values()))
@@ -544,8 +545,7 @@ def prepare_unsharded_module(
     plain_parameters: dict[str, nn.Parameter] = {}
     if is_root:
         for name, parameter in module.named_parameters():
-            is_dtensor = local_tensor(parameter) is not parameter
-            if not is_dtensor:
+            if not is_dtensor(parameter):
                 plain_parameters[name] = parameter
     receive_values(communicator, module, list(plain_parameters.values()))
     for name, original in {**plain_parameters, **originals}.items():

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fabric._torch import (
     at_end_of_backward,
     full_tensor,
+    is_dtensor,
     local_tensor,
     registered_buffers,
     registered_parameters,
@@ -39,10 +40,10 @@ __all__ = [
     "is_unsharded",
     "parameter_slots",
     "set_shard_of",
+    "shard_module_state",
     "shard_of",
     "shard_parameter_state",
     "shard_state",
-    "take_shards",
 ]
 
 # The attribute of an original parameter that holds the sharded parameter that replaced it.
@@ -115,21 +116,21 @@ def gather_full_tensor(device: torch.device, tensor: Tensor) -> Tensor:
         device: the device of the process group, where shards are gathered.
         tensor: the tensor. Its shards may be on the CPU.
     """
-    is_sharded = local_tensor(tensor) is not tensor
-    if not is_sharded:
+    if not is_dtensor(tensor):
         return tensor
     return full_tensor(tensor.to(device))
 
 
-def take_shards(
+def shard_module_state(
     shards: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Replace full tensors in a state dict by this rank's shards. Not a collective.
+    """Replace full tensors in a module's state dict by this rank's shards. Not a collective.
 
     With ``shards`` bound, this function is a pre-hook for ``load_state_dict`` of one module.
 
     Args:
-        shards: the sharded tensors of the module, by name.
+        shards: the sharded tensors of the module, by name. Only the tensors of these names are
+            replaced.
         module: the module.
         state: the state dict, which is changed in place.
         prefix: the prefix of the module's names in the state dict.
@@ -192,9 +193,9 @@ def _shard_like(sharded: Any, value: Any) -> Any:
             returned unchanged.
         value: a full tensor of the same shape. Any other value is returned unchanged.
     """
-    if sharded is None or local_tensor(sharded) is sharded:
+    if sharded is None or not is_dtensor(sharded):
         return value
-    is_full_tensor = isinstance(value, Tensor) and local_tensor(value) is value
+    is_full_tensor = isinstance(value, Tensor) and not is_dtensor(value)
     if not is_full_tensor or value.shape != sharded.shape:
         return value
     # Imported here, since the import takes long. By now, the DTensor's own code has made it.

@@ -52,8 +52,9 @@ class UnreducedGradients:
         self._root = root
         self._records = fsdp_parameter_records(root)
         self._synchronizes = synchronizes
-        # The records whose parameters show that they have unreduced gradients.
-        self._with_placeholder: list[Any] = []
+        # The records that had an unreduced gradient at the end of the last backward pass. Their
+        # parameters have a placeholder in ``grad``, unless the user has cleared it since.
+        self._records_with_placeholder: list[Any] = []
         # The hooks of the sharded parameters. Empty if the model is not watched.
         self._handles: list[RemovableHandle] = []
         self.num_passes = 0
@@ -94,11 +95,11 @@ class UnreducedGradients:
         If there is a reduced gradient of an earlier backward pass, that one is the placeholder. See
         ``[Note: Unreduced gradients]``.
         """
-        self._with_placeholder.clear()
+        self._records_with_placeholder.clear()
         for record in self._records:
             if not has_unreduced_gradient(record):
                 continue
-            self._with_placeholder.append(record)
+            self._records_with_placeholder.append(record)
             parameter = record.sharded_param
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, -0.0)
@@ -130,7 +131,7 @@ class UnreducedGradients:
             self.add_placeholders()
             return
         # The reduced gradients have replaced the placeholders.
-        self._with_placeholder.clear()
+        self._records_with_placeholder.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -138,12 +139,15 @@ class UnreducedGradients:
     def _drop_cleared(self) -> None:
         """Drop the unreduced gradients of parameters whose placeholders the user has cleared.
 
-        Waits for the device once, if there are placeholders.
+        The user clears a placeholder by setting it to None or to zero. Waits for the device once,
+        if there are placeholders. A second call drops nothing more.
         """
         with_elements: list[Any] = []
-        flags: list[Tensor] = []
+        # For each record in with_elements, whether its placeholder is zero. The flags are tensors
+        # on the device, so that all are read at once.
+        is_zero_flags: list[Tensor] = []
         without_elements: list[Any] = []
-        for record in self._with_placeholder:
+        for record in self._records_with_placeholder:
             grad = record.sharded_param.grad
             if grad is None:
                 drop_unreduced_gradient(record)
@@ -151,19 +155,19 @@ class UnreducedGradients:
                 without_elements.append(record)
             else:
                 with_elements.append(record)
-                flags.append(is_cleared(local_tensor(grad)))
-        are_cleared: list[bool] = []
-        if flags:
-            are_cleared = torch.stack(flags).tolist()
-        for record, cleared in zip(with_elements, are_cleared, strict=True):
-            if cleared:
+                is_zero_flags.append(is_cleared(local_tensor(grad)))
+        are_zero: list[bool] = []
+        if is_zero_flags:
+            are_zero = torch.stack(is_zero_flags).tolist()
+        for record, is_zero in zip(with_elements, are_zero, strict=True):
+            if is_zero:
                 drop_unreduced_gradient(record)
         # A shard without elements cannot show that it was set to zero. Such a shard counts as
-        # cleared if all other shards were cleared. If there are no others, it counts as cleared if
-        # its placeholder was changed in place.
+        # cleared if all shards with elements were. If this rank has only shards without elements,
+        # the version of the placeholder decides: zero_grad() raises it from 0.
         for record in without_elements:
             if with_elements:
-                was_cleared = all(are_cleared)
+                was_cleared = all(are_zero)
             else:
                 was_cleared = in_place_version(record.sharded_param.grad) > 0
             if was_cleared:
