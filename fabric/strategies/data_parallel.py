@@ -443,7 +443,8 @@ def _check_not_compiled(module: nn.Module) -> None:
 def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
     """Return the reduction of a tensor over dim 0, in the tensor's dtype.
 
-    Row n of the tensor is from replica n. A tensor without dimensions is returned unchanged.
+    Row n of the tensor is from replica n. A tensor without dimensions is returned unchanged: it is
+    a value of the one process, and not of its replicas.
 
     Raises:
         ConfigurationError: the tensor has no rows.
@@ -452,10 +453,11 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
         return tensor
     if len(tensor) == 0:
         raise ConfigurationError(
-            f"all_reduce of shape {tuple(tensor.shape)} under dp", problem="it has no rows"
+            f'all_reduce of shape {tuple(tensor.shape)} under strategy="dp"',
+            problem="it has no rows",
         )
-    # The sum of which a mean is made may overflow in float16 where the mean does not. So some
-    # dtypes are reduced in a wider one, as in a reduction over processes.
+    # In float16, the sum of the rows may overflow although their mean would not. So some dtypes are
+    # reduced in a wider one, as in a reduction over processes.
     wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
     wire_dtype = wire_dtypes.get(tensor.dtype, tensor.dtype)
     rows = tensor.to(wire_dtype).unbind()
@@ -513,7 +515,8 @@ def _batch_size(arguments: Tree) -> int:
     sizes = {shape[0] for shape in shapes}
     if len(sizes) > 1:
         raise ConfigurationError(
-            f"a forward pass under dp with tensors of shapes {', '.join(map(str, shapes))}",
+            'a forward pass under strategy="dp" with tensors '
+            f" of shapes {', '.join(map(str, shapes))}",
             problem="a batch is split over the replicas along dim 0, and these tensors differ in "
             "it",
             suggestion="mask.expand(batch, ...) for what belongs to every sample, or a buffer of "
@@ -623,7 +626,7 @@ def _join_leaves(path: str, leaves: Sequence[Leaf]) -> Leaf:
         if leaf is not first and leaf != first:
             returned = ", ".join(map(repr, leaves))
             raise ConfigurationError(
-                f"gathering {path} of a forward pass under dp",
+                f'gathering {path} of a forward pass under strategy="dp"',
                 problem=f"it cannot be joined along dim 0: the replicas returned {returned}",
                 expected="collections of one structure, of tensors (torch.tensor(number) for "
                 "numbers) or objects that are equal",
