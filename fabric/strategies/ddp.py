@@ -228,12 +228,12 @@ class DDPStrategy(ParallelStrategy):
         remedies: dict[str, str] = {}
         if self.ddp_kwargs.get("init_sync", True) or not is_wrapped:
             for name, parameter in root.named_parameters():
-                if name not in ignored and _shares_memory(parameter):
+                if name not in ignored and _is_expanded(parameter):
                     path = _attribute_path(name)
                     remedies[name] = f"{path}.data = {path}.data.clone()"
         if self._broadcasts_buffers() or not is_wrapped:
             for name, buffer in root.named_buffers():
-                if name not in ignored and _shares_memory(buffer):
+                if name not in ignored and _is_expanded(buffer):
                     path = _attribute_path(name)
                     remedies[name] = f"{path} = {path}.clone()"
         if remedies:
@@ -484,10 +484,10 @@ def _has_trainable_parameters(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor share one place in memory, by a stride of 0.
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory by a stride of 0, as after ``expand()``.
 
-    torch allows writing to a tensor whose elements overlap in another way.
+    torch refuses to write to such a tensor. It writes to tensors that overlap in other ways.
     """
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
