@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fabric._torch import dtensor_like, local_tensor
+from fabric._torch import dtensor_like, is_dtensor, local_tensor
 from fabric.communicators import Communicator
 from fabric.tree import flatten
 
@@ -165,8 +165,7 @@ class StagingBuffers:
         else:
             # clone() as well, since cpu() returns a CPU tensor itself.
             copied = local.clone().cpu()
-        is_dtensor = local_tensor(tensor) is not tensor
-        if is_dtensor:
+        if is_dtensor(tensor):
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
             # nn.Parameter refuses requires_grad=True, its default, for integers. The tensor's own
@@ -177,15 +176,18 @@ class StagingBuffers:
         return copied.requires_grad_(tensor.requires_grad)
 
     def _copy_in_buffer(self, local: Tensor) -> Tensor:
-        """Return a copy of a dense tensor, as a view of the copy of its storage.
+        """Return a copy of a dense tensor, as a view of the copy of its whole storage.
 
-        A storage is copied for the first of its tensors. So tensors that share a storage share the
-        copy. ``local`` is on any device and has the local values of a DTensor.
+        The first tensor of a storage has the storage copied. Later tensors of the storage share
+        this copy.
+
+        Args:
+            local: the tensor, on any device. It is no DTensor: of a DTensor, pass the local tensor.
         """
         storage = local.untyped_storage()
         key = _StorageKey(storage.device, storage.data_ptr(), storage.nbytes())
         if key not in self._copies:
-            self._copies[key] = self._copy_storage(local)
+            self._copies[key] = self._copy_whole_storage(local)
         buffer = self._copies[key].buffer
         view = torch.empty(0, dtype=local.dtype)
         # set_() has the empty tensor share the buffer, with the layout of ``local``.
@@ -193,10 +195,10 @@ class StagingBuffers:
             buffer.untyped_storage(), local.storage_offset(), local.size(), local.stride()
         )
 
-    def _copy_storage(self, local: Tensor) -> _StorageCopy:
+    def _copy_whole_storage(self, local: Tensor) -> _StorageCopy:
         """Copy the storage of a dense tensor to a buffer of the last copy, or to a new one.
 
-        The storage has at least one byte.
+        The copy is finished when the method returns. The storage has at least one byte.
         """
         storage = local.untyped_storage()
         # CUDA copies faster to pinned memory.

@@ -435,7 +435,11 @@ def _read_str(text: str) -> str:
 
 
 def _read_values(content: Json) -> Tensor:
-    """Return the dense tensor that :func:`_tensor_to_json` wrote."""
+    """Return the dense tensor that :func:`_tensor_to_json` wrote.
+
+    Args:
+        content: a list of the dtype, the shape and the bytes of the tensor, as JSON.
+    """
     dtype, shape, values = from_json(content)
     if not values:
         return torch.empty(shape, dtype=dtype)  # frombuffer() refuses an empty buffer
@@ -447,6 +451,9 @@ def _read_sparse(content: Json) -> Tensor:
     """Return the sparse tensor that :func:`_tensor_to_json` wrote.
 
     Its invariants are checked: indices from a damaged file could make torch access other memory.
+
+    Args:
+        content: a list of the layout, the shape and the dense components of the tensor, as JSON.
     """
     layout, shape, components = from_json(content)
     with torch.sparse.check_sparse_tensor_invariants():
