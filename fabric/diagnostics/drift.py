@@ -65,13 +65,13 @@ class RankDetails(NamedTuple):
         steps: the number of optimizer steps that the rank has made since the latest comparison.
         has_state: whether an optimizer of the rank has a state.
         replicas: some of the replicas that may differ.
-        cut_kinds: the kinds of which the rank has more such replicas than it sends.
+        truncated_kinds: the kinds of which the rank has more such replicas than it sends.
     """
 
     steps: int
     has_state: bool
     replicas: list[ReplicaDetails]
-    cut_kinds: list[Kind]
+    truncated_kinds: list[Kind]
 
 
 class _Difference(NamedTuple):
@@ -120,24 +120,26 @@ def describe_drift(ranks: Sequence[RankDetails], *, may_shard_states: bool) -> l
 
 def _find_differences(ranks: Sequence[RankDetails]) -> list[_Difference]:
     """Return the replicas that differ, in the order of their kinds and of the first rank."""
-    # Ranks that hold different parts of a tensor have the same key, and are not compared.
-    by_key: dict[tuple[str, tuple[int, ...]], dict[int, ReplicaDetails]] = {}
+    # The shards of a tensor have the same key, but each shard belongs to other ranks. So the ranks
+    # are a part of the identity: different shards are not compared.
+    replicas: dict[tuple[str, tuple[int, ...]], dict[int, ReplicaDetails]] = {}
     for rank, details_of_rank in enumerate(ranks):
         for details in details_of_rank.replicas:
-            by_key.setdefault((details.key, details.ranks), {})[rank] = details
+            replicas.setdefault((details.key, details.ranks), {})[rank] = details
     differences: list[_Difference] = []
-    for by_rank in by_key.values():
-        details = next(iter(by_rank.values()))
+    for details_by_rank in replicas.values():
+        # All ranks that hold a replica give it the same key, name, kind and ranks.
+        details = next(iter(details_by_rank.values()))
         values: dict[int, str] = {}
         for rank in details.ranks:
-            if rank in by_rank:
-                values[rank] = by_rank[rank].value
-            elif details.kind is Kind.STATE and Kind.STATE not in ranks[rank].cut_kinds:
-                # Other kinds are not missing: a model that the user has dropped may be garbage that
-                # only some ranks have collected.
+            if rank in details_by_rank:
+                values[rank] = details_by_rank[rank].value
+            # Only the state of an optimizer counts as missing. Any other replica may belong to a
+            # model that the user has dropped, and that this rank's garbage collector has freed.
+            elif details.kind is Kind.STATE and Kind.STATE not in ranks[rank].truncated_kinds:
                 values[rank] = _MISSING
         if len(set(values.values())) > 1:
-            differences.append(_Difference(details, values, by_rank))
+            differences.append(_Difference(details, values, details_by_rank))
     # The sort is stable, so that replicas of a kind stay in the order of the first rank.
     return sorted(differences, key=_kind_of)
 

@@ -582,8 +582,8 @@ def _rank_details(replicas: Sequence[Replica], suspects: Set[str], steps: int) -
             if counts[replica.kind] <= _DETAILS_OF_KIND:
                 details.append(_details_of(replica))
     has_state = any(replica.kind is Kind.STATE for replica in replicas)
-    cut_kinds = [kind for kind in counts if counts[kind] > _DETAILS_OF_KIND]
-    return RankDetails(steps, has_state, details, cut_kinds)
+    truncated_kinds = [kind for kind in counts if counts[kind] > _DETAILS_OF_KIND]
+    return RankDetails(steps, has_state, details, truncated_kinds)
 
 
 def _details_of(replica: Replica) -> ReplicaDetails:
