@@ -107,9 +107,11 @@ class BatchCounts:
         Args:
             count: the count of an iteration on this rank.
         """
+        # A number that this rank does not know may differ from any other.
         if count.batches is None:
             self.may_differ = True
-        for neighbor, published in self._read(count.loader, count.unread_ranks).items():
+        published_counts = self._published_counts(count.loader, count.unread_ranks)
+        for neighbor, published in published_counts.items():
             has_begun = published.iteration >= count.iteration
             if not has_begun:
                 continue
@@ -120,8 +122,8 @@ class BatchCounts:
             if is_later or published.batches != count.batches:
                 self.may_differ = True
 
-    def _read(self, loader: str, ranks: Iterable[int]) -> dict[int, _PublishedCount]:
-        """Return the latest counts of some ranks for a loader, by rank.
+    def _published_counts(self, loader: str, ranks: Iterable[int]) -> dict[int, _PublishedCount]:
+        """Return the latest counts of some ranks for a loader, by rank. Does not wait for ranks.
 
         Ranks that have not published a count for the loader are left out.
         """
@@ -138,7 +140,7 @@ class BatchCounts:
             loader: the name of the loader.
             shuffles: whether this rank shuffles it.
         """
-        for neighbor, published in self._read(loader, self._neighbors).items():
+        for neighbor, published in self._published_counts(loader, self._neighbors).items():
             if published.shuffles == shuffles:
                 continue
             shuffling_rank = self._store.rank

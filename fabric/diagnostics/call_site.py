@@ -42,14 +42,14 @@ def is_user_code(frame: FrameType) -> bool:
 
 
 def user_call(frame: FrameType | None) -> CallSite | None:
-    """Return where the user's code made the call that a frame is part of.
+    """Return the line of the user's code from which a frame was called.
 
     Args:
-        frame: where to begin. Frames of fabric and torch are skipped, from this frame outwards.
+        frame: a frame of fabric, of torch, or of the user.
 
     Returns:
-        The innermost call in user code. None if no frame is user code, as in autograd's own
-        threads, or if ``frame`` is None.
+        The line of ``frame`` if it is user code, or else of the nearest caller that is. None if no
+        caller is user code, as in autograd's own threads, or if ``frame`` is None.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
         frame = frame.f_back

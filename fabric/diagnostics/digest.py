@@ -75,9 +75,12 @@ def combined_digests(tensors: Iterable[Tensor]) -> list[int]:
 def _digest(tensor: Tensor, word_weights: Tensor) -> Tensor:
     """Return the digest of a tensor, as an int64 scalar on the tensor's device.
 
+    See ``[Note: Digests]`` for the computation.
+
     Args:
         tensor: the tensor, which is no DTensor.
-        word_weights: the weights of the words in a row, on the same device.
+        word_weights: ``_odd_numbers(_ROW_WORDS, tensor.device)``, the weights of the words in a
+            row.
     """
     octets = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     is_aligned = octets.storage_offset() % 8 == 0
@@ -86,34 +89,37 @@ def _digest(tensor: Tensor, word_weights: Tensor) -> Tensor:
         octets = octets.clone()
     full_rows = octets.numel() // _ROW_BYTES
     rows = octets[: full_rows * _ROW_BYTES].view(torch.int64).view(-1, _ROW_WORDS)
-    # The remaining bytes are one more row, which zeros fill up.
+    # The remaining bytes are one more row, which zeros fill up. Without remaining bytes the row is
+    # all zeros, and its sum is 0.
     remaining = octets[full_rows * _ROW_BYTES :]
     last_row = octets.new_zeros(_ROW_BYTES)
     last_row[: remaining.numel()] = remaining
 
     rows_at_a_time = _CPU_ROWS if octets.device.type == "cpu" else _DEVICE_ROWS
-    # All parts are mixed in the same memory. New memory takes longer than the digest itself, since
+    # All parts use the same scratch memory. New memory takes longer than the digest itself, since
     # the system fills each page with zeros.
-    buffer = torch.empty_like(rows[:rows_at_a_time])
+    scratch = torch.empty_like(rows[:rows_at_a_time])
     row_sums: list[Tensor] = []
     for part in rows.split(rows_at_a_time):
-        row_sums.append(_weighted_sums(part, word_weights, buffer[: part.shape[0]]))
+        row_sums.append(_weighted_sums(part, word_weights, scratch[: part.shape[0]]))
     last_words = last_row.view(torch.int64).view(1, _ROW_WORDS)
     row_sums.append(_weighted_sums(last_words, word_weights, torch.empty_like(last_words)))
+    # The sums of the rows are the words of a single row, which is summed in the same way.
     sums = torch.cat(row_sums).view(1, -1)
-    weights = _odd_numbers(sums.numel(), octets.device)
-    return _weighted_sums(sums, weights, torch.empty_like(sums))[0]
+    row_weights = _odd_numbers(sums.numel(), octets.device)
+    return _weighted_sums(sums, row_weights, torch.empty_like(sums))[0]
 
 
-def _weighted_sums(rows: Tensor, weights: Tensor, buffer: Tensor) -> Tensor:
+def _weighted_sums(rows: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
     """Return the sum of the mixed words of each row, each times the weight of its position.
 
     Args:
         rows: words, of shape ``(rows, words)``.
-        weights: odd numbers, of shape ``(words,)``.
-        buffer: memory for the mixed words, of the shape of ``rows``. It is overwritten.
+        weights: odd numbers, of shape ``(words,)``. A product with an odd number modulo 2**64 keeps
+            every difference of two words. An even number would lose the top bit.
+        scratch: memory for the mixed words, of the shape of ``rows``. It is overwritten.
     """
-    mixed = torch.bitwise_right_shift(rows, 29, out=buffer)
+    mixed = torch.bitwise_right_shift(rows, 29, out=scratch)
     mixed += rows
     if mixed.device.type == "cpu":
         return torch.mv(mixed, weights)  # three times as fast as the line below
