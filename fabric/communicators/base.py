@@ -363,9 +363,13 @@ class Communicator(ABC):
     def scatter(
         self, rows: Tensor | None, output: Tensor, src: int, call: CallDescription | None = None
     ) -> Tensor:
-        """Write this rank's row of rank ``src``'s ``rows`` into ``output`` and return it.
+        """Send row i of ``rows`` on rank ``src`` to rank i, which overwrites ``output`` with it.
 
-        ``rows`` has shape ``(size, *output.shape)`` on ``src`` and is None elsewhere.
+        Args:
+            rows: on rank ``src``, a tensor of shape ``(size, *output.shape)``. None on other ranks.
+            output: the tensor that is overwritten and returned.
+            src: the rank that has the rows.
+            call: the user's call. None, the default, if unknown.
         """
         return self._run_with_peer(Operation.SCATTER, output, src, rows=rows, call=call)
 
