@@ -647,7 +647,7 @@ def _find_option_after_script(options: argparse.Namespace, name: str) -> str | N
 def _require_script(options: argparse.Namespace) -> None:
     """Report a script or module that does not exist, before any process starts.
 
-    ``parser.error`` raises a ConfigurationError.
+    ``options.parser`` is the parser of the subcommand. Its ``error`` raises a ConfigurationError.
     """
     script_or_module = options.script
     directory = os.getcwd()
@@ -710,7 +710,8 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
 def _require_consistent_machines(options: argparse.Namespace) -> None:
     """Report options about machines that contradict each other, before any process starts.
 
-    ``parser.error`` raises a ConfigurationError.
+    Called after :func:`_fill_in_machine_options`, which sets ``node_rank`` to a number.
+    ``options.parser`` is the parser of the subcommand. Its ``error`` raises a ConfigurationError.
     """
     num_nodes = options.num_nodes or 1
     parser = options.parser
