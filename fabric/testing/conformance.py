@@ -21,7 +21,12 @@ from fabric.strategies import Strategy, StrategyName
 from fabric.testing.base import assert_same
 from fabric.testing.pool import RankPool
 
-__all__ = ["assert_equivalent", "check_communicator", "check_strategy", "naming_failures_of"]
+__all__ = [
+    "assert_equivalent",
+    "check_communicator",
+    "check_strategy",
+    "failures_as_assertion_errors",
+]
 
 _DTYPES = (
     torch.float32,
@@ -51,7 +56,7 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     """
     checks = (_check_oracles, _check_roots, _check_messages, _check_objects, _check_groups)
     for check in checks:
-        with naming_failures_of(check):
+        with failures_as_assertion_errors(check):
             run(check)
 
 
@@ -71,7 +76,7 @@ def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **opt
     arguments |= options
     with RankPool(world_size, strategy=strategy, **arguments) as pool:
         for check in (_check_strategy_collectives, _check_training):
-            with naming_failures_of(check):
+            with failures_as_assertion_errors(check):
                 pool.run(check)
 
 
@@ -152,11 +157,11 @@ def _connects_processes(strategy: Strategy | StrategyName) -> bool:
 
 
 @contextmanager
-def naming_failures_of(check: Callable[..., None]) -> Iterator[None]:
-    """Run a check of a suite in the block, so that a failure names the check.
+def failures_as_assertion_errors(check: Callable[..., None]) -> Iterator[None]:
+    """Replace an error of the block by an AssertionError that names the check.
 
     Args:
-        check: a function that raises if what its docstring says is not true.
+        check: the function that the block calls. It raises if what its docstring says is not true.
 
     Raises:
         AssertionError: the block raised. The text is the docstring of the check, and the cause is

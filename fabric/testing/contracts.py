@@ -34,7 +34,7 @@ from fabric.launchers import Launcher, LaunchSpec
 from fabric.precision import Precision
 from fabric.strategies import DDPStrategy
 from fabric.testing.base import assert_same
-from fabric.testing.conformance import assert_equivalent, naming_failures_of
+from fabric.testing.conformance import assert_equivalent, failures_as_assertion_errors
 from fabric.testing.pool import RankPool
 from fabric.world import World
 
@@ -68,7 +68,7 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
     """
     checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
     for check in checks:
-        with naming_failures_of(check):
+        with failures_as_assertion_errors(check):
             check(precision, device_type)
     assert_equivalent(
         _train_three_steps,
@@ -170,7 +170,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.is_available():
         checks += [_check_devices, _check_training_on_device]
     for check in checks:
-        with naming_failures_of(check):
+        with failures_as_assertion_errors(check):
             check(accelerator)
 
 
@@ -237,7 +237,7 @@ def check_environment(environment: Environment, variables: Sequence[Mapping[str,
     """
     checks = (_check_purity, _check_other_launchers, _check_worlds)
     for check in checks:
-        with naming_failures_of(check):
+        with failures_as_assertion_errors(check):
             check(environment, variables)
 
 
@@ -302,7 +302,7 @@ def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
         )
     checks = (_check_results, _check_processes, _check_failing_rank, _check_connected_ranks)
     for check in checks:
-        with naming_failures_of(check):
+        with failures_as_assertion_errors(check):
             check(launcher, num_processes)
 
 
@@ -414,7 +414,7 @@ def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
         _check_fabric_saves,
     )
     for check in checks:
-        with naming_failures_of(check):
+        with failures_as_assertion_errors(check):
             check(checkpoint_io, folder)
 
 

@@ -172,6 +172,10 @@ def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStra
     """Draw nested dicts, lists, tuples, namedtuples and dataclasses of leaves.
 
     They include empty collections and a single leaf without a collection.
+
+    Args:
+        leaves: the hypothesis strategy that draws a leaf.
+        max_leaves: the largest number of leaves in a collection.
     """
     keys = st.sampled_from(["a", "b", "c", 0, 1])
 
@@ -180,6 +184,7 @@ def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStra
         any_list = st.lists(children, max_size=3)
         any_dict = st.dictionaries(keys, children, max_size=3)
         any_tuple = st.tuples(children, children)
+        # Pair is a namedtuple and Record a dataclass. Both have two fields.
         any_namedtuple = st.builds(Pair, children, children)
         any_dataclass = st.builds(Record, children, children)
         return any_list | any_dict | any_tuple | any_namedtuple | any_dataclass

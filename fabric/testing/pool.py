@@ -238,7 +238,7 @@ class RankPool:
             return results
 
     def _call_ranks(self, fn: Callable[..., Any], pickled_call: bytes, timeout: float) -> list[Any]:
-        """Send a call to the ranks, and return their results. Start ranks if there are none.
+        """Send a call to the ranks, and return their results. Start ranks if none are running.
 
         Args:
             fn: the function of the call.
@@ -249,17 +249,19 @@ class RankPool:
             RankFailedError: a rank raised, died or did not return in time.
         """
         __tracebackhide__ = True
-        supervisor = self._running_supervisor()
+        supervisor = self._ensure_ranks()
         message = _CallMessage(
             path=sys.path,
-            environment=_changes(self._start_environment, dict(os.environ)),
+            environment=_changed_variables(self._start_environment, dict(os.environ)),
             patches=self._patches,
             pickled_call=pickled_call,
         )
-        limits = _TimeLimits(timeout=timeout, patience=self._call_times.patience(fn, timeout))
+        idle_timeout = self._call_times.idle_timeout(fn, timeout)
+        limits = _TimeLimits(timeout=timeout, idle_timeout=idle_timeout)
         start = monotonic()
         self._send_to_all(supervisor, pickle.dumps(message))
         results = _collect_results(supervisor, function_name(fn), limits)
+        # Not reached if the call has failed: _collect_results() then raises.
         self._call_times.record_pass(fn, monotonic() - start)
         return results
 
@@ -364,8 +366,8 @@ class RankPool:
                 rank_warnings += load(reply.warnings)
         self._warning_registries.warn_again(rank_warnings)
 
-    def _running_supervisor(self) -> Supervisor:
-        """Return the supervisor of the pool's ranks. Start ranks if none are running."""
+    def _ensure_ranks(self) -> Supervisor:
+        """Start the ranks if none are running. Return their supervisor."""
         # If the fork server was killed, its ranks have ended, too. No call has failed, so new ranks
         # are started without an error.
         if self._supervisor is not None and _has_lost_server(self._supervisor):
@@ -400,7 +402,7 @@ class RankPool:
                 "of `preload` has failed, its traceback is in the standard error",
             ) from error
         # A rank that is connected sends a first reply, as if to a call.
-        limits = _TimeLimits(timeout=_START_TIMEOUT, patience=_START_TIMEOUT)
+        limits = _TimeLimits(timeout=_START_TIMEOUT, idle_timeout=_START_TIMEOUT)
         _collect_results(supervisor, "the start of the pool", limits)
 
     def _end_failed_call(self, fn: Callable[..., Any], error: BaseException) -> None:
@@ -492,12 +494,12 @@ class _TimeLimits(NamedTuple):
 
     Attributes:
         timeout: how long the ranks may take, in seconds.
-        patience: how long the ranks may take if they are idle then, in seconds. It is equal to
+        idle_timeout: how long the ranks may take if they are idle then, in seconds. It is equal to
             ``timeout`` if idle ranks have the same time.
     """
 
     timeout: float
-    patience: float
+    idle_timeout: float
 
 
 def _check_modules(names: Sequence[str]) -> None:
@@ -529,12 +531,12 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
     """
     is_settled = partial(_is_settled, supervisor)
     start = monotonic()
-    supervisor.collect_until(limits.patience, is_settled)
+    supervisor.collect_until(limits.idle_timeout, is_settled)
     while not is_settled():
         seconds = monotonic() - start
         if seconds >= limits.timeout:
             break
-        # The patience is over, but ranks that compute may go on.
+        # The time of idle ranks is over, but ranks that compute may go on.
         used_before = _processor_seconds(supervisor)
         supervisor.collect_until(_IDLE_TIME, is_settled)
         # The difference is NaN if a rank is running. A comparison with NaN is false.
@@ -826,7 +828,9 @@ class _CallRunner:
         return self.groups[argument]
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+def _changed_variables(
+    before: Mapping[str, str], after: Mapping[str, str]
+) -> dict[str, str | None]:
     """Return the environment variables that have changed. A variable that was deleted is None."""
     changes: dict[str, str | None] = {}
     for name in before.keys() | after.keys():

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 __all__ = ["CallTimes", "ShrinkingBudget"]
 
 # A call counts as hanging if its ranks are idle for this many times the slowest call that passed.
-_PATIENCE_FACTOR = 20
-_SHORTEST_PATIENCE = 0.2  # seconds
+_IDLE_TIMEOUT_FACTOR = 20
+_SHORTEST_IDLE_TIMEOUT = 0.2  # seconds
 
 
 class CallTimes:
@@ -29,8 +29,8 @@ class CallTimes:
         self._slowest_pass: dict[_FunctionKey, float] = {}  # seconds
         self._has_hung: set[_FunctionKey] = set()
 
-    def patience(self, fn: Callable[..., Any], timeout: float) -> float:
-        """Return after how many seconds idle ranks count as hanging.
+    def idle_timeout(self, fn: Callable[..., Any], timeout: float) -> float:
+        """Return how many seconds a call may take if its ranks are idle then.
 
         Args:
             fn: the function of the call.
@@ -39,8 +39,8 @@ class CallTimes:
         key = _key_of(fn)
         if key not in self._has_hung:
             return timeout
-        patience = _PATIENCE_FACTOR * self._slowest_pass.get(key, 0.0)
-        return min(timeout, max(patience, _SHORTEST_PATIENCE))
+        idle_timeout = _IDLE_TIMEOUT_FACTOR * self._slowest_pass.get(key, 0.0)
+        return min(timeout, max(idle_timeout, _SHORTEST_IDLE_TIMEOUT))
 
     def record_pass(self, fn: Callable[..., Any], seconds: float) -> None:
         """Record that a call has passed."""
@@ -53,7 +53,7 @@ class CallTimes:
 
 
 class _FunctionKey(NamedTuple):
-    """The place of a function. The lambdas that the examples of one test make are equal by it."""
+    """The place of a function. Lambdas that a test makes in each of its examples have one place."""
 
     file: str
     name: str
