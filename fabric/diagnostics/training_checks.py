@@ -307,18 +307,19 @@ class _FingerprintComparison:
 class _ClearedSteps:
     """Counts the steps before which the user has cleared all gradients.
 
-    A step without a gradient of a backward pass since the step before does not count. After a step
-    that had gradients, none does: the loop knows when to clear them.
+    A step counts only if a backward pass since the step before has left gradients. Once a step had
+    gradients, no later step counts: the loop clears them at the right time.
 
     Attributes:
-        number: the number of these steps.
+        num_cleared: the number of these steps.
     """
 
     def __init__(self) -> None:
-        self.number = 0
-        # Whether a step had a gradient that is not zero.
+        self.num_cleared = 0
+        # Whether any step had a gradient that is not zero. before_step() sets it.
         self._has_stepped_with_gradient = False
         # Whether a backward pass since the latest step has left a gradient that is not zero.
+        # after_backward() sets it.
         self._has_new_gradient = False
 
     def after_backward(self, optimizer: Optimizer) -> None:
@@ -329,10 +330,11 @@ class _ClearedSteps:
         """Record a step. Return whether its gradients were cleared."""
         if has_gradients(optimizer):
             self._has_stepped_with_gradient = True
+        # The step has no gradients, and the backward pass before it has left some.
         was_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
         self._has_new_gradient = False
         if was_cleared:
-            self.number += 1
+            self.num_cleared += 1
         return was_cleared
 
 
@@ -372,8 +374,8 @@ class TrainingChecks:
         self._backwards = 0
         # Successive steps before which no parameter had got a gradient.
         self._steps_without_gradient = 0
-        # The ids of the parameters that have had a gradient in any of the steps.
-        self._had_gradient: set[int] = set()
+        # The ids of the parameters that have had a gradient so far. _record_gradients() adds them.
+        self._ids_that_had_gradient: set[int] = set()
         self._hooks = ExitStack()
         before_step = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.callback(before_step.remove)
@@ -400,11 +402,12 @@ class TrainingChecks:
     # -- after a backward pass ------------------------------------------------------------------
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Check the latest step, which all ranks have finished. A function of ``Hooks.after``.
+        """Check the latest step after the next backward pass. A function of ``Hooks.after``.
 
-        The hooks are removed here and not after the last step, since the other ranks may publish a
-        different fingerprint until this backward pass. Also, an optimizer's hook cannot be removed
-        in a hook of the optimizer.
+        A backward pass that synchronizes gradients waits for all ranks. So all ranks have finished
+        the latest step by now, and any that differs has published its fingerprint. For this reason
+        the hooks stay until the backward pass after the last step. Also, an optimizer's hook cannot
+        be removed in a hook of the optimizer.
         """
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
@@ -415,8 +418,9 @@ class TrainingChecks:
             self._cleared_steps.after_backward(optimizer)
             self._comparison.check_latest_step()
             self._comparison.after_backward(optimizer)
-            # A rank that holds only empty shards gets no gradients, and so counts no steps.
-            if self._had_gradient and not self._is_finished:
+            # A rank that has only empty shards never has a gradient, and so its steps are not
+            # counted. It must not take a rank whose steps are counted for one that is ahead.
+            if self._ids_that_had_gradient and not self._is_finished:
                 self._comparison.check_no_rank_is_ahead()
         if self._is_finished:
             self.close()
@@ -503,7 +507,7 @@ class TrainingChecks:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
         trained_in_module = _ids(contract.parameters().values()) & trained_ids
-        without_gradient = trained_in_module - self._had_gradient
+        without_gradient = trained_in_module - self._ids_that_had_gradient
         have_all_or_none = not without_gradient or without_gradient == trained_in_module
         if have_all_or_none or contract.expects_unused or self._backwards == 0:
             return
@@ -538,7 +542,7 @@ class TrainingChecks:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
         if self._backwards and trained_ids:
-            has_any_gradient = not trained_ids.isdisjoint(self._had_gradient)
+            has_any_gradient = not trained_ids.isdisjoint(self._ids_that_had_gradient)
             if has_any_gradient:
                 self._steps_without_gradient = 0
             else:
@@ -560,7 +564,7 @@ class TrainingChecks:
         Args:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
-        if not trained_ids or self._backwards or self._had_gradient:
+        if not trained_ids or self._backwards or self._ids_that_had_gradient:
             return
         if self._step_calls == _CHECKED_STEPS and self._rank == 0:
             warnings.warn(
@@ -577,10 +581,11 @@ class TrainingChecks:
         A single such step is not an error.
         """
         was_cleared = self._cleared_steps.before_step(optimizer)
-        if was_cleared and self._cleared_steps.number >= _CHECKED_STEPS:
+        num_cleared = self._cleared_steps.num_cleared
+        if was_cleared and num_cleared >= _CHECKED_STEPS:
             self._raise_usage_error(
                 problem="all gradients of the backward pass were cleared before the step, "
-                f"{self._cleared_steps.number} times in a row, so that the step changes nothing",
+                f"{num_cleared} times in a row, so that the step changes nothing",
                 expected="zero_grad() before backward() or after step()",
                 suggestion="fabric.backward(loss); optimizer.step(); optimizer.zero_grad(); "
                 f"{_TURN_OFF}",
@@ -593,7 +598,7 @@ class TrainingChecks:
             The ids of all parameters that the optimizer trains on this rank.
         """
         trained = _trainable_parameters(optimizer)
-        self._had_gradient |= _ids_with_gradient(trained)
+        self._ids_that_had_gradient |= _ids_with_gradient(trained)
         return _ids(trained)
 
     def _raise_usage_error(self, *, problem: str, expected: str, suggestion: str) -> NoReturn:
