@@ -219,9 +219,11 @@ class _ChangeComparison:
     def __init__(self, contracts: Collection[GradientContract], store: JobStore) -> None:
         self._contracts = contracts
         self._store = store
-        # The key of the parameters that this rank has compared last, and their names. The key is
-        # empty before.
+        # The key in the store of the changes that this rank has compared last. Empty before. The
+        # first rank to compare writes its numbers under "{key}/first". A rank with other numbers
+        # writes them under "{key}/other", where check_latest() of the first rank finds them.
         self._key = ""
+        # The names of the parameters of these changes.
         self._names: list[str] = []
 
     def check(self, changes: Sequence[_Change], num_losses: int) -> None:
@@ -253,11 +255,12 @@ class _ChangeComparison:
 
     def check_latest(self) -> None:
         """Raise if another rank has found that its parameters differ from those of this rank."""
-        if not self._key:
+        has_compared = self._key != ""
+        if not has_compared:
             return
         content = self._store.get_nowait(f"{self._key}/other")
         if content is not None:
-            other_rank, _ = json.loads(content)
+            other_rank, _other_numbers = json.loads(content)
             self._raise_different(other_rank)
 
     def _raise_different(self, other_rank: int) -> NoReturn:
