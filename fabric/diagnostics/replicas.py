@@ -165,25 +165,33 @@ class WatchedObjects:
 
         Args:
             size: the number of ranks.
-            saved: see :meth:`ReplicaComparison.compare`.
+            saved: the objects that a save writes. The states of optimizers that are not among them
+                are left out. None includes the states of all optimizers.
         """
+        # _replicas_of_module() adds the parameters to the layout. The calls after it look them up.
         layout = _Layout(size)
         candidates: list[Replica] = []
         for contract, watched in self._modules.items():
             candidates.extend(_replicas_of_module(contract, watched, layout))
         for optimizer, number in self._optimizers.items():
             candidates.extend(_options_of_optimizer(optimizer, number, layout))
-            is_compared = saved is None or any(optimizer is target for target in saved)
-            if is_compared:
+            # A state that is not saved may differ: an optimizer may shard its state by itself.
+            is_state_compared = saved is None or any(optimizer is target for target in saved)
+            if is_state_compared:
                 candidates.extend(_states_of_optimizer(optimizer, number, layout))
         for averages, (number, contract) in self._averages.items():
             candidates.extend(_replicas_of_averages(averages, number, contract, layout))
         if self._scaler is not None:
             state = self._scaler.state_dict()
             value = f"{state['scale']} ({state['growth_tracker']} steps since its last change)"
-            candidates.append(
-                Replica("loss scale", "the loss scale", Kind.LOSS_SCALE, layout.all_ranks, value)
+            loss_scale = Replica(
+                key="loss scale",
+                name="the loss scale",
+                kind=Kind.LOSS_SCALE,
+                ranks=layout.all_ranks,
+                value=value,
             )
+            candidates.append(loss_scale)
         return [replica for replica in candidates if len(replica.ranks) > 1]
 
 
@@ -342,7 +350,7 @@ class ReplicaComparison:
 
 
 class _Layout:
-    """The ranks that should hold the same, for each tensor.
+    """Which ranks should hold the same, for each tensor.
 
     Args:
         size: the number of ranks.
