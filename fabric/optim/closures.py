@@ -47,10 +47,11 @@ class ClosureLosses:
     passes: int = 0
     summed_passes: int = 0
 
-    def reduce(self, optimizer: Optimizer) -> RemovableHandle | None:
-        """Reduce the losses of an optimizer's closures over the ranks from now on.
+    def register(self, optimizer: Optimizer) -> RemovableHandle | None:
+        """Register a hook that reduces the losses of the optimizer's closures over the ranks.
 
-        Called at setup. Only the steps of LBFGS depend on the losses that closures return.
+        Called at setup. Only LBFGS gets a hook, since no other step of torch depends on the losses
+        that its closure returns.
 
         Returns:
             The handle that removes the hook before steps. None if there is no hook.

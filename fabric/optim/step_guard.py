@@ -122,9 +122,11 @@ class _SamplesOfSteps:
 
     def __init__(self, active_loops: Sequence[ActiveLoop]) -> None:
         self._active_loops = active_loops
-        # The loop at the end of the last step, and its number of batches. None without a loop.
-        self._position: EpochPosition | None = None
-        self._num_batches = 0
+        # The position of the loop in which the last step ended. None if it ended outside of loops.
+        # end_step() sets it.
+        self._last_position: EpochPosition | None = None
+        # The number of batches that this loop had received by the end of the last step.
+        self._batches_of_earlier_steps = 0
 
     def epoch_and_samples(self) -> tuple[int | None, _Samples]:
         """Return the epoch and the samples of the step. None in place of what is not known."""
@@ -132,19 +134,19 @@ class _SamplesOfSteps:
         if loop is None:
             return None, None
         first_batch = 0
-        # If this is the loop of the last step, its earlier batches belong to earlier steps.
-        if loop.position is self._position:
-            first_batch = self._num_batches
+        # Each loop has a position object of its own, so this is the loop of the last step.
+        if loop.position is self._last_position:
+            first_batch = self._batches_of_earlier_steps
         batches = range(first_batch, loop.position.received_batches)
         return loop.position.epoch, loop.spec.samples_of_batches(loop.position, batches)
 
     def end_step(self) -> None:
         """Count the batches that are received from now on as those of the next step."""
         loop = self._latest_loop()
-        self._position = None
+        self._last_position = None
         if loop is not None:
-            self._position = loop.position
-            self._num_batches = loop.position.received_batches
+            self._last_position = loop.position
+            self._batches_of_earlier_steps = loop.position.received_batches
 
     def _latest_loop(self) -> ActiveLoop | None:
         """Return the loop that has yielded a batch last, or None."""
