@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # Limits in seconds. All tests take ten minutes on two idle cores, and a machine may be slow.
 INSTALL = 480
-ENGINE = 480
-TOTAL = 1500
+ENGINE = 900
+TOTAL = 2400
 GRACE = 15
 APT = ["apt-get", "-qq", "-o", "Acquire::Retries=5", "-o", "DPkg::Lock::Timeout=60"]
 # This script says whether a package may start its daemon.
