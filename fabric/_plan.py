@@ -595,6 +595,7 @@ def _similar_name(argument: str, name: str, names: Sequence[str]) -> str:
         name: the name that does not exist.
         names: the names that exist.
     """
+    # Names of other libraries, such as "fp16", and ours for the same thing.
     foreign_names = _FOREIGN_NAMES.get(argument, {})
     replacement = find_foreign_name(name, foreign_names)
     if replacement is not None:

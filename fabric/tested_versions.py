@@ -41,7 +41,7 @@ class SuiteRun(NamedTuple):
 
 
 def read_table() -> list[SuiteRun]:
-    """Return the newest run of the tests in each environment."""
+    """Return the rows of the table, one for each environment."""
     runs: list[SuiteRun] = []
     with TABLE.open(newline="") as file:
         for row in csv.DictReader(file):

@@ -121,8 +121,8 @@ class ShardedCheckpoint:
 
         Raises:
             CheckpointError: ``path`` is a file, holds an ``index.json`` that is not fabric's, or
-                cannot be written, or ranks disagree; on every rank, if the save fails on one. What
-                was at ``path`` is untouched.
+                cannot be written; or the ranks have different structures. If the save fails on one
+                rank, all ranks raise. What was at ``path`` is untouched.
             ArgumentTypeError: a value in ``state`` is not plain, or is of a class that only code
                 can rebuild.
         """
@@ -140,8 +140,9 @@ class ShardedCheckpoint:
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         run_step = partial(write_on_all_ranks, communicator, request)
         flat: FlatState = run_step(flatten_state, entries)
-        # _begin_on_first_rank() enters the context of the save on the stack. If anything raises
-        # before the commit, the context ends with the error, and the old checkpoint stays.
+        # _begin_on_first_rank() enters the context of the save on the stack, and
+        # _commit_on_first_rank() closes the stack, which replaces the old checkpoint. If anything
+        # raises before, the context ends with the error, and the old checkpoint stays.
         with ExitStack() as stack:
             # None on all ranks but rank 0.
             save = run_step(_begin_on_first_rank, stack, request, path, is_first)
@@ -151,7 +152,7 @@ class ShardedCheckpoint:
                 target = _Target(save.folder, save.id, flat.stored_names)
             target = communicator.broadcast_object(target, 0)
             files = run_step(_write_rank, request, target, rank, flat.tensors, per_rank)
-            # Empty on all ranks but rank 0, which commits the save by closing the stack.
+            # Empty on all ranks but rank 0.
             files_of_ranks = gather_on_first(communicator, files)
             run_step(_commit_on_first_rank, stack, request, save, flat, files_of_ranks, metadata)
 

@@ -184,7 +184,8 @@ def _gather_lengths(
     Args:
         communicator: the ranks.
         leaves: the leaves of a ragged collection, as many on all ranks.
-        call: the user's call. Its signature travels with the lengths.
+        call: the user's call. The message with the lengths also has the signature of this call,
+            which is compared with that of the other ranks.
 
     Returns:
         The lengths in rank order, by the position of the leaf. 0-dim tensors are left out.

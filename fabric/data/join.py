@@ -59,9 +59,9 @@ class JoinedPasses:
 
         Args:
             bypass: calls :meth:`_on_forward` at each forward pass.
-            recorder: calls :meth:`_refuse_collective` at each collective of fabric. The recorder's
-                checks of phases are off in the block, since all ranks would have to start a phase
-                together.
+            recorder: calls :meth:`_refuse_collective` at each collective of fabric. Its checks that
+                all ranks start a phase together, such as a forward pass, are off in the block, in
+                which some ranks make more passes than others.
             detector: off in the block, in which ranks may take different numbers of steps.
 
         Raises:

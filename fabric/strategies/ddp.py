@@ -162,8 +162,8 @@ class DDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
-        # With another state, gradients are averaged in every step. The models of the ranks then
-        # never differ, and an average of the models would change nothing.
+        # Without a state of local SGD, gradients are averaged in every step. Then the models of the
+        # ranks never differ, and an average of the models would change nothing.
         is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
         if self.model_averaging_period is not None and not is_local_sgd:
             raise ConfigurationError(

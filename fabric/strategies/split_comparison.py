@@ -305,10 +305,12 @@ class SplitComparison:
         """Remove the hooks of the regions, and all hooks once no region is left to compare.
 
         A function of ``Hooks.after``. After an error, the regions without a finished comparison are
-        compared in the next pass, so that a pass that is repeated raises again.
+        compared in the next pass. So the user who catches the error and calls the model again gets
+        it again.
         """
         if not self._is_in_pass:
             return
+        # Removes the hooks of the regions, and lets torch.compile compile again.
         self._pass_state.close()
         self._is_in_pass = False
         if error is None:
@@ -319,7 +321,8 @@ class SplitComparison:
         remaining: list[_Region] = []
         for region in self._regions:
             is_interrupted = error is not None and not region.is_compared
-            # A step may give a region of zeros other weights.
+            # A region whose weights are zeros has equal outputs, however it is split. It is
+            # compared again once a step has changed its weights.
             if is_interrupted or region.has_zero_weights:
                 remaining.append(region)
         self._regions = remaining
@@ -769,7 +772,11 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _largest_difference(split: Tensor, whole: Tensor) -> float:
-    """Return the largest difference of two tensors, and 0 if it proves nothing."""
+    """Return the largest absolute difference of two tensors of the first pass.
+
+    Return 0 if they cannot be compared: their shapes differ, or the whole model has NaN or infinity
+    there.
+    """
     split = full_tensor(split)
     if split.shape != whole.shape or not whole.isfinite().all():
         return 0.0

@@ -352,11 +352,11 @@ class _Comparison:
         second: another run.
         close: the tolerance, or None for a comparison of bits.
         first_difference: the first value that differs, in the order of the computation.
-        spread: by step, the number of values of each kind that differ.
-        counts: by step and kind, the number of values that were compared.
+        differing_values: by step, the number of values of each kind that differ.
+        compared_values: by step and kind, the number of values that were compared.
         notes: what was not compared.
         reordered_steps: the steps that have the same samples in another order.
-        other_sample_steps: the steps that have other samples.
+        other_sample_steps: the steps whose batches have other samples.
         excess_samples: how often more the first run had each sample in these steps.
     """
 
@@ -364,8 +364,8 @@ class _Comparison:
     second: _Run
     close: float | None
     first_difference: _Difference | None = None
-    spread: dict[int, Counter[str]] = field(default_factory=dict)
-    counts: Counter[tuple[int, str]] = field(default_factory=Counter)
+    differing_values: dict[int, Counter[str]] = field(default_factory=dict)
+    compared_values: Counter[tuple[int, str]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     reordered_steps: list[int] = field(default_factory=list)
     other_sample_steps: list[int] = field(default_factory=list)
@@ -382,7 +382,9 @@ class _Comparison:
                 continue
             if self.first_difference is None:
                 self.first_difference = min(differences, key=_sort_key)
-            self.spread[number] = Counter(difference.key.kind for difference in differences)
+            self.differing_values[number] = Counter(
+                difference.key.kind for difference in differences
+            )
 
     def _has_same_layout(self) -> bool:
         """Return whether the runs have equally many ranks and data-parallel replicas."""
@@ -452,7 +454,7 @@ class _Comparison:
                     # The runs shard the tensor in different ways. Only the full tensors compare.
                     left = first.full_entry(key, rank)
                     right = second.full_entry(key, rank)
-                self.counts[first.number, key.kind] += 1
+                self.compared_values[first.number, key.kind] += 1
                 norm_of_kind = first.norms[rank].get(key.kind, 0.0)
                 if not self._are_close(left, right, norm_of_kind):
                     yield _Difference(first.number, position, rank, key, left, right)
@@ -461,7 +463,7 @@ class _Comparison:
         """Yield the values that differ among those that do not depend on the layout."""
         step = first.number
         samples_key = _Key("batch", "samples of all ranks", 0)
-        self.counts[step, samples_key.kind] += 1
+        self.compared_values[step, samples_key.kind] += 1
         if step in self.other_sample_steps:
             yield _Difference(
                 step, position=-1, rank=None, key=samples_key, first=None, second=None
@@ -479,7 +481,7 @@ class _Comparison:
             is_left_out = self._is_left_out(step, key, left, right)
             if is_of_a_rank or has_other_count or is_left_out:
                 continue
-            self.counts[step, key.kind] += 1
+            self.compared_values[step, key.kind] += 1
             if left is None or right is None:
                 yield _Difference(step, position, None, key, left, right)
                 continue
@@ -573,9 +575,9 @@ class _Comparison:
 
     def _compared_lines(self) -> list[str]:
         """Return lines about what was compared, and what was not."""
-        steps = sorted({step for step, _ in self.counts})
+        steps = sorted({step for step, _ in self.compared_values})
         kinds: Counter[str] = Counter()
-        for (_, kind), count in self.counts.items():
+        for (_, kind), count in self.compared_values.items():
             kinds[kind] += count
         mode = "bit by bit"
         if self.close is not None:
@@ -605,7 +607,9 @@ class _Comparison:
         if not self.other_sample_steps:
             return lines
         start = self.other_sample_steps[0]
-        if any(self.excess_samples.values()):
+        # If all steps together have the same samples, the runs only divide them in other batches.
+        has_other_samples = any(self.excess_samples.values())
+        if has_other_samples:
             lines.append(f"other samples from step {start}")
         else:
             lines.append(f"same samples, other order from step {start}, in other batches")
@@ -630,12 +634,12 @@ class _Comparison:
     def _spread_lines(self) -> list[str]:
         """Return lines about the differences after the first one."""
         lines = ["then:"]
-        for step in list(self.spread)[:_SHOWN_STEPS]:
+        for step in list(self.differing_values)[:_SHOWN_STEPS]:
             texts: list[str] = []
-            for kind, count in self.spread[step].items():
-                texts.append(f"{kind} ({count} of {self.counts[step, kind]})")
+            for kind, count in self.differing_values[step].items():
+                texts.append(f"{kind} ({count} of {self.compared_values[step, kind]})")
             lines.append(f"  step {step}: {', '.join(texts)}")
-        later_steps = list(self.spread)[_SHOWN_STEPS:]
+        later_steps = list(self.differing_values)[_SHOWN_STEPS:]
         if later_steps:
             lines.append(f"  and {_describe_steps(later_steps)}")
         return lines
