@@ -38,6 +38,7 @@ __all__ = [
     "has_whole_output",
     "is_split",
     "lines_of_plan",
+    "refuse_second_derivatives",
     "smallest_modules_around",
     "sum_over_parts",
     "sum_partial_dtensors",
