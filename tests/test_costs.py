@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.__main__ import all_cases
 from benchmarks.cases import step
 from benchmarks.framework import OURS, RAW, Case, Row, compare
 from benchmarks.models import step_of, tiny
@@ -283,8 +284,19 @@ def test_the_pages_and_the_tables_are_those_of_the_committed_results() -> None:
     assert RESULTS.with_suffix(".md").read_text() == tables(results)
 
 
-@pytest.mark.slow
-def test_every_case_runs() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param("one of each module", marks=pytest.mark.slow),
+        pytest.param("all", marks=[pytest.mark.slow, pytest.mark.soak]),
+    ],
+)
+def test_cases_of_the_benchmarks_run(cases: str) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick"]
+    if cases == "one of each module":
+        first_of_module: dict[str, str] = {}
+        for name, (module, _) in all_cases().items():
+            first_of_module.setdefault(module, name)
+        command += first_of_module.values()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -189,7 +189,9 @@ def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
     assert actual == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.soak])]
+)
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happened(
     tmp_path: Path, devices: int
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_sample_depends_on_the_seed_and_its_files_take_turns():
 
 # Six runs of pytest.
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_mutant_runs_against_the_tests_of_its_subject_then_the_wider_tests(folder):
     results = Results(folder / "results.json")
     rows = []

@@ -143,6 +143,7 @@ def test_a_failure_on_a_gpu_is_told(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_cpu_stands_in_for_a_gpu(tmp_path: Path) -> None:
     assert gpu.main(["--accelerator", "cpu", "--folder", str(tmp_path), "--quick"]) == 0
     [path] = tmp_path.iterdir()

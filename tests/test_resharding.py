@@ -87,7 +87,10 @@ def contents(path: Path) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "jobs",
-    [pytest.param(SOME, id="some"), pytest.param(JOBS, id="all", marks=pytest.mark.slow)],
+    [
+        pytest.param(SOME, id="some"),
+        pytest.param(JOBS, id="all", marks=[pytest.mark.slow, pytest.mark.soak]),
+    ],
 )
 def test_a_checkpoint_of_any_job_loads_into_any_other(jobs: list[str], tmp_path: Path) -> None:
     paths = [tmp_path / job for job in jobs]

@@ -373,7 +373,7 @@ def seeds(slow: int, soak: int) -> list[Any]:
     return parameters
 
 
-@pytest.mark.parametrize("seed", seeds(slow=2, soak=50))
+@pytest.mark.parametrize("seed", seeds(slow=1, soak=50))
 def test_a_run_that_was_killed_goes_on_with_fewer_or_more_processes(
     run: Run, seed: int, uninterrupted: Steps
 ) -> None:

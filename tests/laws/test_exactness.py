@@ -14,11 +14,13 @@ from tests.laws.exactness import (
     to_rounding,
 )
 
+# Numbers of examples.
 SHORT = 4
+MEDIUM = 12
 LONG = 30
 SOAK = 400
 SLOW = [
-    pytest.param(LONG, marks=pytest.mark.slow),
+    pytest.param(MEDIUM, marks=pytest.mark.slow),
     pytest.param(SOAK, marks=[pytest.mark.slow, pytest.mark.soak]),
 ]
 
