@@ -161,6 +161,7 @@ def test(engine: str, python: str, end: float) -> bool:
             "-v",
             "-m",
             "engines",
+            "--timeout=600",
             f"--session-timeout={seconds}",
             f"--basetemp={folder}/tests",
             HERE / f"test_{engine}.py",

@@ -41,7 +41,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Run the job in one process, and return its losses."""
     folder = tmp_path_factory.mktemp("alone")
-    subprocess.run([sys.executable, JOB, folder], check=True, timeout=90)
+    subprocess.run([sys.executable, JOB, folder], check=True, timeout=300)
     report = json.loads((folder / "0.json").read_text())
     return report["losses"]
 
@@ -94,7 +94,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """
     folder = tmp_path_factory.mktemp("uninterrupted")
     command = [sys.executable, *long_run(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=90)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
     steps: Steps = {}
     for step in recorded_steps(folder / "record"):
         loss = pytest.approx(step["loss"], rel=1e-4)

@@ -97,9 +97,9 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         self._first.kill()
-        self._first.communicate(timeout=60)
+        self._first.communicate(timeout=180)
         for process in self._started:
-            process.communicate(timeout=60)
+            process.communicate(timeout=180)
 
     def start(
         self, host: str, *command: object, cwd: object = os.curdir, **options: Any
@@ -123,7 +123,7 @@ class Hosts:
         return process
 
     def run(
-        self, host: str, *command: object, seconds: int = 90, code: int = 0, **options: Any
+        self, host: str, *command: object, seconds: int = 300, code: int = 0, **options: Any
     ) -> str:
         """Run a command on a host, and return what the command writes.
 

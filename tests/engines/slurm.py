@@ -67,7 +67,7 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         self._start("host-a", *MUNGED, f"--key-file={key}")
         wait_for_socket = "until test -S /run/munge.socket; do sleep 0.1; done"
-        self.run("sh", "-c", wait_for_socket, seconds=30)
+        self.run("sh", "-c", wait_for_socket, seconds=120)
         self._start("host-a", "slurmctld", "-D")
         for host in ADDRESSES:
             self._start(host, "slurmd", "-D", "-N", host)

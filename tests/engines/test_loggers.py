@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engines
 
 JOB = Path(__file__).with_name("logging_job.py")
 JOB_AT_EXIT = Path(__file__).with_name("logging_at_exit_job.py")
-SECONDS = 120
+SECONDS = 400
 # The steps with their losses: the mean over two ranks of 1 / (1 + step + rank).
 LOSSES = [
     (0, pytest.approx((1 / 1 + 1 / 2) / 2, rel=1e-6)),

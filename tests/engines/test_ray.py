@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 TOLD_WORKER = Path(__file__).with_name("ray_told_worker.py")
 LOOPBACK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 STEPS = 40
-SECONDS = 150
+SECONDS = 500
 
 
 @pytest.fixture
