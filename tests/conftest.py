@@ -31,6 +31,8 @@ if not hasattr(sys.modules["__main__"], "__file__"):
 
 # Every process that a test starts inherits this variable, even a process that lost its parent.
 MARK = "FABRIC_TESTS_RUN"
+# Python runs the sitecustomize.py of this folder in every process that has it in its search path.
+REPLICA_CHECK = Path(__file__).with_name("check_replicas")
 # Two caches live as long as this process: torch's compiler and multiprocessing's sockets have them.
 CACHES = ("torchinductor_", "pymp-")
 # pytest names the running test in the first, and torch's compiler notes its cache in the second.
@@ -43,19 +45,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--check-replicas",
         type=int,
         metavar="N",
-        help="compare replicas every N steps of each Fabric that a test makes with the default",
+        help="compare replicas every N steps of each Fabric that is made with the default",
     )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def replicas_are_checked_as_asked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Apply ``--check-replicas``. A Fabric that scripts or ranks make by themselves ignores it."""
+    """Apply ``--check-replicas`` to this process, and to every process that a test starts."""
     interval = request.config.getoption("--check-replicas")
+    if interval is None:
+        yield
+        return
     defaults = Fabric.__init__.__kwdefaults__
     assert defaults is not None
     with pytest.MonkeyPatch.context() as patch:
-        if interval is not None:
-            patch.setitem(defaults, "check_replicas", interval)
+        patch.setitem(defaults, "check_replicas", interval)
+        patch.setenv("FABRIC_TESTS_CHECK_REPLICAS", str(interval))
+        patch.setenv("PYTHONPATH", str(REPLICA_CHECK), prepend=os.pathsep)
+        # A fork server gets its search path from here.
+        patch.syspath_prepend(REPLICA_CHECK)
         yield
 
 

@@ -1,5 +1,8 @@
 """Replicas that drift apart raise at the next save, and within the steps of check_replicas."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from tests.conftest import REPLICA_CHECK
 from tests.ranks import outcome, run_in_ranks
 
 STEPS = 6
@@ -360,3 +364,18 @@ def test_no_replicas_are_compared_if_the_check_is_off_or_replicas_drift_on_purpo
 def test_an_interval_that_is_no_number_of_steps_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="check_replicas="):
         Fabric(check_replicas=value)
+
+
+@pytest.mark.slow
+def test_the_option_of_the_tests_reaches_processes_that_they_start() -> None:
+    code = "from fabric import Fabric; print(Fabric.__init__.__kwdefaults__['check_replicas'])"
+    search_path = os.pathsep.join([str(REPLICA_CHECK), *sys.path])
+    variables = {"PYTHONPATH": search_path, "FABRIC_TESTS_CHECK_REPLICAS": "3"}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.stdout == "3\n", process.stderr
