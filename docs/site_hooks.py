@@ -35,11 +35,14 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change links to the paths in the site, and rank pages of tasks first in searches.
 
-    A page of a task has the words that people search for. The reference is last.
+    A page of a task has the words that people search for. The pages for authors of plugins follow.
+    The reference is last.
     """
     uri = page.file.src_uri
     if page.file.generated_by or uri.startswith("reference/"):
         page.meta["search"] = {"boost": 0.02}
+    elif uri.startswith("how-to/write-"):
+        page.meta["search"] = {"boost": 3}
     elif uri.startswith("how-to/"):
         page.meta["search"] = {"boost": 4}
     folder = os.path.dirname(page.file.src_uri) or "."
