@@ -1,5 +1,6 @@
 """Collections are taken apart and put together without a change of type, order or identity."""
 
+import ast
 import dataclasses
 import enum
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -179,6 +180,13 @@ def test_keys_that_only_identity_tells_apart_keep_the_order_of_insertion():
     assert leaves == [0, 1]
 
 
+def test_the_order_of_a_frozenset_that_is_a_key_does_not_matter():
+    # The two sets are equal, but each is visited in the order in which it was filled.
+    for key in (frozenset([0, 8]), frozenset([8, 0])):
+        leaves, _ = flatten({frozenset([4]): "second", key: "first"})
+        assert leaves == ["first", "second"]
+
+
 def test_functions_as_keys_are_ordered_by_type_and_name():
     leaves, _ = flatten({print: 0, len: 1, flatten: 2})
     assert leaves == [1, 0, 2]
@@ -193,8 +201,19 @@ def test_paths_are_written_as_code():
     assert leaf_paths(flatten(3)[1], "x") == ["x"]
 
 
+def test_fields_that_are_not_set_are_left_out():
+    batch = Batch(image=torch.ones(1))
+    del batch.image
+    leaves, structure = flatten(batch)
+    assert leaves == [0]
+    rebuilt = unflatten(structure, [5])
+    assert rebuilt.label == 5
+    assert not hasattr(rebuilt, "image")
+
+
 def test_sets_classes_and_modules_are_leaves():
-    for leaf in ({1, 2}, Batch, torch.nn.Linear(1, 1), b"x", range(3)):
+    # A node of Python's syntax tree has an attribute _fields, as a named tuple has.
+    for leaf in ({1, 2}, Batch, torch.nn.Linear(1, 1), b"x", range(3), ast.Pass()):
         leaves, _ = flatten(leaf)
         assert len(leaves) == 1
         assert leaves[0] is leaf

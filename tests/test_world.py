@@ -67,7 +67,8 @@ def test_the_number_of_nodes_is_one_only_when_all_processes_are_here(
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "ranks"), [(0, 1, ()), (0, 2, (1,)), (0, 4, (1, 3)), (2, 4, (1, 3))]
+    ("rank", "world_size", "ranks"),
+    [(0, 1, ()), (0, 2, (1,)), (0, 4, (1, 3)), (2, 4, (1, 3)), (7, 16, (6, 8))],
 )
 def test_the_neighbours_of_a_rank_are_those_around_it(
     rank: int, world_size: int, ranks: tuple[int, ...]
