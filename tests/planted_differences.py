@@ -343,6 +343,37 @@ class DropoutAsAFunction(Job):
         model.dropout_before_head = 0.1
 
 
+@planted("step 0, rank 0: input blocks.0[0]")
+class BlocksSwapped(Job):
+    def change(self, model):
+        first, second, third = model.blocks
+        model.forward = nn.Sequential(
+            model.embedding, second, first, third, model.norm, model.head
+        ).forward
+
+
+@planted("step 0, rank 0: parameter blocks.1.linear.weight at the start")
+class WeightsTied(Job):
+    def change(self, model):
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+
+
+@planted("step 2, rank 0: output of embedding")
+class StepInLowPrecision(Job):
+    def backward(self, fabric, step, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step == 2):
+            super().backward(fabric, step, batch)
+
+
+@planted("step 3, rank 0: input Net[0]")
+class EvaluationBetweenSteps(Job):
+    def on_step(self, step):
+        if step == 2:
+            self.model.eval()
+            self.model(torch.zeros(BATCH, WIDTH))
+            self.model.train()
+
+
 @planted("step 2, rank 0: output of head")
 class WeightChangedByHand(Job):
     def on_step(self, step):
@@ -383,6 +414,23 @@ class GradientScaledInside(Job):
 
     def scale(self, module, grad_input, grad_output):
         return (2 * grad_input[0],)
+
+
+@planted("step 0, rank 0: gradient of blocks.1.linear.weight after the backward pass")
+class GradientScaledByAHook(Job):
+    def change(self, model):
+        model.blocks[1].linear.weight.register_hook(self.scale)
+
+    def scale(self, grad):
+        return 1.01 * grad
+
+
+@planted("step 2, rank 0: gradient of blocks.1.linear.bias at the step")
+class GradientLost(Job):
+    def backward(self, fabric, step, batch):
+        super().backward(fabric, step, batch)
+        if step == 2:
+            self.model.blocks[1].linear.bias.grad = None
 
 
 @planted("step 3, rank 0: gradient of embedding.bias after the backward pass")
@@ -449,6 +497,28 @@ class OptimizerStateLost(Job):
     def on_step(self, step):
         if step == 2:
             self.optimizer.state.clear()
+
+
+@planted("step 3, rank 0: optimizer state blocks.1.linear.weight exp_avg after the step")
+class MomentumChangedByHand(Job):
+    def on_step(self, step):
+        if step == 2:
+            weight = self.model.blocks[1].linear.weight
+            self.optimizer.state[weight]["exp_avg"][0, 0] += 1e-4
+
+
+@planted("step 3, rank 0: buffer norm.running_var after the step")
+class BufferChangedByHand(Job):
+    def on_step(self, step):
+        if step == 2:
+            self.model.norm.running_var[1] *= 1.001
+
+
+@planted("step 2, rank 0: option lr of group 2 of AdamW")
+class GroupAddedLate(Job):
+    def on_batch(self, step, batch):
+        if step == 2:
+            self.optimizer.add_param_group({"params": self.model.embedding.parameters()})
 
 
 @planted("step 2, rank 0: batch[0] as the loader handed it out (number 2 in the step)")

@@ -299,6 +299,36 @@ def test_each_kind_of_loop_equals_its_repetition(options, outputs_per_step, tmp_
     assert len(outputs) == 2 * outputs_per_step
 
 
+class Masked(nn.Module):
+    """A layer whose second output a mask sets to minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(x).masked_fill(torch.tensor([False, True]), -torch.inf)
+
+
+def train_masked(folder: Path, value: float) -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        fabric.seed_everything(0)
+        module = Masked()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        with fabric.fingerprint(folder):
+            fabric.backward(model(torch.full((1, 2), value))[:, 0].sum())
+            optimizer.step()
+
+
+def test_tensors_with_infinite_numbers_are_compared_bit_by_bit(tmp_path):
+    for name, value in (("run", 1.0), ("again", 1.0), ("rounded", 1.0 + 1e-6)):
+        train_masked(tmp_path / name, value)
+    assert compare_runs(tmp_path / "run", tmp_path / "again", close=1e-3).is_equal
+    result = compare_runs(tmp_path / "run", tmp_path / "rounded", close=1e-3)
+    assert "first difference: step 0, rank 0: output of Masked\n" in result.text
+    assert "infinite or undefined numbers have no distance" in result.text
+
+
 # -- Files and the command -------------------------------------------------------------------------
 
 

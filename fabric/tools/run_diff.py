@@ -45,6 +45,8 @@ _WORDS = {
     "random state": ("random state of", "after the step"),
 }
 _MODULE_KINDS = {"input", "output"}
+# All values of such a kind are recorded at one moment. Their order says nothing.
+_SIMULTANEOUS_KINDS = {"option", "gradient at the step", "optimizer state", "parameter", "buffer"}
 _RANDOM_KINDS = {"random state at the start", "random state at the batch", "random state"}
 _BACKWARD_KINDS = {"gradient", "loss", "loss weight"}
 # Options that choose an implementation, and only change the rounding.
@@ -256,7 +258,8 @@ class _Difference:
 
     Attributes:
         step: the number of the step.
-        position: how many values of the step come before it. -1 for the samples, which come first.
+        position: how many values of the step are recorded before it. -1 for the samples, which come
+            first.
         rank: the rank of the second run, or None if the value belongs to all ranks.
         key: what identifies the value.
         first: the value in the first run. None if the first run lacks it.
@@ -275,9 +278,14 @@ def _sort_key(difference: _Difference) -> tuple[int, bool]:
     """Return the sort key of a difference within its step.
 
     Where the runs compute different things at one position, the value that only one of them has
-    comes first, since it explains the others.
+    comes first, since it explains the others. For example, a gradient that is None in one run
+    changes the norm by which all gradients are clipped.
     """
-    is_in_both = difference.first is not None and difference.second is not None
+    first = difference.first
+    second = difference.second
+    is_in_both = False
+    if first is not None and second is not None:
+        is_in_both = (first.digest is None) == (second.digest is None)
     return difference.position, is_in_both
 
 
@@ -646,10 +654,16 @@ class _Comparison:
 
 
 def _keys_with_positions(first: _Entries, second: _Entries) -> list[tuple[int, _Key]]:
-    """Return the keys of both ranks, each with how many values come before it."""
+    """Return the keys of both ranks, each with how many values were recorded before it."""
     positions: dict[_Key, int] = {}
     for entries in (first, second):
-        for position, key in enumerate(entries):
+        position = 0
+        kind_before = ""
+        for count, key in enumerate(entries):
+            is_at_same_moment = key.kind == kind_before and key.kind in _SIMULTANEOUS_KINDS
+            if not is_at_same_moment:
+                position = count
+            kind_before = key.kind
             positions.setdefault(key, position)
     return [(position, key) for key, position in positions.items()]
 
@@ -734,8 +748,10 @@ def _distance_lines(first: Entry, second: Entry) -> list[str]:
     if first.digest is None or second.digest is None or first.shape != second.shape:
         return []
     distance = _estimate_distance(first.digest, second.digest)
+    if math.isnan(distance):
+        return ["  infinite or undefined numbers have no distance: such tensors compare bit by bit"]
     norm = max(first.digest.norm, second.digest.norm)
-    if math.isnan(distance) or norm == 0:
+    if norm == 0:
         return []
     return [f"  they are about {distance / norm:.1g} of the norm apart"]
 
