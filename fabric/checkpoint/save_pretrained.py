@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, TypeVarTuple
@@ -37,7 +37,7 @@ from fabric.checkpoint.pretrained import (
     weights_name,
 )
 from fabric.checkpoint.safetensors import encode_header
-from fabric.checkpoint.sharded import write_on_all_ranks
+from fabric.checkpoint.sharded import context_on_one_rank, write_on_all_ranks
 from fabric.checkpoint.state import StateDicts
 from fabric.checkpoint.storage import locate
 from fabric.communicators import Communicator
@@ -100,24 +100,27 @@ class PretrainedSave:
         files: list[_WeightsFile] = []
         if not adapters:
             files = self._plan_files(weights, max_shard_gb)
-        # Closing the stack renames the folder on rank 0. After an error it removes the folder.
-        with ExitStack() as stack:
-            folder = self._run_step(self._begin, stack, path)
+        # On rank 0 the end of the block renames the folder, and an error removes the folder.
+        with self._context_on(0, _new_folder, self.request, path) as folder:
             folder = self.communicator.broadcast_object(folder, 0)
             assert folder is not None, "rank 0 returns the folder, or raises"
             for file in files:
                 self._write_file(folder, file, weights)
             if adapters:
                 self._write_adapters(folder, user_module, weights, adapters)
-            # Not _run_step(): an error of the user's config is not an error of the file system.
+            # Not write_on_all_ranks(): an error of the user's config is not one of the file system.
             run_on_all_ranks(
                 self.communicator, self.request, self._finish, folder, files, user_module
             )
-            self._run_step(stack.close)
 
-    def _run_step(self, step: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Return ``step(*args)``, or raise on every rank if it fails on any. Collective."""
-        return write_on_all_ranks(self.communicator, self.request, step, *args)
+    def _context_on(
+        self, rank: int, make_context: Callable[[*Ts], AbstractContextManager[T]], *args: *Ts
+    ) -> AbstractContextManager[T | None]:
+        """Return a context of all ranks that enters ``make_context(*args)`` on one of them.
+
+        Collective. See :func:`context_on_one_rank`.
+        """
+        return context_on_one_rank(self.communicator, rank, self.request, make_context, *args)
 
     def _weights_to_save(self, module: nn.Module, max_shard_gb: float) -> dict[str, Tensor]:
         """Return the tensors of a module by name, sharded or not, and tied weights once.
@@ -151,26 +154,14 @@ class PretrainedSave:
             files.append(_WeightsFile(name, group, writer=number % writers))
         return files
 
-    def _begin(self, stack: ExitStack, path: _AnyPath) -> Path | None:
-        """Return the temporary folder on rank 0, and None on other ranks.
-
-        ``stack`` removes or renames the folder. ``path`` is the path that the user gave.
-        """
-        if self.communicator.rank != 0:
-            return None
-        return stack.enter_context(_new_folder(self.request, path))
-
     def _write_file(self, folder: Path, file: _WeightsFile, weights: Mapping[str, Tensor]) -> None:
         """Write one file. Collective: all ranks gather the values that one rank writes."""
-        is_writer = self.communicator.rank == file.writer
-        with ExitStack() as stack:
-            output = self._run_step(_open_file, stack, folder, file, is_writer)
+        with self._context_on(file.writer, _new_file, folder, file) as output:
             tensors = {name: weights[name] for name in file.tensors}
-            # The tensors come in the order of the header. On other ranks than the writer, `full` is
-            # None, and nothing is written.
+            # The tensors come in the order of the header. On other ranks than the writer, `output`
+            # and `full` are None, and nothing is written.
             for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
-                self._run_step(_write_values, output, full)
-            self._run_step(_flush, output)
+                write_on_all_ranks(self.communicator, self.request, _write_values, output, full)
 
     def _write_adapters(
         self,
@@ -217,19 +208,15 @@ class PretrainedSave:
             _sync_files(folder)
 
 
-def _open_file(
-    stack: ExitStack, folder: Path, file: _WeightsFile, is_writer: bool
-) -> BinaryIO | None:
-    """Open a file of weights and write its header. Return None if another rank writes the file.
-
-    ``stack`` closes the file.
-    """
-    if not is_writer:
-        return None
+@contextmanager
+def _new_file(folder: Path, file: _WeightsFile) -> Iterator[BinaryIO]:
+    """Yield a new file of weights after its header. The file is on the disk after the block."""
     path = folder / file.name
-    output = stack.enter_context(path.open("xb"))
-    output.write(encode_header(file.tensors))
-    return output
+    with path.open("xb") as output:
+        output.write(encode_header(file.tensors))
+        yield output
+        output.flush()
+        os.fsync(output.fileno())
 
 
 def _write_values(output: BinaryIO | None, tensor: Tensor | None) -> None:
@@ -237,13 +224,6 @@ def _write_values(output: BinaryIO | None, tensor: Tensor | None) -> None:
     if output is not None:
         assert tensor is not None, "the rank that writes the file gets the tensors"
         output.write(tensor_bytes(tensor))
-
-
-def _flush(output: BinaryIO | None) -> None:
-    """Wait until a file is on the disk. Do nothing if another rank writes the file."""
-    if output is not None:
-        output.flush()
-        os.fsync(output.fileno())
 
 
 def _check_files(request: str, folder: Path, files: list[_WeightsFile]) -> None:

@@ -30,9 +30,8 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, TypeVarTuple
@@ -50,7 +49,13 @@ from fabric.checkpoint.storage import Location, RemotePath
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError
 
-__all__ = ["ShardedCheckpoint", "clean", "remove_folder", "write_on_all_ranks"]
+__all__ = [
+    "ShardedCheckpoint",
+    "clean",
+    "context_on_one_rank",
+    "remove_folder",
+    "write_on_all_ranks",
+]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -60,8 +65,8 @@ _THIS_PROCESS = LocalCommunicator(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class _FolderSave:
-    """A save into a folder that has begun, on rank 0.
+class _OpenSave:
+    """A save into a folder that rank 0 has begun and not yet committed.
 
     Attributes:
         folder: the folder, behind any symbolic link.
@@ -74,8 +79,8 @@ class _FolderSave:
     index: BinaryIO
 
 
-class _Target(NamedTuple):
-    """The part of a save that rank 0 sends to all ranks.
+class _SavePlan(NamedTuple):
+    """What every rank has to know of a save to write its data files. Rank 0 sends it to all ranks.
 
     Attributes:
         folder: the folder.
@@ -127,34 +132,38 @@ class ShardedCheckpoint:
                 can rebuild.
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
-        rank = communicator.rank
-        is_first = rank == 0
-        # "memory://..." is a file system of fsspec in the memory of one process.
-        if communicator.size > 1 and str(path).startswith("memory:"):
-            problem = (
-                "each process has memory of its own, and no other process could read what this one "
-                "writes there"
-            )
-            raise CheckpointError(request, problem, expected="a file system that all ranks share")
+        _refuse_memory_of_one_process(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        run_step = partial(write_on_all_ranks, communicator, request)
-        flat: FlatState = run_step(flatten_state, entries)
-        # _begin_on_first_rank() enters the context of the save on the stack, and
-        # _commit_on_first_rank() closes the stack, which replaces the old checkpoint. If anything
-        # raises before, the context ends with the error, and the old checkpoint stays.
-        with ExitStack() as stack:
-            # None on all ranks but rank 0.
-            save = run_step(_begin_on_first_rank, stack, request, path, is_first)
-            # Rank 0 describes the save, and every rank gets this description.
-            target = None
-            if save is not None:
-                target = _Target(save.folder, save.id, flat.stored_names)
-            target = communicator.broadcast_object(target, 0)
-            files = run_step(_write_rank, request, target, rank, flat.tensors, per_rank)
+        flat: FlatState = write_on_all_ranks(communicator, request, flatten_state, entries)
+        # The end of the block commits the save. If the block raises, the old checkpoint stays.
+        with context_on_one_rank(communicator, 0, request, _replace_folder, request, path) as save:
+            plan = None
+            if save is not None:  # on rank 0
+                plan = _SavePlan(save.folder, save.id, flat.stored_names)
+            plan = communicator.broadcast_object(plan, 0)
+            files = write_on_all_ranks(
+                communicator,
+                request,
+                _write_data_files,
+                request,
+                plan,
+                communicator.rank,
+                flat.tensors,
+                per_rank,
+            )
             # Empty on all ranks but rank 0.
             files_of_ranks = gather_on_first(communicator, files)
-            run_step(_commit_on_first_rank, stack, request, save, flat, files_of_ranks, metadata)
+            write_on_all_ranks(
+                communicator,
+                request,
+                _write_index_on_first_rank,
+                request,
+                save,
+                flat,
+                files_of_ranks,
+                metadata,
+            )
 
     def load(self, path: Location) -> PlainState:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU.
@@ -220,37 +229,105 @@ def write_on_all_ranks(
     return run_on_all_ranks(communicator, request, step_with_converted_errors)
 
 
-def _begin_on_first_rank(
-    stack: ExitStack, request: str, path: Location, is_first: bool
-) -> _FolderSave | None:
-    """Begin a save into a folder on rank 0, and return the save. Return None on other ranks.
+@contextmanager
+def context_on_one_rank(
+    communicator: Communicator,
+    rank: int,
+    request: str,
+    make_context: Callable[[*Ts], AbstractContextManager[T]],
+    *args: *Ts,
+) -> Iterator[T | None]:
+    """Run a block on all ranks, on one of them in a context such as an open file.
 
-    The save is committed when ``stack`` is closed. If the block of ``stack`` raises, nothing is
-    committed. ``request`` is what the user asked for. ``is_first`` is whether this is rank 0.
+    Collective over ``communicator``. If the context cannot be entered, or fails at the end of the
+    block, every rank raises, with errors converted as by :func:`write_on_all_ranks`. If the block
+    raises on ``rank``, the context gets this error.
+
+    Args:
+        communicator: the ranks.
+        rank: the rank that enters the context.
+        request: what the user asked for, for errors.
+        make_context: returns the context, for ``args``. Only called on ``rank``.
+        args: the arguments of ``make_context``.
+
+    Yields:
+        The value of the context on ``rank``, and None on the other ranks.
     """
-    if not is_first:
-        return None
-    return stack.enter_context(_replace_folder(request, path))
+
+    def enter_on_one_rank() -> T | None:
+        if communicator.rank != rank:
+            return None
+        return stack.enter_context(make_context(*args))
+
+    with ExitStack() as stack:
+        yield write_on_all_ranks(communicator, request, enter_on_one_rank)
+        # Closed in a step of all ranks, since the context may fail at its end. On other ranks than
+        # `rank`, the stack is empty.
+        write_on_all_ranks(communicator, request, stack.close)
+
+
+def _refuse_memory_of_one_process(request: str, path: Location, communicator: Communicator) -> None:
+    """Raise a CheckpointError if ``path`` is in the memory of one process and there are others.
+
+    ``request`` is what the user asked for, for the error.
+    """
+    # "memory://..." is a file system of fsspec.
+    if communicator.size > 1 and str(path).startswith("memory:"):
+        raise CheckpointError(
+            request,
+            problem="each process has memory of its own, and no other process could read what this "
+            "one writes there",
+            expected="a file system that all ranks share",
+        )
 
 
 @contextmanager
-def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
-    """Yield a folder to fill, and the index file to write last. See ``[Note: commit of a folder]``.
+def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
+    """Yield a save, whose block fills a folder and writes the index, and commit the save.
 
-    Rank 0 calls it, even if several ranks fill the folder. The end of the block commits the save.
-    When the block raises, the checkpoint is unchanged. ``request`` is what the user asked for, for
+    Rank 0 calls it, even if several ranks fill the folder. When the block raises, the checkpoint is
+    unchanged. See ``[Note: commit of a folder]``. ``request`` is what the user asked for, for
     errors.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
     """
-    target = path
+    folder = path
     if isinstance(path, Path):
         # A symbolic link stays: the folder that it points to is filled.
-        target = Path(os.path.realpath(path))
-    is_new = not target.exists()
-    is_committed = False
-    if not is_new and not target.is_dir():
+        folder = Path(os.path.realpath(path))
+    is_new = not folder.exists()
+    _check_replaceable(request, folder)
+    try:
+        # The exit of atomic_write() replaces the index. If the index is a link, as in a cache of
+        # downloads, the link is replaced.
+        with atomic_write(folder / INDEX, follow_symlinks=False) as index:
+            if not is_new:
+                clean(folder)
+            elif isinstance(folder, Path):
+                sync_folder(folder.parent)  # atomic_write() has created the folder
+            # The name of the temporary file ends in .<ID>.tmp.
+            save_id = index.name.split(".")[-2]
+            yield _OpenSave(folder, save_id, index)
+    except BaseException:
+        # Without a commit, clean() removes the new files.
+        with suppress(OSError):
+            clean(folder)
+            if is_new:
+                folder.rmdir()  # fails, and leaves the folder, if it holds anything else
+        raise
+    # After the commit, clean() removes the files of older saves and renames the new files. Files
+    # that cannot be removed or renamed now are left to the clean() of the next save.
+    with suppress(OSError):
+        clean(folder)
+
+
+def _check_replaceable(request: str, folder: Location) -> None:
+    """Raise a CheckpointError if ``folder`` is a file, or has an index that is not fabric's.
+
+    ``request`` is what the user asked for, for errors.
+    """
+    if folder.exists() and not folder.is_dir():
         raise CheckpointError(
             request,
             problem="there is a file of that name, and this strategy saves a folder of shards",
@@ -258,39 +335,19 @@ def _replace_folder(request: str, path: Location) -> Iterator[_FolderSave]:
             suggestion='another path; or FSDPStrategy(state_dict_type="full"), which replaces the '
             "file",
         )
-    if (target / INDEX).is_file():
-        # Called for its error: an index that is not fabric's must not be replaced.
-        read_index(request, target)
-    try:
-        # The exit of atomic_write() replaces the index. If the index is a link, as in a cache of
-        # downloads, the link is replaced.
-        with atomic_write(target / INDEX, follow_symlinks=False) as index:
-            if not is_new:
-                clean(target)
-            elif isinstance(target, Path):
-                sync_folder(target.parent)  # atomic_write() has created the folder
-            # The name of the temporary file ends in .<ID>.tmp.
-            save_id = index.name.split(".")[-2]
-            yield _FolderSave(target, save_id, index)
-        is_committed = True
-    finally:
-        # After the commit, clean() removes the files of older saves and renames the new files.
-        # After an error, it removes the new files. Files that cannot be removed or renamed now are
-        # found by the clean() of the next save, which tries again.
-        with suppress(OSError):
-            clean(target)
-            if is_new and not is_committed:
-                target.rmdir()  # fails, and leaves the folder, if it holds anything else
+    if (folder / INDEX).is_file():
+        # Called for its error, which says that the index is not fabric's.
+        read_index(request, folder)
 
 
-def _write_rank(
-    request: str, target: _Target, rank: int, tensors: Mapping[str, Tensor], per_rank: State | None
+def _write_data_files(
+    request: str, plan: _SavePlan, rank: int, tensors: Mapping[str, Tensor], per_rank: State | None
 ) -> _Files:
     """Write the data files of one rank.
 
     Args:
         request: what the user asked for, for errors.
-        target: the save, as rank 0 has begun it.
+        plan: the folder, the ID of the save and the tensors, as rank 0 has them.
         rank: this rank.
         tensors: the tensors of this rank by name, full or sharded.
         per_rank: plain values of this rank alone, for a file of their own. None for no such file.
@@ -298,7 +355,7 @@ def _write_rank(
     Returns:
         The written files by name.
     """
-    names_on_one_side = target.stored_names.keys() ^ tensors.keys()
+    names_on_one_side = plan.stored_names.keys() ^ tensors.keys()
     if names_on_one_side:
         names = join_names(sorted(names_on_one_side))
         problem = f"not both rank 0 and rank {rank} have these tensors: {names}"
@@ -306,34 +363,34 @@ def _write_rank(
             request, problem, expected="a state of the same structure on every rank"
         )
     files: _Files = {}
-    for number, chunks in enumerate(_chunks_of_files(target, rank, tensors)):
+    for number, chunks in enumerate(_chunks_of_files(plan, rank, tensors)):
         # Only a rank with several chunks of a tensor writes more than one file.
         suffix = ""
         if number > 0:
             suffix = f"-{number}"
-        name = f"rank-{rank:05}{suffix}-{target.id}.safetensors"
-        with _data_file(target.folder, name) as file:
+        name = f"rank-{rank:05}{suffix}-{plan.id}.safetensors"
+        with _data_file(plan.folder, name) as file:
             files[name] = write_safetensors(file, chunks)
     if per_rank:
-        name = f"rank-{rank:05}-{target.id}.json"
+        name = f"rank-{rank:05}-{plan.id}.json"
         content = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
-        with _data_file(target.folder, name) as file:
+        with _data_file(plan.folder, name) as file:
             file.write(content)
         files[name] = DataFile(checksum=zlib.crc32(content), chunks={})
     return files
 
 
 def _chunks_of_files(
-    target: _Target, rank: int, tensors: Mapping[str, Tensor]
+    plan: _SavePlan, rank: int, tensors: Mapping[str, Tensor]
 ) -> list[dict[str, Chunk]]:
     """Return the chunks that this rank writes, by tensor name for each of its files.
 
     A safetensors file holds one chunk of each tensor: the n-th file has the n-th chunk of each.
-    ``target`` has the names of the tensors to write. ``tensors`` are the tensors of this rank.
+    ``plan`` has the names of the tensors to write. ``tensors`` are the tensors of this rank.
     """
     chunks_of_files: list[dict[str, Chunk]] = []
     # Tensors with the same memory have the same stored name, which is written once.
-    unique_names = dict.fromkeys(target.stored_names.values())
+    unique_names = dict.fromkeys(plan.stored_names.values())
     for name in unique_names:
         for number, chunk in enumerate(_chunks_to_write(tensors[name], rank)):
             if number == len(chunks_of_files):
@@ -395,18 +452,16 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
     sync_folder(folder)
 
 
-def _commit_on_first_rank(
-    stack: ExitStack,
+def _write_index_on_first_rank(
     request: str,
-    save: _FolderSave | None,
+    save: _OpenSave | None,
     flat: FlatState,
     files_of_ranks: list[_Files],
     metadata: State,
 ) -> None:
-    """Write the index and commit the save, on rank 0. Other ranks do nothing.
+    """Write the index of a save on rank 0. Other ranks do nothing.
 
     Args:
-        stack: the stack that :func:`_begin_on_first_rank` entered the save's context on.
         request: what the user asked for, for errors.
         save: the save, or None on other ranks.
         flat: the content of the checkpoint, as rank 0 has it.
@@ -414,7 +469,7 @@ def _commit_on_first_rank(
         metadata: fabric's metadata.
 
     Raises:
-        CheckpointError: the files do not hold all tensors. Nothing is committed.
+        CheckpointError: the files do not hold all tensors.
     """
     if save is None:
         return
@@ -428,15 +483,13 @@ def _commit_on_first_rank(
     descriptions = {}
     for name, tensor in tensors.items():
         descriptions[name] = [str(tensor.dtype), [*tensor.shape]]
-    index = {
+    content = {
         "files": files,
         "tensors": descriptions,
         "metadata": to_json(metadata),
         "state": flat.entries,
     }
-    _write_index(save, index)
-    # This leaves the context of _replace_folder(), which replaces the old index.
-    stack.close()
+    save.index.write(_encode_index(save.id, content))
 
 
 def _check_complete(request: str, tensors: Mapping[str, Tensor], files: _Files) -> None:
@@ -460,8 +513,8 @@ def _check_complete(request: str, tensors: Mapping[str, Tensor], files: _Files) 
         raise CheckpointError(request, problem)
 
 
-def _write_index(save: _FolderSave, content: Mapping[str, Any]) -> None:
-    """Write the index as one JSON object of two lines.
+def _encode_index(save_id: str, content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of an index: one JSON object of two lines.
 
     The first line has the format, the version, the ID of the save, and a checksum of the ID and the
     second line. So :func:`read_index` can verify the rest before it parses it. The second line has
@@ -472,12 +525,12 @@ def _write_index(save: _FolderSave, content: Mapping[str, Any]) -> None:
     header = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "save": save.id,
-        "crc32": zlib.crc32(save.id.encode() + body),
+        "save": save_id,
+        "crc32": zlib.crc32(save_id.encode() + body),
     }
     # Without the closing brace, which ends the second line.
     first_line = json.dumps(header)[:-1].encode()
-    save.index.write(first_line + b",\n" + body)
+    return first_line + b",\n" + body
 
 
 def remove_folder(folder: Location) -> None:
