@@ -124,19 +124,20 @@ class FlightRecorder:
             first one.
         open_collectives: the collective that each thread is in, by the id of the thread.
         latest_collective: the collective that started last. It may have ended.
-        checks: functions that are called in order before each collective sends data. A check raises
-            if the collective must not run.
-        phase_checks: functions that are called in order with the phase's name, before each phase
-            that all ranks must start. A check raises if the phase must not run.
-        param_group_counts: the number of parameter groups of each optimizer at its setup or latest
-            step, by the id of the optimizer.
-        on_param_groups_changed: called before the step of an optimizer to which the user has added
-            parameter groups.
         signatures: the checksums of calls that the ranks have exchanged and not compared yet.
+        phases_need_all_ranks: whether torch's collectives in a phase need all ranks of the job. The
+            runtime sets it to false if the job has a mesh of several dimensions.
+        checks: functions that are called in order before each collective sends data. A check raises
+            if the collective must not run. Checked mode and other diagnostics add checks.
+        phase_checks: functions that are called in order with the phase's name, before each phase
+            that all ranks must start. A check raises if the phase must not run. Empty except in
+            checked mode.
+        param_group_counts: the number of parameter groups of each optimizer at its setup or latest
+            step, by the ``id()`` of the optimizer. The session adds each optimizer at its setup.
+        on_param_groups_changed: called before the step of an optimizer to which the user has added
+            parameter groups. By default nothing is called. The session sets it.
         collective_context: returns a context manager, in which one collective runs. None, the
-            default, if no tool needs one.
-        phases_need_all_ranks: whether torch's collectives in a phase need all ranks of the job.
-            False if the job has a mesh of several dimensions.
+            default, if no tool, such as a timeline, has set it.
     """
 
     def __init__(
@@ -149,40 +150,25 @@ class FlightRecorder:
         self._explain_lost_rank = explain_lost_rank
         self.process = os.getpid()
         self.thread = threading.get_ident()
+        self.signatures = PendingSignatures()
 
-        # What this process is doing and has done. Only this class changes these fields.
+        # The record, which only this class and RecordedCommunicator change.
         self.phase: str | None = None
-        # The values of ``phase`` to return to, since phases nest: a loss may run a forward pass.
+        # The values of `phase` to return to, since phases nest: a loss may run a forward pass.
         self._outer_phases: list[str | None] = []
-        # How often each group has begun a collective, and how often each phase has begun, by the
-        # name of the group or phase.
         self.counts: dict[str, int] = defaultdict(int)
-        # The group or phase that was counted last.
         self.latest_key = ""
-        # The collective that each thread is in, by the id of the thread.
         self.open_collectives: dict[int, Entry] = {}
         self.latest_collective: Entry | None = None
-        # The checksums of calls that the ranks have exchanged and not compared yet.
-        self.signatures = PendingSignatures()
-        # Whether check_backward() will run the phase checks. check_forward() sets it.
-        self._checks_next_backward = False
 
-        # The fields below are set by others.
-        # By the runtime: whether torch's collectives in a phase need all ranks of the job.
+        # What other parts of fabric set. The class docstring says which part sets which attribute.
         self.phases_need_all_ranks = True
-        # By checked mode: each function is called before each collective sends data.
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
-        # By checked mode: each function is called before each phase that all ranks must start.
         self.phase_checks: tuple[Callable[[str], None], ...] = ()
-        # By the session, at setup, and by enter_step(): the number of parameter groups of each
-        # optimizer, by the id() of the optimizer.
         self.param_group_counts: dict[int, int] = {}
-        # By the session: called before the step of an optimizer that has got parameter groups.
         self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
             _ignore_param_groups
         )
-        # By a tool, such as a timeline: called for each collective, which runs in the context that
-        # the function returns.
         self.collective_context: (
             Callable[[Entry], contextlib.AbstractContextManager[object]] | None
         ) = None
@@ -262,42 +248,21 @@ class FlightRecorder:
         self.enter_phase(phase)
         try:
             if needs_all_ranks:
-                self._check_phase(phase)
+                self.check_phase(phase)
             yield
         except BaseException as error:
             self.exit_phase(error=error)
             raise
         self.exit_phase()
 
-    def check_forward(self, title: str, is_sharded: bool, synchronizes: Callable[[], bool]) -> None:
-        """Run the phase checks at the start of a forward pass, if all ranks must run the pass.
+    def check_phase(self, phase: str) -> None:
+        """Run the phase checks before a phase that all ranks must start.
 
-        All ranks must run the forward pass of a sharded module, and a forward pass after which the
-        backward pass synchronizes gradients. If it has gradients, all ranks must also run the next
-        backward pass.
-
-        Args:
-            title: the class of the module.
-            is_sharded: whether the module's parameters are sharded.
-            synchronizes: returns whether a backward pass would synchronize gradients now.
+        Raises:
+            CollectiveMismatchError: in checked mode, a rank does not start the phase.
         """
-        is_training = torch.is_grad_enabled()
-        must_all_ranks_run_it = is_sharded or (is_training and synchronizes())
-        if must_all_ranks_run_it:
-            self._checks_next_backward |= is_training
-            self._check_phase(f"forward of {title}")
-
-    def check_backward(self) -> None:
-        """Run the phase checks at the start of a backward pass.
-
-        They run only in the first backward pass after a forward pass that :meth:`check_forward` has
-        checked.
-        """
-        should_check = self._checks_next_backward
-        # Reset first, since a check may raise.
-        self._checks_next_backward = False
-        if should_check:
-            self._check_phase("backward")
+        for check in self.phase_checks:
+            check(phase)
 
     def check_signatures(self) -> None:
         """Compare the ranks' signatures of the latest calls, which are still on the device.
@@ -330,11 +295,6 @@ class FlightRecorder:
             explanation = self._explain_lost_rank()
             if explanation:
                 error.add_note(f"{_LOST_HEADING}\n{explanation}")
-
-    def _check_phase(self, phase: str) -> None:
-        """Run the phase checks, which raise unless all ranks start the phase."""
-        for check in self.phase_checks:
-            check(phase)
 
 
 class RecordedCommunicator(Communicator):
