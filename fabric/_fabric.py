@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -72,6 +72,7 @@ from fabric.launchers.base import is_interactive, refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
 from fabric.launchers.rank import exit_with_late_error
 from fabric.launchers.serialize import dump_result, load
+from fabric.launchers.terminal import DEBUG_TIMEOUT, check_debug_rank, take_terminal
 from fabric.loggers import Loggers
 from fabric.loggers.progress import Metrics, Progress, print_texts_of_ranks
 from fabric.migration import METHODS
@@ -324,7 +325,9 @@ class Fabric:
         return self.global_rank == 0
 
     @overload
-    def launch(self, *, return_result: bool = ..., return_all: bool = ...) -> Any: ...
+    def launch(
+        self, *, return_result: bool = ..., return_all: bool = ..., debug: int | None = ...
+    ) -> Any: ...
     @overload
     def launch(
         self,
@@ -334,6 +337,7 @@ class Fabric:
         return_result: Literal[True] = ...,
         return_all: Literal[False] = ...,
         return_weights: bool = ...,
+        debug: int | None = ...,
         **kwargs: Any,
     ) -> T: ...
     @overload
@@ -345,6 +349,7 @@ class Fabric:
         return_result: Literal[True] = ...,
         return_all: Literal[True],
         return_weights: bool = ...,
+        debug: int | None = ...,
         **kwargs: Any,
     ) -> list[T]: ...
     @overload
@@ -356,6 +361,7 @@ class Fabric:
         return_result: bool = ...,
         return_all: bool = ...,
         return_weights: bool = ...,
+        debug: int | None = ...,
         **kwargs: Any,
     ) -> Any: ...
     def launch(
@@ -364,6 +370,7 @@ class Fabric:
         return_result: bool = True,
         return_all: bool = False,
         return_weights: bool = False,
+        debug: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Start the processes of the job and connect them.
@@ -389,6 +396,10 @@ class Fabric:
                 modules, and the caller's modules stay as they are. With ``return_weights`` the
                 function also gets copies if nothing is started on one device; in processes that
                 another launcher has started, it gets the modules themselves.
+            debug: the rank that gets the terminal, so that ``breakpoint()`` opens Python's debugger
+                in it. The other ranks skip ``breakpoint()``, and wait for this rank as long as it
+                takes: ``timeout`` and ``watchdog`` do not count. None leaves the terminal to this
+                process.
             **kwargs: the keyword arguments of the function.
 
         Returns:
@@ -402,7 +413,8 @@ class Fabric:
             ArgumentTypeError: the function cannot be called with the Fabric and the arguments. Or
                 ``return_weights`` is true, and no argument is a module.
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
-                function.
+                function, or with ``debug``.
+            ConfigurationError: ``debug`` is no rank, or there is no terminal.
         """
         # A rank imports the user's script to find the function to run. If the script calls launch()
         # during this import, the call below raises: each rank would start a further job.
@@ -411,6 +423,8 @@ class Fabric:
             raise self._not_running_error("launch()")
         with hide_frames:
             self._check_launch(function_and_args, kwargs)
+            if debug is not None:
+                self._check_debug(debug, function_and_args)
             modules: list[nn.Module] = []
             if return_weights:
                 modules = modules_among(function_and_args[1:], kwargs)
@@ -427,7 +441,11 @@ class Fabric:
                     modules,
                     return_result=return_result,
                     return_all=return_all,
+                    debug=debug,
                 )
+
+        if debug is not None and self._plan.world_size > 1:
+            self._begin_debugging(debug, self._plan.world)
 
         # A function in a job of this process alone is the whole job, as it is in started ranks.
         is_first_call = bool(function_and_args) and self._session is None
@@ -457,6 +475,7 @@ class Fabric:
         *,
         return_result: bool,
         return_all: bool,
+        debug: int | None,
     ) -> Any:
         """Run the user's function in new processes, and return what ``launch`` returns.
 
@@ -467,6 +486,7 @@ class Fabric:
                 in the ranks.
             return_result: as in ``launch``.
             return_all: as in ``launch``.
+            debug: as in ``launch``.
         """
         spec = self._plan.launch_spec
         if return_result and return_all:
@@ -474,10 +494,10 @@ class Fabric:
         elif not return_result and not modules:
             spec = replace(spec, results="none")
         # Each rank calls _run_in_rank with these arguments, and with no keyword arguments.
-        rank_args: Sequence[Any] = (self, *call)
+        rank_args: Sequence[Any] = (self, debug, *call)
         no_kwargs: dict[str, Any] = {}
         if modules:
-            rank_args = (self, _train, (*call, return_result), no_kwargs)
+            rank_args = (self, debug, _train, (*call, return_result), no_kwargs)
         outcome = self._plan.launcher.launch(_run_in_rank, rank_args, no_kwargs, spec)
         if modules:
             return _take_weights(modules, outcome)
@@ -521,6 +541,51 @@ class Fabric:
                 suggestion="no second launch(); or fabric.launch(train) to run a function in the "
                 "ranks that exist",
             )
+
+    def _check_debug(self, debug: int, function_and_args: Sequence[Any]) -> None:
+        """Check that ``launch(debug=RANK)`` can work, before a process is started.
+
+        Args:
+            debug: the rank that gets the terminal.
+            function_and_args: the positional arguments of ``launch``.
+
+        Raises:
+            UsageError: the ranks are connected already.
+            ConfigurationError: there is no such rank, or no terminal. Or the argument seems to be
+                meant for the function.
+        """
+        request = f"fabric.launch(..., debug={debug!r})"
+        parameters: Iterable[str] = ()
+        if function_and_args:
+            with suppress(TypeError, ValueError):  # of a function written in C
+                parameters = inspect.signature(function_and_args[0]).parameters
+        if isinstance(debug, bool) or "debug" in parameters:
+            raise ConfigurationError(
+                request,
+                problem="this argument is not passed on to the function: it is the number of the "
+                "rank that gets the terminal",
+                suggestion="fabric.launch(functools.partial(train, debug=...)) for an argument of "
+                "the function; or another name for it",
+            )
+        if self._session is not None:
+            raise UsageError(
+                request,
+                problem="the ranks are connected already, and wait for each other no longer than "
+                "their timeout",
+                suggestion="debug in the first launch(), right after Fabric(...)",
+            )
+        check_debug_rank(request, debug, self._plan.world_size)
+
+    def _begin_debugging(self, debug: int, world: World) -> None:
+        """Prepare this rank for a job in which one rank is debugged, before the rank is connected.
+
+        Args:
+            debug: the rank that gets the terminal.
+            world: the rank of this process.
+        """
+        # A watchdog of zero prints no hang reports.
+        self._plan = replace(self._plan, timeout=DEBUG_TIMEOUT, watchdog=timedelta(0))
+        take_terminal(world.rank, debug)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the loop of a subclass in every process of the job, as in Lightning Fabric.
@@ -2056,14 +2121,17 @@ class Fabric:
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**vars(self), "_plan": plan, "_session": None, "_is_closed": False}
 
-    def _join_job(self, world: World | None) -> None:
+    def _join_job(self, world: World | None, debug: int | None = None) -> None:
         """Connect a process that a function launcher has started to the job. Collective.
 
         Args:
             world: the rank of this process. None if the environment contains no rank, for which
                 this method raises.
+            debug: the rank that gets the terminal, or None.
         """
         self._plan = replace(self._plan, world=world)
+        if debug is not None and world is not None:
+            self._begin_debugging(debug, world)
         self._ensure_session("launch")  # connects this process to the others
         # The launching process was seeded before this process existed.
         if self._seeding is not None:
@@ -2299,18 +2367,23 @@ def _return_none(fabric: Fabric) -> None:
 
 
 def _run_in_rank(
-    fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fabric: Fabric,
+    debug: int | None,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Run the user's function in a process that a launcher has started. The launcher calls this.
 
     Args:
         fabric: the copy of the user's Fabric that this process has received.
+        debug: the rank that gets the terminal, or None.
         function: the function that the user passed to ``launch``.
         args: the positional arguments of the function, after the fabric.
         kwargs: the keyword arguments of the function.
     """
     # The launcher has put the rank of this process into the environment.
-    fabric._join_job(World.from_env(os.environ))
+    fabric._join_job(World.from_env(os.environ), debug)
     with fabric:
         return function(fabric, *args, **kwargs)
 

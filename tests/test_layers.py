@@ -72,7 +72,7 @@ ORDER = {
         "hand_steps"
     ),
     "launchers": (
-        "serialize base private_file rank preemption supervisor logs fork_server function script "
+        "serialize base private_file terminal rank preemption supervisor logs fork_server function script "
         "agent"
     ),
     "loggers": "loggers kubeflow progress",

@@ -46,8 +46,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from fabric.errors import CollectiveMismatchError, UsageError
+from fabric.errors import CollectiveMismatchError
 from fabric.launchers.serialize import dump_result
+from fabric.launchers.terminal import refuse_input
 from fabric.world import World
 
 __all__ = [
@@ -408,7 +409,7 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
         # the file, so the file stays open.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
     if not config.runs_script:
-        _refuse_input(config.world.rank)
+        refuse_input(config.world.rank)
     control_thread.start()
     outcome = _run_payload(control_thread, payload)  # raises nothing
     # From now on signals are ignored and do not raise. No ``finally`` block is left to run, and a
@@ -420,57 +421,6 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     if outcome.message is not None:
         control_thread.send(outcome.message.kind, outcome.message.content)
     return outcome.exit_code
-
-
-class _NoInput(io.StringIO):
-    """The standard input of a rank that runs a function. Reading a line from it raises.
-
-    The input is empty otherwise. The debugger ``pdb`` reads lines, too.
-    """
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def readline(self, size: int | None = -1, /) -> str:
-        """Raise a UsageError."""
-        raise _input_error("input()", self._rank)
-
-
-def _input_error(call: str, rank: int) -> UsageError:
-    """Return the error for a call that needs a keyboard.
-
-    Args:
-        call: the call, as the user wrote it.
-        rank: the global rank of this process.
-    """
-    return UsageError(
-        f"{call} on rank {rank}",
-        problem="a process that fabric has started has no keyboard",
-        suggestion="an argument of the function for a value that you enter before; or "
-        "Fabric(devices=1) while you look for a mistake: it calls the function in the process that "
-        f"has the keyboard, where {call} and %debug work",
-    )
-
-
-def _refuse_input(rank: int) -> None:
-    """Make ``input()`` and ``breakpoint()`` raise an error that says what to write instead.
-
-    A debugger that the user has chosen, by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, stays.
-
-    Args:
-        rank: the global rank of this process.
-    """
-    sys.stdin = _NoInput(rank)
-
-    def refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
-        """Raise a UsageError, or call the debugger that the environment names."""
-        if os.environ.get("PYTHONBREAKPOINT"):
-            return sys.__breakpointhook__(*args, **kwargs)
-        raise _input_error("breakpoint()", rank)
-
-    if sys.breakpointhook is sys.__breakpointhook__:
-        sys.breakpointhook = refuse_breakpoint
 
 
 def end_with_parent() -> None:

@@ -37,6 +37,7 @@ from fabric.launchers.function import payload_of_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
+from fabric.launchers.terminal import DEBUG_TIMEOUT, check_debug_rank
 from fabric.seed import seed_everything
 from fabric.testing.base import (
     FailureRole,
@@ -143,6 +144,8 @@ class RankPool:
             that the ranks started with, and fails if it has destroyed the pool's process group.
             Warnings of the ranks are then given again in this process, once for all ranks. With
             False each rank prints its warnings.
+        debug: the rank that gets the terminal, so that ``breakpoint()`` opens Python's debugger in
+            it. The other ranks skip ``breakpoint()``, and no call has a timeout.
         **options: options of :class:`fabric.Fabric`, for every rank. The default of ``strategy`` is
             ``"ddp"``, and the default of ``accelerator`` is ``"cpu"``.
 
@@ -160,6 +163,7 @@ class RankPool:
         preload: Sequence[str] = (),
         check_inputs: bool = False,
         reset: bool = True,
+        debug: int | None = None,
         **options: Any,
     ) -> None:
         """Check the options. The first call of :meth:`run` starts the processes."""
@@ -167,10 +171,13 @@ class RankPool:
         self.timeout = timeout
         self._check_inputs = check_inputs
         self._reset = reset
+        self._debug = debug
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         # The fabric is sent to the ranks. It is created here, so that invalid options raise at
         # once.
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
+        if debug is not None:
+            check_debug_rank(f"RankPool({world_size}, debug={debug!r})", debug, world_size)
         self._supervisor: Supervisor | None = None  # None while there are no processes
         self._start_environment: dict[str, str] = {}  # of this process, when the ranks started
         self._patches: list[Patch] = []  # of the blocks of patch() that are open
@@ -222,6 +229,8 @@ class RankPool:
         self._shrinking_budget.admit(pickled_call)
         if timeout is None:
             timeout = self.timeout
+        if self._debug is not None:
+            timeout = DEBUG_TIMEOUT.total_seconds()
         start = monotonic()
         with self._lock:
             if self._is_closed:
@@ -391,7 +400,9 @@ class RankPool:
         """
         self._start_environment = dict(os.environ)
         # Each rank runs _serve(), which makes the calls that the pool sends.
-        payload = payload_of_call(Call(_serve, (self._fabric, self._check_inputs, self._reset), {}))
+        payload = payload_of_call(
+            Call(_serve, (self._fabric, self._check_inputs, self._reset, self._debug), {})
+        )
         server = self._preloading_server or fork_server()
         try:
             supervisor.start(server.start_rank, node_worlds(self.size), payload)
@@ -688,7 +699,7 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
     return complete_lines
 
 
-def _serve(fabric: Fabric, check_inputs: bool, reset: bool) -> None:
+def _serve(fabric: Fabric, check_inputs: bool, reset: bool, debug: int | None) -> None:
     """Run a rank of a pool: connect, then make one call after another until the pool is closed.
 
     This function runs in the main thread of each rank.
@@ -697,6 +708,7 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool) -> None:
         fabric: the rank's copy of the pool's fabric, which is not connected yet.
         check_inputs: whether a call fails if it changes its arguments in place.
         reset: whether torch's global state is restored after each call.
+        debug: the rank that gets the terminal, or None.
     """
     control_thread = ControlThread.of_this_process()
     assert control_thread is not None, "this process was not started by a supervisor"
@@ -710,7 +722,7 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool) -> None:
     # From now on the pool may send SIGUSR1, which would end a process without this handler. So this
     # is sent before the connection, in which a rank may hang.
     control_thread.send("serving")
-    fabric._join_job(world)  # collective: waits until all ranks are connected
+    fabric._join_job(world, debug)  # collective: waits until all ranks are connected
     # When the pool starts the ranks, it waits for this reply, whose result it ignores.
     first_report = Report(rank=world.rank)
     control_thread.send("reply", _Reply(first_report, dump_result(None)))

@@ -1,0 +1,141 @@
+"""The terminal of a job: no rank that runs a function has it, or the one rank that is debugged.
+
+[Note: Debugging a rank] ``Fabric.launch(train, debug=RANK)`` connects the rank to the terminal of
+the job: the rank reads from it and prints to it. The ranks open the terminal by its name, so it
+does not matter how they were started, nor where the output of the job goes. The other ranks skip
+``breakpoint()``, and wait for the rank in their next collective, which has no deadline then.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from fabric.errors import ConfigurationError, UsageError
+
+__all__ = ["DEBUG_TIMEOUT", "check_debug_rank", "refuse_input", "take_terminal"]
+
+DEBUG_TIMEOUT = timedelta(days=365)
+"""How long the other ranks wait for a rank that is debugged."""
+
+# The terminal of a process, under every Unix.
+_TERMINAL = "/dev/tty"
+
+
+class _NoInput(io.StringIO):
+    """The standard input of a rank that runs a function. Reading a line from it raises.
+
+    The input is empty otherwise. The debugger ``pdb`` reads lines, too.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def readline(self, size: int | None = -1, /) -> str:
+        """Raise a UsageError."""
+        raise _input_error("input()", self._rank)
+
+
+def _input_error(call: str, rank: int) -> UsageError:
+    """Return the error for a call that needs a keyboard.
+
+    Args:
+        call: the call, as the user wrote it.
+        rank: the global rank of this process.
+    """
+    return UsageError(
+        f"{call} on rank {rank}",
+        problem="a process that fabric has started has no keyboard",
+        suggestion=f"launch(..., debug={rank}) or RankPool(..., debug={rank}) in a terminal, which "
+        "this rank then has; or Fabric(devices=1) in a notebook, which calls the function in the "
+        f"process that has the keyboard, where {call} and %debug work; or an argument of the "
+        "function for a value that you enter before",
+    )
+
+
+def refuse_input(rank: int) -> None:
+    """Make ``input()`` and ``breakpoint()`` raise an error that says what to write instead.
+
+    A debugger that the user has chosen, by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, stays.
+
+    Args:
+        rank: the global rank of this process.
+    """
+    sys.stdin = _NoInput(rank)
+
+    def refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
+        """Raise a UsageError, or call the debugger that the environment names."""
+        if os.environ.get("PYTHONBREAKPOINT"):
+            return sys.__breakpointhook__(*args, **kwargs)
+        raise _input_error("breakpoint()", rank)
+
+    if sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = refuse_breakpoint
+
+
+def check_debug_rank(request: str, debug: object, world_size: int) -> None:
+    """Check that a rank can be debugged, before a process is started.
+
+    Args:
+        request: the call, as the user wrote it.
+        debug: the rank that should get the terminal.
+        world_size: the number of ranks.
+
+    Raises:
+        ConfigurationError: there is no such rank, or this process has no terminal.
+    """
+    if debug not in range(world_size):
+        raise ConfigurationError(
+            request,
+            problem=f"there is no rank {debug!r}",
+            expected=f"the number of the rank that gets the terminal: 0 to {world_size - 1}",
+        )
+    # The only process of a job has the terminal that it was started in.
+    if world_size > 1 and not _has_terminal():
+        raise ConfigurationError(
+            request,
+            problem="this process has no terminal, in which you could type the commands of the "
+            "debugger",
+            expected="a program that was started in a terminal, and no notebook or batch job",
+            suggestion="Fabric(devices=1) in a notebook, where breakpoint() works in the function",
+        )
+
+
+def _has_terminal() -> bool:
+    """Return whether this process can open its terminal."""
+    try:
+        descriptor = os.open(_TERMINAL, os.O_RDWR)
+    except OSError:
+        return False
+    os.close(descriptor)
+    return True
+
+
+def take_terminal(rank: int, debug_rank: int) -> None:
+    """Connect this process to the terminal if its rank is debugged.
+
+    Otherwise ``breakpoint()`` does nothing in this process. See ``[Note: Debugging a rank]``.
+
+    Args:
+        rank: the global rank of this process.
+        debug_rank: the rank that is debugged.
+    """
+    if rank != debug_rank:
+        sys.breakpointhook = _skip_breakpoint
+        return
+    terminal = os.open(_TERMINAL, os.O_RDWR)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The numbers of the standard streams. The functions that edit a line know only these.
+    for descriptor in (0, 1, 2):
+        os.dup2(terminal, descriptor)
+    os.close(terminal)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open until the process ends)
+    sys.breakpointhook = sys.__breakpointhook__
+
+
+def _skip_breakpoint(*_: Sequence[Any], **__: Any) -> None:
+    """Do nothing, in place of ``breakpoint()``."""
