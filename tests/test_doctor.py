@@ -180,7 +180,8 @@ def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, envi
     processes = []
     for rank, address in enumerate(("127.0.0.1", "nowhere.invalid")):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address}
-        process = start(tmp_path, environment | variables, *COMMAND, "--timeout", "3")
+        # A loaded machine may need some seconds for the checks before the rendezvous.
+        process = start(tmp_path, environment | variables, *COMMAND, "--timeout", "10")
         processes.append(process)
     (code, report), (code_of_rank_1, report_of_rank_1) = map(finish, processes)
     assert code == 1
