@@ -232,6 +232,29 @@ def test_equal_runs_of_other_strategies_and_world_sizes_are_close(first, second,
         assert f" {kind} (" in result.text
 
 
+def train_with_weights(fabric: Fabric, folder: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(2, 1).double()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.01))
+    samples = torch.arange(12.0, dtype=torch.float64).reshape(6, 2)
+    samples_of_rank = samples[fabric.global_rank :: fabric.world_size]
+    with fabric.fingerprint(folder):
+        for _ in range(2):
+            loss = model(samples_of_rank).square().sum()
+            fabric.backward(loss, weight=len(samples_of_rank))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_gradients_of_weighted_losses_are_compared_once_they_are_divided(tmp_path):
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        train_with_weights(fabric, str(tmp_path / "alone"))
+    run_in_ranks(train_with_weights, str(tmp_path / "ddp"), ranks=3)
+    result = compare_runs(tmp_path / "alone", tmp_path / "ddp", close=1e-9)
+    assert result.is_equal, result.text
+    assert " gradient at the step (4)" in result.text
+
+
 def test_a_difference_between_layouts_is_named(run_of_layout, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.mse_loss", partial(mse_loss, reduction="sum"))
     with Fabric(accelerator="cpu", devices=1, check_training=False) as fabric:

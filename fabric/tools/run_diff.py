@@ -480,14 +480,18 @@ class _Comparison:
         left_rank = first.ranks[0]
         right_rank = second.ranks[0]
         other_counts = _kinds_with_other_counts(left_rank, right_rank)
+        has_weights = any(key.kind == "loss weight" for key in (*left_rank, *right_rank))
         for position, key in _keys_with_positions(left_rank, right_rank):
             left = left_rank.get(key)
             right = right_rank.get(key)
             is_of_a_rank = key.kind != "loss" and not _is_shared(left, right)
             # The runs may split a batch into other numbers of micro-batches.
             has_other_count = key.kind in _BACKWARD_KINDS and key.kind in other_counts
+            # Gradients of weighted losses have a factor that depends on the number of ranks, until
+            # clipping or the step divides them.
+            is_undivided = has_weights and key.kind == "gradient"
             is_left_out = self._is_left_out(step, key, left, right)
-            if is_of_a_rank or has_other_count or is_left_out:
+            if is_of_a_rank or has_other_count or is_undivided or is_left_out:
                 continue
             self.compared_values[step, key.kind] += 1
             if left is None or right is None:
