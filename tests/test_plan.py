@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabric import Fabric
-from fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from fabric.environments import SlurmEnvironment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.launchers import ProcessLauncher
@@ -361,6 +361,28 @@ def test_a_plugin_accelerator_can_be_passed_as_an_object() -> None:
 
     board = Board()
     assert Fabric(accelerator=board, environment="none").accelerator is board
+
+
+class Cards(Accelerator):
+    """An accelerator of which each process sees some devices."""
+
+    name = "meta"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def device_count(self) -> int:
+        return self.count
+
+
+def test_a_launcher_may_start_as_many_processes_as_there_are_devices() -> None:
+    for count in (2, 3):
+        assert processes(plan(TWO_RANKS, accelerator=Cards(count))).startswith("2 on 1 node(s)")
+    four_ranks = {**TWO_RANKS, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    # A scheduler may show each process its own device alone.
+    assert processes(plan(four_ranks, accelerator=Cards(1))).startswith("4 on 1 node(s)")
+    with pytest.raises(ConfigurationError, match="rank 1 sees only 3 meta devices"):
+        plan(four_ranks, accelerator=Cards(3))
 
 
 PLUGINS = """

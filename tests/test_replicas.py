@@ -295,6 +295,10 @@ def test_a_save_names_buffers_and_states_of_single_ranks(tmp_path: Path) -> None
 def train_what_differs(fabric: Fabric, folder: Path) -> None:
     """Train with all that may differ between ranks, and compare in every step."""
     loop = Loop(fabric)
+    # An option with a text may be anything.
+    loop.optimizer.defaults["tag"] = None
+    for group in loop.optimizer.param_groups:
+        group["tag"] = (1, f"rank {fabric.global_rank}")
     # Each rank has other samples, and so other running statistics.
     probe = nn.Linear(4, 1)
     probe_optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
