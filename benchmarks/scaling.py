@@ -335,7 +335,8 @@ def weigh(world: int, make: Callable[..., Any], kind: str, layers: int, measurem
     """
     measured = []
     gc.collect()
-    gc.freeze()  # later collections skip the objects that torch has loaded
+    # Later collections, also those of the next call, skip the objects that torch has loaded.
+    gc.freeze()
     for _ in range(measurements):
         with posing(world):
             tracemalloc.start()
@@ -346,7 +347,6 @@ def weigh(world: int, make: Callable[..., Any], kind: str, layers: int, measurem
             finally:
                 tracemalloc.stop()
         gc.collect()
-    gc.unfreeze()
     return min(measured)
 
 
