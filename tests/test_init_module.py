@@ -2,9 +2,8 @@
 
 import copy
 import os
+import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.nn import init
 
 from fabric import Fabric
 from fabric.errors import RankFailedError
-from tests.ranks import in_another_process
+from tests.ranks import in_another_process, outcome
 
 LARGE = 128  # a matrix of 128 x 128 takes 64 KB, and tensors from that size on lie in files
 
@@ -380,36 +379,40 @@ def test_buffers_that_are_views_of_one_storage_stay_views(fsdp):
     assert not in_a_file(net.table)
 
 
-# A separate process, since the limit also counts for the file that pytest may be writing to.
-BUILD_WITH_LIMITS = """
-import resource, sys, torch
-from fabric import Fabric
-fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
-fabric.launch()
-for limit in sys.argv[1:]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
-    print("limit")
-    try:
+def build_with_limit(fabric: Fabric, size: int) -> list[str]:
+    """Build a module where files cannot exceed a size, and return what happens."""
+    events = []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def build() -> None:
         with fabric.init_module():
-            print("building")
-            torch.nn.Linear(400, 400)
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
+            events.append("building")
+            nn.Linear(400, 400)
+
+    events.append(outcome(build))
+    return events
+
+
+def build_with_limits(*sizes: int) -> list[list[str]]:
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        fabric.launch()
+        return [build_with_limit(fabric, size) for size in sizes]
 
 
 def test_a_full_scratch_folder_is_an_error_that_names_it():
-    # Files cannot exceed a size, as on a full disk. The smaller limit leaves no room at all.
-    command = [sys.executable, "-c", BUILD_WITH_LIMITS, "100000", "1000"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
-    _, text, text_without_room = process.stdout.split("limit\n")
-    assert text.startswith("building\nUsageError")
+    # Files cannot exceed a size, as on a full disk. The smaller limit leaves no room at all. The
+    # limit also counts for the file that pytest may be writing to, so another process has it.
+    with_some_room, without_room = in_another_process(build_with_limits, 100_000, 1000)
+    building, text = with_some_room
+    assert building == "building"
+    assert text.startswith("UsageError")
     assert "640,000 bytes" in text
     assert tempfile.gettempdir() in text
     assert "bytes free" in text
     assert "TMPDIR=" in text
     assert "rank0" in text
     # This error comes before the build.
+    [text_without_room] = without_room
     assert text_without_room.startswith("UsageError")
     assert "TMPDIR=" in text_without_room
 
