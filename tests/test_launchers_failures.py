@@ -167,6 +167,9 @@ def test_a_script_keeps_arguments_that_it_removes_also_without_a_standard_output
     process = run_in_a_shell(f"{sys.executable} -W error removes.py a b{closed}", tmp_path)
     assert process.returncode == 1
     assert process.stderr.count("ValueError: b ['a']\n") == 1
+    assert process.stderr.endswith("ValueError: b ['a']\n")
+    _, _, report = process.stderr.partition(" of 2 failed (exit code 1)")
+    assert "Traceback" in report
 
 
 LAUNCHES_FUNCTIONS = """
@@ -243,6 +246,8 @@ def test_popen_runs_the_script_again_in_every_rank(popen):
     assert process.stdout == "result 9\n"
 
 
+# The script that removes arguments shows the same in `make test`.
+@pytest.mark.slow
 def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
     process = popen("popen", "fail")
     assert process.returncode == 1
