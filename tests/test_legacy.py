@@ -149,6 +149,7 @@ def fail_on_rank_one(strategy: DDPSpawnPlugin) -> None:
     strategy.barrier("never together")
 
 
+@pytest.mark.usefixtures("spawned_ranks_are_forked")
 def test_reconciled_processes_end_with_the_rank_and_the_trace_of_the_failure() -> None:
     strategy = plugin()
     with pytest.raises(RankFailedError, match="the file of rank one is damaged") as caught:

@@ -560,6 +560,7 @@ class Loop:
         return torch.ones(3, requires_grad=True)[1:]
 
 
+@pytest.mark.usefixtures("spawned_ranks_are_forked")
 def test_spawn_does_what_its_text_says_on_two_processes() -> None:
     strategy = DDPSpawnPlugin([CPU, CPU])
     trainer = trainer_of(seeded())
