@@ -36,6 +36,20 @@ MARK = "FABRIC_TESTS_RUN"
 REPLICA_CHECK = Path(__file__).with_name("check_replicas")
 # Two caches live as long as this process: torch's compiler and multiprocessing's sockets have them.
 CACHES = ("torchinductor_", "pymp-")
+# Modules that fabric imports when they are needed, and modules of the tests. Each rank that is forked
+# from the server would import them.
+MODULES_OF_RANKS = (
+    "fabric.checkpoint.full_tensors",
+    "fabric.checkpoint.save_load",
+    "fabric.diagnostics.replicas",
+    "fabric.strategies.fsdp",
+    "fabric.testing.pool",
+    "hypothesis",
+    "lightning_utilities.core.imports",
+    "psutil",
+    "pytest",
+    "torch.distributed.checkpoint",
+)
 # pytest names the running test in the first, and torch's compiler notes its cache in the second.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
@@ -114,13 +128,10 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session", autouse=True)
-def the_fork_server_has_imported_pytest() -> Iterator[None]:
-    """Have the fork server of this process import pytest and psutil, as the modules of tests do.
-
-    Otherwise each rank that is sent a function by its name would import them.
-    """
+def the_fork_server_has_imported_modules_of_ranks() -> Iterator[None]:
+    """Have the fork server of this process import what ranks of tests import."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_fork_server_of_process", _fork_server_with_pytest)
+        patch.setattr(fork_server, "_fork_server_of_process", _fork_server_with_modules_of_ranks)
         yield
 
 
@@ -160,9 +171,9 @@ def seeded() -> Iterator[None]:
 
 
 @cache
-def _fork_server_with_pytest(pid: int) -> fork_server.ForkServer:
+def _fork_server_with_modules_of_ranks(pid: int) -> fork_server.ForkServer:
     """Return the fork server of the process with this id, as fabric's own function does."""
-    variables = {fork_server._MODULES_VARIABLE: "pytest psutil"}
+    variables = {fork_server._MODULES_VARIABLE: " ".join(MODULES_OF_RANKS)}
     return fork_server.ForkServer(fork_server.forkserver_main, variables=variables)
 
 
