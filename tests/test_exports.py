@@ -96,6 +96,7 @@ def test_an_import_changes_nothing_in_the_process_and_loads_only_fabric() -> Non
     assert 'pip install "torch-fabric[testing]"' in done.stderr
 
 
-def test_the_package_alone_does_not_import_torch() -> None:
-    script = "import sys, fabric; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["fabric", "fabric_compat.__main__"])
+def test_a_package_or_a_command_alone_does_not_import_torch(module: str) -> None:
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=150).returncode == 0
