@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -111,6 +111,16 @@ _PerRank = bool | Literal["after_setup"]
 _Optimizers = Optimizer | Sequence[Optimizer] | None
 _EntryFilters = Mapping[str, Callable[[str, Any], bool]] | None
 _Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
+# What launch() returns: the result of rank 0, those of all ranks, or nothing.
+_Results = Literal["first", "all", "none"]
+
+
+class _UserCall(NamedTuple):
+    """The function that ``launch`` calls in each rank, and its arguments after the fabric."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
 
 
 class _Seeding(NamedTuple):
@@ -428,80 +438,96 @@ class Fabric:
             modules: list[nn.Module] = []
             if return_weights:
                 modules = modules_among(function_and_args[1:], kwargs)
+        results: _Results = "first"
+        if not return_result:
+            results = "none"
+        elif return_all:
+            results = "all"
         # launch() without a function only connects the processes.
-        function: Callable[..., Any] = _return_none
-        args: Sequence[Any] = ()
+        call = _UserCall(_return_none, args=(), kwargs={})
         if function_and_args:
             function, *args = function_and_args
+            call = _UserCall(function, args, kwargs)
 
         if self._plan.world is None:  # this process is not a rank of the job
             with hide_frames:
-                return self._start_ranks(
-                    (function, args, kwargs),
-                    modules,
-                    return_result=return_result,
-                    return_all=return_all,
-                    debug=debug,
-                )
-
+                return self._call_in_new_ranks(call, modules, results, debug)
         if debug is not None and self._plan.world_size > 1:
             self._begin_debugging(debug, self._plan.world)
-
-        # A function in a job of this process alone is the whole job, as it is in started ranks.
-        is_first_call = bool(function_and_args) and self._session is None
-        is_whole_job = is_first_call and self._plan.world_size == 1
+        begins_job = self._session is None
         self._ensure_session("launch")  # connects this rank to the others
-        context: AbstractContextManager[object] = nullcontext()
-        if is_whole_job:
-            context = self._ending_session()
-        with context:
-            if is_whole_job and return_weights:
-                # A strategy that shards would leave shards in the user's modules.
-                args, kwargs = copy.deepcopy((args, kwargs))
-                trained = _train(self, function, args, kwargs, return_result)
-                result = _take_weights(modules, trained)
-            else:
-                result = function(self, *args, **kwargs)
-            if not return_result:
-                return None
-            if return_all:
-                return _gather_results(self._communicator("launch"), result)
-            return result
+        if function_and_args and begins_job and self._plan.world_size == 1:
+            return self._call_as_whole_job(call, modules, results)
+        result = call.function(self, *call.args, **call.kwargs)
+        return self._select_results(result, results)
 
-    def _start_ranks(
+    def _call_in_new_ranks(
         self,
-        call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
+        call: _UserCall,
         modules: Sequence[nn.Module],
-        *,
-        return_result: bool,
-        return_all: bool,
+        results: _Results,
         debug: int | None,
     ) -> Any:
-        """Run the user's function in new processes, and return what ``launch`` returns.
+        """Call the user's function in new processes, and return what ``launch`` returns.
 
         Args:
-            call: the function, its positional arguments after the fabric, and its keyword
-                arguments.
+            call: the user's function and its arguments.
             modules: the modules that get the trained weights. If there are none, the weights stay
                 in the ranks.
-            return_result: as in ``launch``.
-            return_all: as in ``launch``.
+            results: which results to return.
             debug: as in ``launch``.
         """
-        spec = self._plan.launch_spec
-        if return_result and return_all:
-            spec = replace(spec, results="all")
-        elif not return_result and not modules:
-            spec = replace(spec, results="none")
-        # Each rank calls _run_in_rank with these arguments, and with no keyword arguments.
-        rank_args: Sequence[Any] = (self, debug, *call)
-        no_kwargs: dict[str, Any] = {}
-        if modules:
-            rank_args = (self, debug, _train, (*call, return_result), no_kwargs)
-        outcome = self._plan.launcher.launch(_run_in_rank, rank_args, no_kwargs, spec)
-        if modules:
-            return _take_weights(modules, outcome)
-        return outcome
+        launcher = self._plan.launcher
+        # Each rank calls _run_in_rank with the fabric, the rank to debug, a function, and the
+        # arguments of the function. The launcher passes no keyword arguments.
+        if not modules:
+            spec = replace(self._plan.launch_spec, results=results)
+            return launcher.launch(_run_in_rank, (self, debug, *call), {}, spec)
+        # Each rank calls _train, whose result has the weights. The result of rank 0 is also needed
+        # if the user wants no results.
+        returns_result = results != "none"
+        results_with_weights = "first" if results == "none" else results
+        spec = replace(self._plan.launch_spec, results=results_with_weights)
+        rank_args = (self, debug, _train, (*call, returns_result), {})
+        outcome = launcher.launch(_run_in_rank, rank_args, {}, spec)
+        return _take_weights(modules, outcome)
+
+    def _call_as_whole_job(
+        self, call: _UserCall, modules: Sequence[nn.Module], results: _Results
+    ) -> Any:
+        """Call the user's function in a job of this process alone, which ends with the function.
+
+        So what is set up in the function ends with it, as in processes that ``launch`` starts.
+
+        Args:
+            call: the user's function and its arguments.
+            modules: the modules that get the trained weights. If there are none, the function gets
+                its arguments themselves, and no copies.
+            results: which results to return.
+        """
+        with self._ending_session():
+            if modules:
+                # A strategy that shards would leave shards in the user's modules.
+                args, kwargs = copy.deepcopy((call.args, call.kwargs))
+                returns_result = results != "none"
+                trained = _train(self, call.function, args, kwargs, returns_result)
+                result = _take_weights(modules, trained)
+            else:
+                result = call.function(self, *call.args, **call.kwargs)
+            return self._select_results(result, results)
+
+    def _select_results(self, result: Any, results: _Results) -> Any:
+        """Return what ``launch`` returns in a rank. Collective if this is the results of all ranks.
+
+        Args:
+            result: the result of this rank.
+            results: which results to return. For ``"first"``, each rank returns its own result.
+        """
+        if results == "none":
+            return None
+        if results == "all":
+            return _gather_results(self._communicator("launch"), result)
+        return result
 
     def _check_launch(self, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of ``launch()`` before a process is started.
@@ -2393,7 +2419,7 @@ def _train(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    return_result: bool,
+    returns_result: bool,
 ) -> TrainedResult:
     """Call the user's function, and return the weights of the modules among its arguments.
 
@@ -2404,7 +2430,7 @@ def _train(
         function: the function that the user passed to ``launch``.
         args: the positional arguments of the function, after the fabric.
         kwargs: the keyword arguments of the function.
-        return_result: whether to return what the function returns. It may not be picklable.
+        returns_result: whether to return what the function returns. It may not be picklable.
 
     Raises:
         UsageError: the function has closed the Fabric, and with it the process group.
@@ -2418,7 +2444,7 @@ def _train(
             "gathered",
             suggestion="no teardown() in the function: launch() closes what the function has used",
         )
-    if not return_result:
+    if not returns_result:
         result = None
     return TrainedResult(result, [fabric.get_state_dict(module) for module in modules])
 
