@@ -979,15 +979,17 @@ class Fabric:
             ArgumentTypeError: ``tensor`` is not a tensor.
             ConfigurationError: ``reduce`` is another value, or ``"sum"`` together with a weight.
         """
-        has_graph = isinstance(tensor, Tensor) and tensor.requires_grad
-        if not has_graph or not (args or kwargs or tensor.numel() == 1):
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            _refuse_loss(tensor)  # always raises
+        if tensor.numel() != 1 and not args and not kwargs:
+            # Only with the argument `gradient`, torch differentiates a tensor of several elements.
             _refuse_loss(tensor)
         is_plain = weight is None and optimizer is None and reduce == "mean"
         if is_plain and self._session is None:
             tensor.backward(*args, **kwargs)  # nothing has been set up
             return
         session = self._session or self._ensure_session("backward")
-        # A copy of the list, which becomes empty after the first backward passes.
+        # A check may remove itself from the list, so this loop is over a copy.
         for check_loss in list(session.loss_checks):
             check_loss(tensor, weight, reduce)
         for loop in session.active_loops:
@@ -997,13 +999,8 @@ class Fabric:
                 # batch, loss and weight are not changed.
                 is_sum = reduce == "sum"
                 tensor, weight = without_repeats(loop.position, tensor, weight, is_sum=is_sum)
-        if reduce != "mean":
-            tensor = session.sum_over_ranks(tensor, weight, reduce)
-        # After the first weight, all losses pass through the loss weights, which refuse to add up
-        # losses with and without a weight.
-        has_loss_weights = session.loss_weights is not None
-        if weight is not None or optimizer is not None or has_loss_weights:
-            tensor = session.ensure_loss_weights().divide_loss(tensor, weight, optimizer)
+        if not is_plain or session.loss_weights is not None:
+            tensor = session.weigh_loss(tensor, weight, optimizer, reduce)
         if session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
 
