@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from pathlib import Path
 from typing import NamedTuple, Self, final
 
@@ -198,14 +198,12 @@ class _Node:
         status: the latest status of the admitted agent. None if no agent has been admitted.
         newcomer: the name of another agent that wants to be admitted.
         newcomer_since: when the newcomer was noticed.
-        has_added_cause: whether the failure of this machine has been added to the causes.
     """
 
     last_seen: float
     status: _NodeStatus | None = None
     newcomer: str = ""
     newcomer_since: float = 0.0
-    has_added_cause: bool = False
 
     def read_end(self) -> _NodeEnd | None:
         """Return how the ranks of this machine have ended, or None."""
@@ -229,16 +227,29 @@ class _Cause(NamedTuple):
     """A reason for the end of a generation.
 
     Attributes:
+        time: when the coordinator noticed it, on the monotonic clock.
         kind: how likely this is the root cause.
         exit_code: the exit code of the job if it does not restart.
         text: what happened, in words.
         node_rank: the machine.
     """
 
+    time: float
     kind: _CauseKind
     exit_code: int
     text: str
     node_rank: int
+
+
+class _Phase(Enum):
+    """What the coordinator waits for."""
+
+    STARTING = auto()
+    """All machines, to start the next generation. No machine has ranks."""
+    RUNNING = auto()
+    """The end of the generation that runs."""
+    ENDING = auto()
+    """The ends of the last ranks of a generation that has failed."""
 
 
 @final
@@ -263,10 +274,9 @@ class _Coordinator:
         self._state = _JobState()
         # The store of the ranks, which is served as long as this object refers to it.
         self._rank_store: dist.TCPStore | None = None
-        # Why the latest generation has ended or is about to. Empty once the next one may start.
+        # Why the latest generation has ended or is about to, in the order in which the causes were
+        # noticed. Empty once the next one may start.
         self._causes: list[_Cause] = []
-        # When the first failure of the latest generation was noticed. None without a failure.
-        self._failure_time: float | None = None
         self._restart_times: list[float] = []
         # Since when the next generation may start, if all machines are there.
         self._waiting_since = now
@@ -294,6 +304,15 @@ class _Coordinator:
             if not node.status.has_read_end:
                 return False
         return True
+
+    @property
+    def _phase(self) -> _Phase:
+        """What the coordinator waits for now."""
+        if self._state.port is not None:
+            return _Phase.RUNNING
+        if self._causes:
+            return _Phase.ENDING
+        return _Phase.STARTING
 
     def _is_lost(self, node: _Node, now: float) -> bool:
         """Return whether a machine has sent no message for so long that its ranks have ended."""
@@ -338,8 +357,7 @@ class _Coordinator:
                 if not has_current_ended and not self._is_lost(node, now):
                     self._refuse_second_agent(node_rank)
                     continue
-                text = f"{self._title(node_rank)}: its command ended and was started again"
-                self._end_generation(_Cause(_CauseKind.LOST_MACHINE, 1, text, node_rank))
+                self._end_ranks_of_replaced_agent(node_rank, now)
             node.status = newcomer
             node.last_seen = now
             self._store.set(f"member/{node_rank}", newcomer.agent_id)
@@ -353,6 +371,24 @@ class _Coordinator:
         if node.last_seen > node.newcomer_since + self._config.lease:
             text = f"{self._title(node_rank)} has a running command already"
             self._store.set(f"refused/{node.newcomer}", text)
+
+    def _end_ranks_of_replaced_agent(self, node_rank: int, now: float) -> None:
+        """End the generation whose ranks an agent had, since a newcomer replaces the agent.
+
+        Does nothing between two generations, when no machine has ranks.
+        """
+        if self._phase is _Phase.STARTING:
+            return
+        cause = _Cause(
+            time=now,
+            kind=_CauseKind.LOST_MACHINE,
+            exit_code=1,
+            text=f"{self._title(node_rank)}: its command ended and was started again",
+            node_rank=node_rank,
+        )
+        self._causes.append(cause)
+        if self._phase is _Phase.RUNNING:
+            self._end_generation()
 
     def _find_problem(self, newcomer: _NodeStatus) -> str:
         """Return why an agent cannot be part of this job, or an empty text."""
@@ -379,13 +415,13 @@ class _Coordinator:
             if now - node.last_seen > self._config.node_timeout:
                 self._end_job(1, f"{self._title(node_rank)} {self._describe_silence(node)}")
                 return
-        is_generation_running = self._state.port is not None
-        if is_generation_running:
-            self._end_if_over(now)
+        if self._phase is _Phase.RUNNING:
+            self._watch_generation(now)
             return
-        # Without a cause there is no earlier generation, or it is over.
-        may_start = not self._causes or self._finish_generation(now)
-        if may_start:
+        if self._phase is _Phase.ENDING:
+            self._finish_generation(now)
+        # Finishing one generation may allow the next one to start.
+        if self._phase is _Phase.STARTING:
             self._start_generation(now)
 
     def _describe_silence(self, node: _Node) -> str:
@@ -395,33 +431,35 @@ class _Coordinator:
             return f"has not joined within {seconds}"
         return f"has not answered for {seconds}"
 
-    def _end_if_over(self, now: float) -> None:
+    def _watch_generation(self, now: float) -> None:
         """End the generation if a machine has failed, and the job if all machines have finished."""
         exit_codes: list[int] = []
         is_any_running = False
         for node_rank, node in enumerate(self._nodes):
-            status = node.status
-            assert status is not None  # a generation starts when all machines are there
+            self._add_cause_if_failed(node_rank, now)
             if self._is_lost(node, now):
-                self._add_cause(node_rank, now)
                 continue
-            end = status.read_end()
-            # An agent that has not read of this generation yet still has the end of the last one.
-            has_ended = status.generation == self._state.generation and not status.is_running
-            if not has_ended or end is None:
+            end = self._end_in_this_generation(node)
+            if end is None:
                 is_any_running = True
-                continue
-            if end.has_failed:
-                self._add_cause(node_rank, now)
-            exit_codes.append(end.exit_code)
+            else:
+                exit_codes.append(end.exit_code)
         if self._causes:
-            if self._failure_time is None:
-                self._failure_time = now
             if not is_any_running or self._should_end_other_ranks(now):
                 self._end_generation()
-        elif len(exit_codes) == len(self._nodes):
-            # All of them are 0, or PREEMPTED.
+        elif not is_any_running:
+            # No machine has failed, so all codes are 0 or PREEMPTED.
             self._end_job(max(exit_codes), "")
+
+    def _end_in_this_generation(self, node: _Node) -> _NodeEnd | None:
+        """Return how the ranks of a machine have ended. None if they run, or are about to start."""
+        status = node.status
+        assert status is not None  # a generation starts when all machines are there
+        # An agent that has not read of this generation yet still has the end of the last one.
+        has_started = status.generation == self._state.generation
+        if not has_started or status.is_running:
+            return None
+        return status.read_end()
 
     def _should_end_other_ranks(self, now: float) -> bool:
         """Return whether machines have to end their ranks, since another machine has failed.
@@ -431,28 +469,22 @@ class _Coordinator:
         """
         if self._config.allows_restart(now, self._restart_times):
             return True
-        assert self._failure_time is not None  # a machine has failed
-        return now - self._failure_time > min(_MAX_FAILURE_GRACE, self._config.node_timeout)
+        grace = min(_MAX_FAILURE_GRACE, self._config.node_timeout)
+        return now - self._causes[0].time > grace
 
-    def _end_generation(self, cause: _Cause | None = None) -> None:
-        """Have all agents end their ranks, or only add the cause if they do already."""
-        is_running = self._state.port is not None
-        # The last generation is over, and the next one has not started. So there is nothing to end,
-        # and no failure that the cause could explain.
-        is_between_generations = not is_running and not self._causes
-        if cause is not None and not is_between_generations:
-            self._causes.append(cause)
-        if is_running:
-            next_generation = self._state.generation + 1
-            self._state = replace(self._state, generation=next_generation, port=None)
+    def _end_generation(self) -> None:
+        """Have all agents end their ranks, by the number of the next generation without a port."""
+        next_generation = self._state.generation + 1
+        self._state = replace(self._state, generation=next_generation, port=None)
 
-    def _add_cause(self, node_rank: int, now: float) -> None:
+    def _add_cause_if_failed(self, node_rank: int, now: float) -> None:
         """Add the failure of a machine to the causes, once in each generation.
 
-        This method does nothing if the machine has not failed.
+        Does nothing if the machine has not failed.
         """
         node = self._nodes[node_rank]
-        if node.has_added_cause or node.status is None:
+        is_known = any(cause.node_rank == node_rank for cause in self._causes)
+        if is_known or node.status is None:
             return
         title = self._title(node_rank)
         end = node.status.read_end()
@@ -467,38 +499,41 @@ class _Coordinator:
             text = f"{title}: {end.failure}"
         else:
             return
-        node.has_added_cause = True
-        self._causes.append(_Cause(kind, exit_code, text, node_rank))
+        cause = _Cause(time=now, kind=kind, exit_code=exit_code, text=text, node_rank=node_rank)
+        self._causes.append(cause)
 
-    def _finish_generation(self, now: float) -> bool:
-        """Count a restart, or end the job, if no machine has ranks of the last generation.
-
-        Returns:
-            Whether the next generation may start.
-        """
+    def _finish_generation(self, now: float) -> None:
+        """Restart or end the job, once no machine has ranks of the generation that has failed."""
         for node_rank, node in enumerate(self._nodes):
-            self._add_cause(node_rank, now)
-            status = node.status
-            if status is None or self._is_lost(node, now):
-                continue
-            if status.is_running or status.seen_generation != self._state.generation:
-                return False
+            # The failure of ranks that ended after the generation counts, too.
+            self._add_cause_if_failed(node_rank, now)
+            if self._may_have_ranks(node, now):
+                return
         # The most likely root cause. Of equally likely ones, min() returns the earliest.
         cause = min(self._causes, key=lambda cause: cause.kind)
         self._state = replace(self._state, cause_node=cause.node_rank)
-        if not self._config.allows_restart(now, self._restart_times):
+        if self._config.allows_restart(now, self._restart_times):
+            self._count_restart(cause, now)
+        else:
             self._end_job(cause.exit_code, cause.text)
+
+    def _may_have_ranks(self, node: _Node, now: float) -> bool:
+        """Return whether a machine may still have ranks of the generation that has failed."""
+        if node.status is None or self._is_lost(node, now):
             return False
+        knows_of_end = node.status.seen_generation == self._state.generation
+        return node.status.is_running or not knows_of_end
+
+    def _count_restart(self, cause: _Cause, now: float) -> None:
+        """Count and announce a restart, and let the next generation start.
+
+        ``cause`` is the reason for the restart.
+        """
         self._restart_times.append(now)
         count = f"restart {len(self._restart_times)} of {self._config.restart_limit}"
-        notice = f"{count}: {cause.text}"
-        self._state = replace(self._state, notice=notice)
+        self._state = replace(self._state, notice=f"{count}: {cause.text}")
         self._causes = []
-        self._failure_time = None
         self._waiting_since = now
-        for node in self._nodes:
-            node.has_added_cause = False
-        return True
 
     def _start_generation(self, now: float) -> None:
         """Start the next generation if all machines are there. Otherwise say which are missing."""
@@ -709,6 +744,8 @@ class NodeAgent:
             while not has_read_end and not self._should_leave:
                 self._exchange(store)
                 has_read_end = self._state.exit_code is not None
+                self._wake.wait(_INTERVAL)
+                self._wake.clear()
             self._leave(store)
         except dist.DistError:
             self._problem = (
@@ -778,43 +815,56 @@ class NodeAgent:
         return state
 
     def _exchange(self, store: JobStore) -> None:
-        """Publish the status, read the state, and note a generation that is to start."""
-        node_rank = self._config.node_rank
-        with self._lock:
-            self._status = replace(self._status, beat=self._status.beat + 1)
-        store.publish("agent", asdict(self._status))
+        """Send this agent's status to machine 0, and act on the state of the job."""
+        self._publish_status(store)
         if self._coordinator is not None:
             self._coordinator.update()
         state = self._read_state(store)
         assert state is not None  # this agent has been admitted
+        node_rank = self._config.node_rank
         if store.get_nowait(f"member/{node_rank}") != self._status.agent_id.encode():
             self._problem = f"another command has become machine {node_rank} of this job"
             self._should_leave = True
-        generation_to_start: Generation | None = None
+        generation = self._follow_state(state)
+        if generation is not None:
+            # Set after the status and the state, which should_end_ranks() compares once ranks run.
+            self._next_generation = generation
+            self._has_news.set()
+
+    def _publish_status(self, store: JobStore, *, has_read_end: bool = False) -> None:
+        """Publish the status with a new beat, which shows that this agent is alive.
+
+        ``has_read_end`` is whether this agent knows how the job has ended.
+        """
+        with self._lock:
+            beat = self._status.beat + 1
+            self._status = replace(self._status, beat=beat, has_read_end=has_read_end)
+        store.publish("agent", asdict(self._status))
+
+    def _follow_state(self, state: _JobState) -> Generation | None:
+        """Keep a state of the job that was read, and note in the status that it was seen.
+
+        Returns:
+            The generation to start now. The status then says that its ranks are about to start.
+            None if there is none to start.
+        """
+        generation: Generation | None = None
         with self._lock:
             status = replace(self._status, seen_generation=state.generation)
             is_new = status.generation != state.generation
             if state.port is not None and is_new and not status.is_running:
-                generation_to_start = Generation(state.generation, state.port)
+                generation = Generation(state.generation, state.port)
                 status = replace(status, generation=state.generation, is_running=True, end=None)
             self._status = status
             self._state = state
-        if generation_to_start is not None:
-            # Set after the status and the state, which should_end_ranks() compares once ranks run.
-            self._next_generation = generation_to_start
-            self._has_news.set()
-        self._wake.wait(_INTERVAL)
-        self._wake.clear()
+        return generation
 
     def _leave(self, store: JobStore) -> None:
         """Publish that this agent knows the end of the job. On machine 0, wait for the others.
 
         The store ends with machine 0, so it waits until all other agents know the end, or are lost.
         """
-        with self._lock:
-            beat = self._status.beat + 1
-            self._status = replace(self._status, beat=beat, has_read_end=True)
-        store.publish("agent", asdict(self._status))
+        self._publish_status(store, has_read_end=True)
         self._has_news.set()
         coordinator = self._coordinator
         while coordinator is not None and not coordinator.is_done():
