@@ -13,7 +13,6 @@ Otherwise the ranks wait for each other and will not run their ``finally`` block
 """
 
 import linecache
-import math
 import multiprocessing
 import os
 import re
@@ -54,6 +53,7 @@ __all__ = [
     "describe_exit",
     "exit_status",
     "never",
+    "processor_seconds",
     "rank_variables",
     "read_stat",
 ]
@@ -155,6 +155,35 @@ def read_stat(pid: int | str) -> dict[int, str]:
 def never() -> bool:
     """Return False: the condition of a wait that nothing ends early."""
     return False
+
+
+class _CauseKind(IntEnum):
+    """What a rank has done, as the cause of the end of the job. A lower kind is more likely it."""
+
+    OWN_FAILURE = 0
+    """The rank has sent its error, was killed, or exited with an error code."""
+    ERROR_IN_HANDLING = 1
+    """The rank is handling an error, and may recover from the error."""
+    EARLY_END = 2
+    """The rank has left the job early, without an error."""
+    SECONDARY_ERROR = 3
+    """The error of the rank looks like the result of another rank's failure."""
+    NO_FAILURE = 4
+    """The rank runs, has finished, or was preempted."""
+
+
+class _CauseOrder(NamedTuple):
+    """A sort key of ranks, which puts the rank that has most likely ended the job first.
+
+    Attributes:
+        kind: what the rank has done.
+        time: when it failed or ended, on the monotonic clock.
+        global_rank: the number of the rank, for ranks that failed at the same time.
+    """
+
+    kind: _CauseKind
+    time: float
+    global_rank: int
 
 
 @dataclass(kw_only=True)
@@ -283,16 +312,16 @@ class RankProcess:
             return "it had finished"
         return "unknown"
 
-    def processor_seconds(self) -> float:
-        """Return the CPU time that all threads of the process have used, in seconds.
+    def processor_seconds(self) -> float | None:
+        """Return the CPU time in seconds that all threads of a sleeping process have used.
 
-        The result is NaN if the time is unknown, or if the main thread is not sleeping: then the
+        The result is None if the time is unknown, or if the main thread is not sleeping: then the
         process is not idle, whatever the time says.
         """
         fields = read_stat(self.process.pid)
         is_sleeping = fields.get(StatField.STATE) == "S"
         if not is_sleeping:
-            return math.nan
+            return None
         ticks = int(fields[StatField.USER_TICKS]) + int(fields[StatField.SYSTEM_TICKS])
         return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -300,33 +329,22 @@ class RankProcess:
         """Return whether the process is stopped, as by SIGSTOP. It then handles no signal."""
         return read_stat(self.process.pid).get(StatField.STATE) == "T"
 
-    def cause_order(self, has_lost_peer: bool) -> tuple[int, float, int]:
-        """Return a sort key that puts the rank that has ended the job first.
-
-        The first item of the key tells how unlikely the rank is to be the cause:
-
-        - 0: the rank has sent its error, was killed, or exited with an error code.
-        - 1: the rank is handling an error, and may recover from the error.
-        - 2: the rank has left the job early, without an error.
-        - 3: the error of the rank looks like the result of another rank's failure.
-        - 4: the rank runs, has finished, or was preempted.
+    def cause_order(self, has_lost_peer: bool) -> _CauseOrder:
+        """Return a sort key that puts the rank that has most likely ended the job first.
 
         Args:
             has_lost_peer: whether any rank of the job reports that it has lost its connection to
                 another rank.
-
-        Returns:
-            The unlikeliness, the time of the failure or of the end, and the global rank.
         """
         failure = self.failure
         if failure is not None:
             if failure.is_secondary:
-                unlikeliness = 3
+                kind = _CauseKind.SECONDARY_ERROR
             elif "error" in self.messages:
-                unlikeliness = 0
+                kind = _CauseKind.OWN_FAILURE
             else:
-                unlikeliness = 1
-            return unlikeliness, failure.time, self.global_rank
+                kind = _CauseKind.ERROR_IN_HANDLING
+            return _CauseOrder(kind, failure.time, self.global_rank)
 
         if "finished" in self.messages:
             # A rank that has finished has left too early only if another rank still needed it.
@@ -334,12 +352,20 @@ class RankProcess:
         else:
             has_left_early = self.exit_code == 0
         if has_left_early:
-            unlikeliness = 2
+            kind = _CauseKind.EARLY_END
         elif self.exit_code in (None, 0, PREEMPTED):
-            unlikeliness = 4
+            kind = _CauseKind.NO_FAILURE
         else:
-            unlikeliness = 0
-        return unlikeliness, self.end_time, self.global_rank
+            kind = _CauseKind.OWN_FAILURE
+        return _CauseOrder(kind, self.end_time, self.global_rank)
+
+    def final_exit_code(self) -> int:
+        """Return the exit code of a rank that has ended, or of a rank that is about to end."""
+        if self.exit_code is not None:
+            return self.exit_code
+        if self.failure is not None:
+            return self.failure.exit_code
+        return 0  # the payload has returned without an error
 
 
 class ReceivedSignal(NamedTuple):
@@ -683,7 +709,10 @@ class Supervisor:
                 rank.send("describe")
         self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
         # The cause is determined before the ranks are ended: an end by SIGTERM is not a cause.
-        error = self._root_cause()
+        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
+        has_lost_peer = any(failure.has_lost_peer for failure in failures)
+        cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
+        error = self._error_for(cause, failures)
         for rank in self._running_ranks():
             if rank.is_stopped():  # it cannot run its ``finally`` blocks
                 rank.kill()
@@ -738,35 +767,41 @@ class Supervisor:
                 rank.kill(signal.SIGKILL)
         deadline = monotonic() + grace
         while not should_stop():
-            running_ranks = self._running_ranks()
             seconds_left = deadline - monotonic()
-            if not running_ranks or seconds_left <= 0:
+            if not self._running_ranks() or seconds_left <= 0:
                 return
-            cpu_before = _processor_seconds(running_ranks)
-            self.collect_until(min(RESPONSE_TIME, seconds_left), should_stop)
-            cpu_used = _processor_seconds(running_ranks) - cpu_before
-            # The time is NaN if a rank is not asleep. A comparison with NaN is false, so the wait
-            # goes on.
-            are_idle = cpu_used < _IDLE_LOAD * RESPONSE_TIME
-            has_rank_ended = self._running_ranks() != running_ranks
-            if are_idle and not has_rank_ended and not _has_responded(running_ranks):
+            will_end = self._wait_for_response(min(RESPONSE_TIME, seconds_left), should_stop)
+            if not will_end:
                 return
 
-    def _root_cause(self) -> RankFailedError:
+    def _wait_for_response(self, timeout: float, should_stop: Callable[[], object]) -> bool:
+        """Wait, and return whether the running ranks may still end after the signal by themselves.
+
+        They may if one of them has noticed the signal, has ended meanwhile, or uses the CPU. See
+        ``[Note: Unresponsive ranks]`` in supervisor.py.
+
+        Args:
+            timeout: how long to wait, in seconds.
+            should_stop: a condition that ends the wait earlier.
+        """
+        ranks = self._running_ranks()
+        cpu_before = processor_seconds(ranks)
+        self.collect_until(timeout, should_stop)
+        cpu_after = processor_seconds(ranks)
+        if cpu_before is None or cpu_after is None:
+            return True  # a rank is not asleep
+        is_busy = cpu_after - cpu_before >= _IDLE_LOAD * RESPONSE_TIME
+        has_rank_ended = self._running_ranks() != ranks
+        return is_busy or has_rank_ended or _has_responded(ranks)
+
+    def _error_for(self, cause: RankProcess, failures: Sequence[Failure]) -> RankFailedError:
         """Return the error for the rank that has most likely ended the job.
 
-        Call this method when all errors and descriptions of the ranks have been collected.
+        Args:
+            cause: the rank.
+            failures: the errors that all ranks have sent.
         """
-        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
-        has_lost_peer = any(failure.has_lost_peer for failure in failures)
-        cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
-        if cause.exit_code is not None:
-            exit_code = cause.exit_code
-        elif cause.failure is not None:  # the process still runs
-            exit_code = cause.failure.exit_code
-        else:  # the rank has finished, although other ranks still needed it
-            exit_code = 0
-
+        exit_code = cause.final_exit_code()
         outcome = describe_exit(exit_code)
         title = f"rank {cause.global_rank} of {cause.config.world.world_size}"
         if exit_code == 0:
@@ -779,21 +814,26 @@ class Supervisor:
         has_raised = exit_code == 1 and text != ""
         if has_raised:
             outcome = "failed (exit code 1)"
-        problems: list[str] = []
-        if exit_code == -signal.SIGABRT:
-            # C++ code often aborts because another rank made a different call. The table shows it.
-            problems.append(self._last_calls())
-        torch_version_note = untested_torch()  # "" for a version of torch that fabric was tested on
-        # The version of torch does not matter to a rank that has left early.
-        if torch_version_note and exit_code != 0:
-            problems.append(torch_version_note)
         return RankFailedError(
             f"{title} {outcome}",
             rank=cause.global_rank,
             exit_code=exit_code,
             traceback=text,
-            problem="\n".join(problems),
+            problem="\n".join(self._hints(exit_code)),
         )
+
+    def _hints(self, exit_code: int) -> list[str]:
+        """Return what may explain that a rank has ended the job with an exit code."""
+        if exit_code == 0:
+            return []  # the rank has left early
+        hints: list[str] = []
+        if exit_code == -signal.SIGABRT:
+            # C++ code often aborts because another rank made a different call. The table shows it.
+            hints.append(self._last_calls())
+        torch_version_note = untested_torch()  # "" for a version of torch that fabric was tested on
+        if torch_version_note:
+            hints.append(torch_version_note)
+        return hints
 
     def _last_calls(self) -> str:
         """Return where the first ranks were last in user code, as a table for an error text."""
@@ -808,9 +848,15 @@ def _has_responded(ranks: Sequence[RankProcess]) -> bool:
     return any("signal" in rank.messages or rank.is_exiting for rank in ranks)
 
 
-def _processor_seconds(ranks: Sequence[RankProcess]) -> float:
-    """Return the CPU time that all ranks have used, in seconds. NaN if the time of one is NaN."""
-    return sum(rank.processor_seconds() for rank in ranks)
+def processor_seconds(ranks: Sequence[RankProcess]) -> float | None:
+    """Return the CPU time that all ranks have used, in seconds. None if one of them is awake."""
+    total = 0.0
+    for rank in ranks:
+        seconds = rank.processor_seconds()
+        if seconds is None:
+            return None
+        total += seconds
+    return total
 
 
 def _first_consequence(failures: Sequence[Failure], cause: str) -> str:

@@ -36,7 +36,12 @@ from fabric.launchers.fork_server import UNKNOWN_EXIT_CODE, ForkServer, fork_ser
 from fabric.launchers.function import payload_of_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
-from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
+from fabric.launchers.supervisor import (
+    RankProcess,
+    Supervisor,
+    describe_exit,
+    processor_seconds,
+)
 from fabric.launchers.terminal import DEBUG_TIMEOUT, check_debug_rank
 from fabric.seed import seed_everything
 from fabric.testing.base import (
@@ -548,21 +553,20 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
         if seconds >= limits.timeout:
             break
         # The time of idle ranks is over, but ranks that compute may go on.
-        used_before = _processor_seconds(supervisor)
+        cpu_before = processor_seconds(_ranks_without_reply(supervisor))
         supervisor.collect_until(_IDLE_TIME, is_settled)
-        # The difference is NaN if a rank is running. A comparison with NaN is false.
-        if _processor_seconds(supervisor) - used_before <= _IDLE_TIME * _IDLE_LOAD:
+        cpu_after = processor_seconds(_ranks_without_reply(supervisor))
+        if cpu_before is None or cpu_after is None:
+            continue  # a rank is not asleep
+        is_idle = cpu_after - cpu_before <= _IDLE_TIME * _IDLE_LOAD
+        if is_idle:
             return round(monotonic() - start, 1)
     return limits.timeout
 
 
-def _processor_seconds(supervisor: Supervisor) -> float:
-    """Return the CPU time of all ranks that have not replied. NaN if one of them is running."""
-    seconds = 0.0
-    for rank in supervisor.ranks:
-        if "reply" not in rank.messages:
-            seconds += rank.processor_seconds()
-    return seconds
+def _ranks_without_reply(supervisor: Supervisor) -> list[RankProcess]:
+    """Return the ranks that have not replied to the current call."""
+    return [rank for rank in supervisor.ranks if "reply" not in rank.messages]
 
 
 def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits) -> list[Any]:
