@@ -83,12 +83,15 @@ class StopRequest:
         # It is 0 before the first call, which starts to listen, and always 0 without a reporter. It
         # is infinity as long as no rank is asked to stop.
         self._held_call = 0.0
+        # Whether the ranks cannot agree without an answer of this rank, which has to be its only
+        # one. A rank that never called is_due() keeps the others waiting, and owes no answer.
+        self._owes_answer = False
         # The call at which all ranks stop. Infinity until it is known.
         self._agreed_call = math.inf
         self._is_requested = False  # whether a signal has asked this rank to stop
         self._reads_ray = False  # whether Ray tells this rank of preemptions
         self._is_listening = False  # whether signals are noted: from the first call to close()
-        # Guards the answer of this rank, which the reporter's thread or close() gives, only once.
+        # Guards the answer of this rank, which the reporter's thread or close() gives.
         self._answer_lock = threading.Lock()
         self._previous_handlers: dict[int, Any] = {}  # by signal
 
@@ -195,6 +198,7 @@ class StopRequest:
         if self._reporter is not None:
             # From now on is_due() only counts, until _poll() finds a request and holds this rank.
             self._held_call = math.inf
+            self._owes_answer = True
             self._reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
@@ -238,32 +242,44 @@ class StopRequest:
                 raise
 
     def _read_store(self, store: JobStore, now: float) -> None:
-        """Choose the call that holds this rank, if any rank is asked to stop. Read the agreed call.
+        """Hold this rank once any rank is asked to stop. From then on, read the agreed call.
 
-        The main thread waits in the chosen call of :meth:`is_due` until the ranks have agreed on
-        the call at which all of them stop. This method runs in the reporter's thread, with
-        ``_answer_lock``. See ``[Note: Stopping]`` in this file.
+        This method runs in the reporter's thread, with ``_answer_lock``. See ``[Note: Stopping]``
+        in this file.
         """
-        has_held_call = self._held_call < math.inf
-        if not has_held_call:
-            if not self._is_asked(now) and not store.get_nowait("stop/requested"):
+        if self._owes_answer:
+            is_any_asked = self._is_asked(now) or store.get_nowait("stop/requested") is not None
+            if not is_any_asked:
                 return
-            # The main thread may make the chosen call before _held_call is assigned, and so not
-            # wait in it. Then the next call is chosen, until the chosen one lies ahead.
+            self._hold(store)
+        # None until all ranks have answered.
+        agreed_call = store.get_nowait("stop/agreed")
+        if agreed_call is not None:
+            self._agreed_call = float(agreed_call)
+
+    def _hold(self, store: JobStore) -> None:
+        """Hold this rank at its next call of :meth:`is_due`, and answer with its number.
+
+        The main thread waits in this call until the ranks have agreed on the call at which all of
+        them stop.
+        """
+        # The main thread may make the chosen call before _held_call is assigned, and so not wait in
+        # it. Then the next call is chosen, until the chosen one lies ahead.
+        self._held_call = self._call_count + 1
+        while self._call_count >= self._held_call:
             self._held_call = self._call_count + 1
-            while self._call_count >= self._held_call:
-                self._held_call = self._call_count + 1
-            store.set("stop/requested", "yes")
-            # Published before the answer, since the last rank to answer reads all held calls.
-            store.publish("stop/held", self._held_call)
-            self._answer(store)
-        self._agreed_call = float(store.get_nowait("stop/agreed") or math.inf)
+        # The other ranks read this, and hold themselves, too.
+        store.set("stop/requested", "yes")
+        # Published before the answer, since the last rank to answer reads all held calls.
+        store.publish("stop/held", self._held_call)
+        self._answer(store)
 
     def _answer(self, store: JobStore) -> None:
         """Count this rank as one that has answered. The last rank to answer writes the agreed call.
 
-        Call this method once on each rank, with ``_answer_lock``.
+        Call this method with ``_answer_lock``, if this rank owes an answer.
         """
+        self._owes_answer = False
         is_last_answer = store.add("stop/answers", 1) == store.size
         if is_last_answer:
             # A rank that has closed without being held has published no call. If no rank was held,
@@ -276,6 +292,15 @@ class StopRequest:
 
         May be called from any thread, and more than once.
         """
+        self._stop_listening()
+        # A DistError means that the process that hosted the store has ended: nobody waits.
+        with self._answer_lock, suppress(dist.DistError):
+            if self._reporter is not None and self._owes_answer:
+                self._answer(self._reporter.store)
+            self._reporter = None  # ends the wait of a held rank, and _poll() does nothing
+
+    def _stop_listening(self) -> None:
+        """Restore the signal handlers, as far as this thread can."""
         # Only the main thread can restore handlers. If this is another thread, _on_signal()
         # restores the handler of a signal when the signal arrives.
         self._is_listening = False
@@ -284,14 +309,6 @@ class StopRequest:
                 previous_handler.listeners.remove(self._on_signal)
             elif threading.current_thread() is threading.main_thread():
                 self._restore_handler(number)
-        # A DistError means that the process that hosted the store has ended: nobody waits.
-        with self._answer_lock, suppress(dist.DistError):
-            # Infinity means that this rank listens and has not been held, so it has not answered
-            # yet. A rank that never called is_due() has 0 here, and does not answer.
-            should_answer = self._held_call == math.inf
-            if self._reporter is not None and should_answer:
-                self._answer(self._reporter.store)
-            self._reporter = None  # ends the wait of a held rank, and _poll() does nothing
 
     def _restore_handler(self, number: int) -> bool:
         """Restore the previous handler of a signal, unless the user has installed another one.
