@@ -321,25 +321,38 @@ def _dump_with(
         tensor_file: the path of a file for the tensors, whose content is replaced. None pickles the
             tensors, too.
     """
-    torch = sys.modules.get("torch")  # without torch, the value has no tensors
-    if tensor_file is not None and torch is not None:
-        with open(tensor_file, "wb") as file:
-            write_storage = partial(_write_storage, file, tensor_file)
-            # Every tensor pickles its storage as an object of this type.
-            all_reducers = {torch.TypedStorage: write_storage, **reducers}
-            return _dump_with(pickler_type, value, all_reducers, tensor_file=None)
-    # A dispatch table of a pickler replaces the global one, so the default reducers are kept.
-    # They are read from an object, because the class pickle.Pickler has a descriptor of this name.
-    buffer = io.BytesIO()
-    default_reducers = getattr(pickler_type(buffer), "dispatch_table", copyreg.dispatch_table)
+    torch = sys.modules.get("torch")
+    if tensor_file is None or torch is None:  # without torch, the value has no tensors
+        return _dump_with_reducers(pickler_type, value, reducers)
+    with open(tensor_file, "wb") as file:
+        # Every tensor pickles its storage as an object of this type.
+        write_storage = partial(_write_storage, file, tensor_file)
+        all_reducers = {torch.TypedStorage: write_storage, **reducers}
+        return _dump_with_reducers(pickler_type, value, all_reducers)
+
+
+def _dump_with_reducers(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) -> bytes:
+    """Pickle a value with a pickler class, and reducers that come before those of the class.
+
+    The arguments are those of :func:`_dump_with`.
+    """
 
     class Pickler(pickler_type):
         # An attribute of the class, since cloudpickle's class has one, too. The constructor reads
-        # it, and an attribute that is set on the object afterwards would be ignored.
-        dispatch_table: ClassVar = ChainMap(reducers, default_reducers)
+        # it, and an attribute that is set on the object afterwards would be ignored. It replaces
+        # the reducers of pickler_type, which are kept by the ChainMap.
+        dispatch_table: ClassVar = ChainMap(reducers, _reducers_of(pickler_type))
 
+    buffer = io.BytesIO()
     Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
+
+
+def _reducers_of(pickler_type: Any) -> Any:
+    """Return the reducers that objects of a pickler class use, by the type of what they pickle."""
+    # Read from an object, because the class pickle.Pickler has a descriptor of this name.
+    pickler = pickler_type(io.BytesIO())
+    return getattr(pickler, "dispatch_table", copyreg.dispatch_table)
 
 
 def _write_storage(file: BinaryIO, path: str, storage: Any) -> Any:
