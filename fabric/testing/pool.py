@@ -717,13 +717,8 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool, debug: int | None) -
     control_thread = ControlThread.of_this_process()
     assert control_thread is not None, "this process was not started by a supervisor"
     world = control_thread.config.world
-    # On Ctrl-C the owner of the pool raises KeyboardInterrupt in run(), which ends the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The pool sends SIGUSR1 to a rank that hangs. The handler of faulthandler is written in C, so
-    # it works while the main thread waits in a collective. The file stays open for the handler.
-    stack_file = open(control_thread.config.stack_file, "ab", buffering=0)  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-    # From now on the pool may send SIGUSR1, which would end a process without this handler. So this
+    _install_handlers(control_thread.config.stack_file)
+    # From now on the pool may send SIGUSR1, which would end a process without its handler. So this
     # is sent before the connection, in which a rank may hang.
     control_thread.send("serving")
     fabric._join_job(world, debug)  # collective: waits until all ranks are connected
@@ -737,25 +732,63 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool, debug: int | None) -
         fabric=fabric, rank=world.rank, check_inputs=check_inputs, default_group=default_group
     )
     torch_settings = GlobalState.current()
-    environment = dict(os.environ)
-    folder_fd = os.open(".", os.O_RDONLY)
+    process_settings = _ProcessSettings.current()
     message = control_thread.calls.get()  # waits until the pool sends a call
     while message is not None:  # None means that the pool is closed, and this rank ends
         if reset:
-            with recorded_warnings() as rank_warnings:
-                reply = runner.run(message)
-            if rank_warnings:
-                reply = reply._replace(warnings=dump_warnings(rank_warnings))
+            reply = _run_recording_warnings(runner, message)
             torch_settings.restore()
         else:
             reply = runner.run(message)
-        # The folder is known by its descriptor, since its path may no longer exist.
-        os.fchdir(folder_fd)
-        if os.environ != environment:
-            os.environ.clear()
-            os.environ.update(environment)
+        process_settings.restore()
         control_thread.send("reply", reply)
         message = control_thread.calls.get()
+
+
+def _install_handlers(stack_file_path: str) -> None:
+    """Ignore Ctrl-C in this rank, and write its stack to a file on SIGUSR1."""
+    # On Ctrl-C the owner of the pool raises KeyboardInterrupt in run(), which ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The pool sends SIGUSR1 to a rank that hangs. The handler of faulthandler is written in C, so
+    # it works while the main thread waits in a collective. The handler keeps the file open.
+    stack_file = open(stack_file_path, "ab", buffering=0)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+
+
+class _ProcessSettings(NamedTuple):
+    """The environment variables and the folder with which each call on a rank begins.
+
+    Attributes:
+        environment: the environment variables.
+        folder: a descriptor of the folder, whose path may no longer exist after a call.
+    """
+
+    environment: dict[str, str]
+    folder: int
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return the present settings of this process."""
+        return cls(dict(os.environ), os.open(".", os.O_RDONLY))
+
+    def restore(self) -> None:
+        """Give this process the settings again, after a call that may have changed them."""
+        os.fchdir(self.folder)
+        if os.environ != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+
+
+def _run_recording_warnings(runner: "_CallRunner", message: bytes) -> _Reply:
+    """Run a call on this rank, and return the reply with the warnings of the call.
+
+    ``message`` is a pickled :class:`_CallMessage`.
+    """
+    with recorded_warnings() as rank_warnings:
+        reply = runner.run(message)
+    if rank_warnings:
+        return reply._replace(warnings=dump_warnings(rank_warnings))
+    return reply
 
 
 @dataclass(frozen=True, kw_only=True)
