@@ -349,6 +349,18 @@ class ReplicaComparison:
             self.compare("fabric.backward(...)")
 
 
+class _KnownParameter(NamedTuple):
+    """A parameter of a set-up module.
+
+    Attributes:
+        name: the name for errors.
+        ranks: the ranks that hold the same part of the parameter, in ascending order.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 class _Layout:
     """Which ranks should hold the same, for each tensor.
 
@@ -361,13 +373,14 @@ class _Layout:
         self.all_ranks = tuple(range(size))
         # The ranks for each mesh and placement, since most parameters share them.
         self._ranks: dict[tuple[int, Any], tuple[int, ...]] = {}
-        self._parameters: dict[int, tuple[str, tuple[int, ...]]] = {}
+        # By the id() of the parameter.
+        self._parameters: dict[int, _KnownParameter] = {}
 
     def add(self, parameter: Tensor, name: str) -> None:
         """Add a parameter of a set-up module with its name for errors."""
-        self._parameters[id(parameter)] = (name, self.ranks_of(parameter))
+        self._parameters[id(parameter)] = _KnownParameter(name, self.ranks_of(parameter))
 
-    def find(self, parameter: Tensor) -> tuple[str, tuple[int, ...]] | None:
+    def find(self, parameter: Tensor) -> _KnownParameter | None:
         """Return the name and the ranks of a parameter. None if it was not added."""
         return self._parameters.get(id(parameter))
 
@@ -413,40 +426,53 @@ def _replicas_of_module(
         elif isinstance(tensor, nn.Parameter):
             title = f"{name} of {contract.title}"
             layout.add(tensor, title)
-            key = f"parameter {watched.number} {name}"
-            ranks = layout.ranks_of(tensor)
-            yield Replica(key, title, Kind.PARAMETER, ranks, local_tensor(tensor), tensor)
+            yield Replica(
+                key=f"parameter {watched.number} {name}",
+                name=title,
+                kind=Kind.PARAMETER,
+                ranks=layout.ranks_of(tensor),
+                value=local_tensor(tensor),
+                parameter=tensor,
+            )
     for name, number in zip(buffers, digests(buffers.values()), strict=True):
         value = "unchanged since setup"
         if number != watched.buffer_digests[name]:
             value = "changed"
         yield Replica(
-            f"buffer {watched.number} {name}",
-            f"the buffer {name} of {contract.title}",
-            Kind.BUFFER,
-            layout.all_ranks,
-            value,
+            key=f"buffer {watched.number} {name}",
+            name=f"the buffer {name} of {contract.title}",
+            kind=Kind.BUFFER,
+            ranks=layout.all_ranks,
+            value=value,
         )
 
 
 def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
-    """Yield the state of an optimizer for the parameters that are replicas."""
+    """Yield the state of an optimizer for the parameters that are replicas.
+
+    ``number`` is the number of the optimizer among all that are set up, the same on all ranks.
+    """
     class_name = type(optimizer).__name__
     for parameter in parameters_of(optimizer):
-        name_and_ranks = layout.find(parameter)
+        known_parameter = layout.find(parameter)
         state = optimizer.state.get(parameter)
-        if name_and_ranks is None or not isinstance(state, Mapping):
+        if known_parameter is None or not isinstance(state, Mapping):
             continue
-        parameter_name, ranks = name_and_ranks
         # The state has names such as "exp_avg".
         for state_name, value in state.items():
-            key = f"state {number} {state_name} {parameter_name}"
-            name = f"{state_name} of {parameter_name} in {class_name}"
-            if isinstance(value, Tensor):
-                if _is_comparable(value):
-                    yield Replica(key, name, Kind.STATE, ranks, local_tensor(value))
+            if isinstance(value, Tensor) and _is_comparable(value):
+                replicated_value = local_tensor(value)
             elif _is_number(value):
-                yield Replica(key, name, Kind.STATE, ranks, repr(value))
+                replicated_value = repr(value)
+            else:
+                continue
+            yield Replica(
+                key=f"state {number} {state_name} {known_parameter.name}",
+                name=f"{state_name} of {known_parameter.name} in {class_name}",
+                kind=Kind.STATE,
+                ranks=known_parameter.ranks,
+                value=replicated_value,
+            )
 
 
 def _options_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
@@ -454,8 +480,8 @@ def _options_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) ->
 
     ``number`` is the number of the optimizer among all that are set up, the same on all ranks.
     """
-    class_name = type(optimizer).__name__
-    if all(layout.find(parameter) is None for parameter in parameters_of(optimizer)):
+    has_replica = any(layout.find(parameter) is not None for parameter in parameters_of(optimizer))
+    if not has_replica:
         return
     # Options that the optimizer does not define may be anything. Wrappers of optimizers, such as
     # torch's PostLocalSGDOptimizer, define none.
@@ -465,14 +491,15 @@ def _options_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) ->
             value = group.get(option)
             if isinstance(value, Tensor) and value.numel() == 1:
                 value = value.item()
-            if _is_number(value) or _are_numbers(value):
-                yield Replica(
-                    key=f"option {number} {index} {option}",
-                    name=f"{option} of {class_name}",
-                    kind=Kind.OPTION,
-                    ranks=layout.all_ranks,
-                    value=repr(value),
-                )
+            if not _is_number(value) and not _are_numbers(value):
+                continue
+            yield Replica(
+                key=f"option {number} {index} {option}",
+                name=f"{option} of {type(optimizer).__name__}",
+                kind=Kind.OPTION,
+                ranks=layout.all_ranks,
+                value=repr(value),
+            )
 
 
 def _replicas_of_averages(
@@ -491,16 +518,15 @@ def _replicas_of_averages(
     for name, average in averages._averages_of_parameters().items():
         if name not in replicated_parameters or not _is_comparable(average):
             continue
-        name_and_ranks = layout.find(replicated_parameters[name])
-        if name_and_ranks is None:
+        known_parameter = layout.find(replicated_parameters[name])
+        if known_parameter is None:
             continue
         has_replicas = True
-        parameter_name, ranks = name_and_ranks
         yield Replica(
             key=f"average {number} {name}",
-            name=f"the average of {parameter_name}",
+            name=f"the average of {known_parameter.name}",
             kind=Kind.AVERAGE,
-            ranks=ranks,
+            ranks=known_parameter.ranks,
             value=local_tensor(average),
         )
     if has_replicas:
