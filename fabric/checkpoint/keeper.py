@@ -167,21 +167,17 @@ class Checkpoints:
             # Closed at the end of the job.
             job_files = coordinator.saver.files
 
-        def validate() -> Location:
-            """Return the path of the folder, or raise if an argument is not valid."""
-            _check_arguments(self._request, keep, best)
-            return locate(folder)
-
         # run_on_all_ranks() raises on every rank if its step fails on any rank.
-        self._path = run_on_all_ranks(communicator, self._request, validate)
-        # The name of the metric of the best checkpoint, and a function that returns whether a value
-        # of the metric is at least as good as another value.
+        self._path = run_on_all_ranks(
+            communicator, self._request, _locate_checked, self._request, folder, keep, best
+        )
+        # The metric that decides on the best checkpoint. None keeps no best checkpoint.
         self._best_metric: str | None = None
-        self._is_as_good: Callable[[float, float], bool] = operator.ge
+        # Whether the least value of this metric is the best, and not the largest.
+        self._is_least_best = False
         if best is not None:
             self._best_metric, mode = best
-            if mode == "min":
-                self._is_as_good = operator.le
+            self._is_least_best = mode == "min"
         # The folder is None on all ranks but rank 0, which alone writes into it.
         self._folder, content_on_first = run_on_all_ranks(
             communicator, self._request, self._open_folder, job_files
@@ -377,9 +373,9 @@ class Checkpoints:
 
         Otherwise ranks would disagree on which checkpoints to keep. Other metrics may differ.
         """
-        best_here = self._best_value(step_here.metrics)
-        best_on_first = self._best_value(step_on_first.metrics)
-        if (step_here.number, best_here) == (step_on_first.number, best_on_first):
+        score_here = self._score(step_here.metrics)
+        score_on_first = self._score(step_on_first.metrics)
+        if (step_here.number, score_here) == (step_on_first.number, score_on_first):
             return
         problem = (
             f"the step and the metrics are {step_here.number}, {step_here.metrics} here, and "
@@ -514,19 +510,17 @@ class Checkpoints:
         None if no best checkpoint is kept, or no checkpoint has the metric.
         """
         best_name = None
-        best_value = math.nan
+        best_score = -math.inf
         for name, metrics in self._metrics.items():
-            value = self._best_value(metrics)
-            if value is None:
-                continue
-            # The first value is the best so far. A later one replaces it even if they are equal.
-            if best_name is None or self._is_as_good(value, best_value):
+            score = self._score(metrics)
+            # A later checkpoint replaces the best one so far even if they are equal.
+            if score is not None and score >= best_score:
                 best_name = name
-                best_value = value
+                best_score = score
         return best_name
 
-    def _best_value(self, metrics: _Metrics) -> float | None:
-        """Return the metric that decides which checkpoint is the best one.
+    def _score(self, metrics: _Metrics) -> float | None:
+        """Return a number that is the larger, the better a checkpoint is by its metric.
 
         None if no best checkpoint is kept, or the metric is missing, NaN or infinite.
         """
@@ -535,6 +529,8 @@ class Checkpoints:
         value = metrics.get(self._best_metric, math.nan)
         if not math.isfinite(value):
             return None
+        if self._is_least_best:
+            return -value
         return value
 
     # -- restore --------------------------------------------------------------------------------
@@ -628,6 +624,17 @@ class Checkpoints:
             if name > newer_than:
                 problems.append(f"{self._path / name} is passed over: {reason}")
         return problems
+
+
+def _locate_checked(
+    request: str, folder: str | os.PathLike[str], keep: int, best: _Best
+) -> Location:
+    """Return the location of ``folder``, once the arguments of :class:`Checkpoints` are checked.
+
+    ``request`` is the user's call, for errors.
+    """
+    _check_arguments(request, keep, best)
+    return locate(folder)
 
 
 def _check_arguments(request: str, keep: int, best: _Best) -> None:
