@@ -226,13 +226,15 @@ class FSDPStrategy(ParallelStrategy):
 
         The strategy may be pickled afterward, to be sent to the processes of a launch.
         """
+        # Removed from the options for fully_shard.
+        precision_plugin = fsdp_kwargs.pop("precision_plugin", None)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
-            precision_plugin=fsdp_kwargs.pop("precision_plugin", None),
+            precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -254,10 +256,11 @@ class FSDPStrategy(ParallelStrategy):
             activation_checkpointing, fsdp_kwargs.get("activation_checkpointing_policy")
         )
         self.fsdp_kwargs = _fully_shard_options(type(self).__name__, fsdp_kwargs)
-        self._ignored_parameters = set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
+        ignored_parameters = self.fsdp_kwargs.get("ignored_params") or ()
+        self._ignored_parameters = set[nn.Parameter](ignored_parameters)
 
         # How often init_module was used, for keys in the store.
-        self._num_contexts = 0
+        self._init_context_count = 0
         # The hooks of each sharded model, by the id of the model. The model keeps its hooks alive:
         # setup_environment() puts a dict with weak values here. Until then, an empty plain dict,
         # since a strategy is pickled on the way to a rank.
@@ -350,8 +353,8 @@ class FSDPStrategy(ParallelStrategy):
         is_from_rank0 = source == "rank0" and not empty
         is_receiver = is_from_rank0 and not self.is_global_zero
         # Ranks use the contexts in the same order, so the key is the same on all ranks.
-        key = f"init_module/{self._num_contexts}"
-        self._num_contexts += 1
+        key = f"init_module/{self._init_context_count}"
+        self._init_context_count += 1
         if empty:
             memory = registered_on_meta(EmptyParameter)
         elif is_receiver:
