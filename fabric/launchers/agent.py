@@ -539,10 +539,7 @@ class _Coordinator:
         """Start the next generation if all machines are there. Otherwise say which are missing."""
         missing: list[str] = []
         for node_rank, node in enumerate(self._nodes):
-            is_ready = False
-            if node.status is not None and not self._is_lost(node, now):
-                is_ready = node.status.seen_generation == self._state.generation
-            if not is_ready:
+            if not self._is_ready(node, now):
                 missing.append(self._title(node_rank))
         if not missing:
             # The port is any that is free. The store of the last generation closes.
@@ -553,6 +550,12 @@ class _Coordinator:
             names = ", ".join(missing[:8])
             notice = f"waiting for {len(missing)} of {len(self._nodes)} machines: {names}"
             self._state = replace(self._state, notice=notice)
+
+    def _is_ready(self, node: _Node, now: float) -> bool:
+        """Return whether the agent of a machine answers, and knows the number of the generation."""
+        if node.status is None or self._is_lost(node, now):
+            return False
+        return node.status.seen_generation == self._state.generation
 
     def _end_job(self, exit_code: int, notice: str) -> None:
         """End the job on all machines, which print the notice unless it is empty."""
