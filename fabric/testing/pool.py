@@ -428,10 +428,11 @@ class RankPool:
             fn: the function of the call.
             error: why the call has failed.
         """
-        is_of_ranks = isinstance(error, RankFailedError)
-        # The error blames the ranks, and no rank has raised or ended: so the time limit was over.
-        if is_of_ranks and self._supervisor and not _has_failed(self._supervisor):
-            self._call_times.record_hang(fn)
+        if isinstance(error, RankFailedError) and self._supervisor is not None:
+            # If no rank has raised or ended, the error says that the time limit was over.
+            is_hang = not _has_failed(self._supervisor)
+            if is_hang:
+                self._call_times.record_hang(fn)
         # A warning that a filter turns into an error must not replace `error`.
         with suppress(Warning):
             self._warn_again()
