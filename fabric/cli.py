@@ -10,6 +10,7 @@ so that help and errors are printed at once.
 """
 
 import argparse
+import gc
 import math
 import os
 import re
@@ -60,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        if argv is None:
+            # The process ends now. The interpreter would search all objects of torch for garbage,
+            # which takes half a second.
+            gc.freeze()
 
 
 class _Parser(argparse.ArgumentParser):

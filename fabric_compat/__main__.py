@@ -28,7 +28,8 @@ def main() -> None:
     os.environ["FABRIC_PRELOAD"] = installed.__name__
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
-        sys.exit(cli.main(_fabric_command(arguments[1:])))
+        sys.argv[1:] = _fabric_command(arguments[1:])
+        sys.exit(cli.main())
     is_module = arguments[:1] == ["-m"]
     if is_module:
         arguments = arguments[1:]

@@ -1,5 +1,6 @@
 """The command ``fabric`` in real processes: no option is ignored, and no process left unused."""
 
+import gc
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ import fabric as package
 from fabric import Fabric
 from fabric.cli import main
 from fabric.strategies import SingleDeviceStrategy
-from tests.ranks import outcome, run_in_ranks
+from tests.ranks import in_another_process, outcome, run_in_ranks
 
 DEADLINE = 150
 BEGIN = """
@@ -460,6 +461,19 @@ def test_called_as_a_function_it_leaves_this_process_as_it_was(tmp_path, monkeyp
     assert main(["run", "--accelerator", "cpu", "--devices", "1", name]) == 5
     assert dict(os.environ) == environment_before
     assert signal.getsignal(signal.SIGINT) == handler_before
+
+
+def freezes_objects(argv: list[str] | None) -> bool:
+    """Use the command wrongly. Return whether garbage collections leave out older objects now."""
+    sys.argv[1:] = ["nothing"]
+    older_object = [0]
+    assert main(argv) == 2
+    return not any(candidate is older_object for candidate in gc.get_objects())
+
+
+def test_as_a_program_it_ends_without_a_search_for_garbage() -> None:
+    assert in_another_process(freezes_objects, None)
+    assert not in_another_process(freezes_objects, ["nothing"])
 
 
 # -- scripts that use fabric ----------------------------------------------------------------------
