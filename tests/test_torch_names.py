@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fabric import _torch
 from fabric._torch import saved_constant, saved_option
 from fabric.tools import _torch as tool_names
+from tests.ranks import in_another_process
 
 Pair = namedtuple("Pair", "left right")
 
@@ -444,10 +445,9 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
 
 
-def test_a_copy_of_a_loader_does_not_share_the_workers_of_the_original():
-    # Not forked: this process has threads of other tests.
+def iterate_over_a_copy_of_a_loader() -> None:
     loader = data.DataLoader(
-        range(4), num_workers=1, persistent_workers=True, multiprocessing_context="spawn"
+        range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     )
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
     workers = loader._iterator
@@ -458,6 +458,11 @@ def test_a_copy_of_a_loader_does_not_share_the_workers_of_the_original():
     assert iterator is not workers
     assert [int(batch) for batch in iterator] == [0, 1, 2, 3]
     assert loader._iterator is workers
+
+
+def test_a_copy_of_a_loader_does_not_share_the_workers_of_the_original() -> None:
+    # The process of the tests has threads, and should not fork the workers.
+    in_another_process(iterate_over_a_copy_of_a_loader)
 
 
 def test_a_buffer_is_put_back_without_a_change_of_the_state_dict():
