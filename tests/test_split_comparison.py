@@ -297,6 +297,41 @@ def test_a_wrong_model_raises_the_same_error_when_the_pass_is_repeated() -> None
         assert "the output of block.out differs" in second
 
 
+class CallsLayers(nn.Module):
+    """A model that calls the layers of its block, and not the block, in a method of its own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("training_step() is the forward pass")
+
+    def training_step(self, x: Tensor) -> Tensor:
+        block: Any = self.blocks[0]
+        return x + block.down(softmax(block.up(x), -1))
+
+
+def call_layers_of_wrong_block(fabric: Fabric, plan: Any) -> list[str]:
+    """Return the outcomes of two forward passes."""
+    strategy: Any = fabric.strategy
+    strategy.tp_plan = plan
+    torch.manual_seed(3)
+    module = CallsLayers(Softmax())
+    x = torch.randn(2, 5, WIDTH)
+    model = fabric.setup(module)
+    return [outcome(lambda: model.training_step(x)) for _ in range(2)]
+
+
+def test_layers_that_are_called_outside_of_their_block_are_compared_in_the_next_pass() -> None:
+    wrong_plan = {"*.*.up": "colwise", "*.*.down": "rowwise"}
+    for outcomes in on_mesh(call_layers_of_wrong_block, wrong_plan):
+        assert outcomes[0] == "fine"
+        assert "the output of blocks.0.down differs" in outcomes[1]
+    whole_plan = {"*.*.up": "colwise_rep", "*.*.down": "rowwise_rep"}
+    assert on_mesh(call_layers_of_wrong_block, whole_plan) == [["fine", "fine"]] * 2
+
+
 # -- models that are the whole ones ---------------------------------------------------------------
 
 

@@ -4,7 +4,9 @@
 that was not divided, a layer whose columns belong together, a softmax over some of the columns. So
 the first forward pass of a model also computes, before each *region*, the region twice: as it is
 split, and whole, with the full parameters. A region is a smallest module that has a colwise layer
-and the rowwise layer behind it, such as an attention. Its input and its output are whole.
+and the rowwise layer behind it, such as an attention. Its input and its output are whole. If
+nothing calls this module, because the code around it calls the layers themselves, the next pass
+compares a module around it.
 
 Both computations have the same inputs, are in evaluation mode, so that dropout is off, and compare
 the outputs of the rowwise layers, the output of the region, the gradients of its inputs and the
@@ -20,11 +22,12 @@ An error on some of the ranks reaches the user. See ``[Note: Agreeing collective
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -114,6 +117,8 @@ class _Region:
         whole: a copy of the module from before the split, without values.
         rowwise_layers: the names in the module of all its layers that are split ``"rowwise"``.
         lines: for each of these layers, the lines of the plan for the layer and its partners.
+        is_called: whether a pass has called the module.
+        has_called_layers: whether a pass has called one of the rowwise layers.
         has_zero_weights: whether all rowwise weights are zero, as some models initialize them, so
             that the outputs say nothing.
         is_compared: whether a pass with gradients has compared the region without a difference.
@@ -124,6 +129,8 @@ class _Region:
     whole: nn.Module
     rowwise_layers: list[str] = field(default_factory=list)
     lines: dict[str, list[str]] = field(default_factory=dict)
+    is_called: bool = False
+    has_called_layers: bool = False
     has_zero_weights: bool = False
     is_compared: bool = False
 
@@ -134,6 +141,10 @@ class _Region:
         for lines_of_layer in self.lines.values():
             lines.update(dict.fromkeys(lines_of_layer))
         return list(lines)
+
+    def note_layer(self, *_: object) -> None:
+        """Note that a rowwise layer is called. A forward pre-hook of these layers."""
+        self.has_called_layers = True
 
     def describe(self, name: str) -> str:
         """Return the name in the model of a layer or a parameter of the region."""
@@ -259,7 +270,12 @@ class SplitComparison:
         # The number of blocks that ran on all ranks of a layer.
         self._num_blocks = 0
         self._generators = generators_of(communicator.device.type)
-        self._regions = _find_regions(root, whole, lines, whole_outputs)
+        self._find_regions = partial(_find_regions, root, whole, lines, whole_outputs)
+        self._regions = self._find_regions(uncalled=())
+        # The names of the regions so far.
+        self._paths = {region.path for region in self._regions}
+        # The regions among these that a pass has not called although it has called their layers.
+        self._uncalled: set[str] = set()
         self._num_passes = 0
         self._has_compared = False
         # Restores the state from before a pass with comparisons. Empty between two passes.
@@ -297,6 +313,10 @@ class SplitComparison:
             compare = partial(self._compare_region, region)
             handle = region.module.register_forward_pre_hook(compare, with_kwargs=True)
             self._pass_state.callback(handle.remove)
+            for name in region.rowwise_layers:
+                layer = region.module.get_submodule(name)
+                handle = layer.register_forward_pre_hook(region.note_layer)
+                self._pass_state.callback(handle.remove)
         if "torch._dynamo" in sys.modules:
             # Otherwise the hooks would stay in the graphs that this pass compiles.
             self._pass_state.enter_context(torch.compiler.set_stance("force_eager"))
@@ -313,12 +333,14 @@ class SplitComparison:
         # Removes the hooks of the regions, and lets torch.compile compile again.
         self._pass_state.close()
         self._is_in_pass = False
+        remaining: list[_Region] = []
         if error is None:
             self._has_compared = True
+            remaining += self._regions_around_uncalled()
         if not torch.is_grad_enabled():
+            self._regions += remaining
             return
         self._num_passes += 1
-        remaining: list[_Region] = []
         for region in self._regions:
             is_interrupted = error is not None and not region.is_compared
             # A region whose weights are zeros has equal outputs, however it is split. It is
@@ -331,6 +353,22 @@ class SplitComparison:
             self._hooks.before.remove(self._before_forward)
             self._hooks.after.remove(self._after_forward)
             self._hooks.is_needed_uncompiled.remove(self._is_pass_to_compare)
+
+    def _regions_around_uncalled(self) -> list[_Region]:
+        """Return new regions around those whose layers were called without the region itself."""
+        uncalled: set[str] = set()
+        for region in self._regions:
+            if region.has_called_layers and not region.is_called:
+                uncalled.add(region.path)
+        if not uncalled:
+            return []
+        self._uncalled |= uncalled
+        new_regions: list[_Region] = []
+        for region in self._find_regions(uncalled=self._uncalled):
+            if region.path not in self._paths:
+                new_regions.append(region)
+        self._paths.update(region.path for region in new_regions)
+        return new_regions
 
     # -- one region -----------------------------------------------------------------------------
 
@@ -346,6 +384,7 @@ class SplitComparison:
         if self._is_comparing:
             return
         self._is_comparing = True
+        region.is_called = True
         has_raised = False
         try:
             inputs, _ = flatten((args, kwargs))
@@ -389,7 +428,7 @@ class SplitComparison:
         with ExitStack() as stack:
             for generator in self._generators:
                 stack.callback(generator.set_state, generator.get_state())
-            for module in region.module.modules():
+            for module in (*region.module.modules(), *region.whole.modules()):
                 stack.callback(_restore_attributes, module, dict(vars(module)))
             for buffer in region.module.buffers():
                 version = in_place_version(buffer)
@@ -511,23 +550,36 @@ def _find_regions(
     whole: nn.Module,
     lines: Mapping[nn.Module, str],
     whole_outputs: set[nn.Module],
+    *,
+    uncalled: Collection[str],
 ) -> list[_Region]:
     """Return the regions of a model, outer after inner.
 
     A module around FSDP modules is left out, since to compute it would start their collectives. So
-    is a module with hooks of the user. See ``SplitComparison`` for the arguments.
+    is a module with hooks of the user.
+
+    Args:
+        root: the model.
+        whole: its copy from before the split.
+        lines: the line of the plan for each split layer.
+        whole_outputs: the layers that are split by columns and whose output is whole.
+        uncalled: the names of modules that nothing calls. They are not regions, and neither is a
+            ``ModuleList``.
     """
     modules = dict(root.named_modules())
     colwise: list[str] = []
     rowwise: list[str] = []
+    not_regions = {*uncalled}
     for path, module in modules.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            not_regions.add(path)
         if not isinstance(module, nn.Linear) or not is_split(module.weight):
             continue
         if not is_split(module.weight, dim=0):
             rowwise.append(path)
         elif module not in whole_outputs:
             colwise.append(path)
-    colwise_by_region = smallest_modules_around(colwise, rowwise)
+    colwise_by_region = smallest_modules_around(colwise, rowwise, not_regions)
     regions: list[_Region] = []
     lines_by_rowwise: dict[str, list[str]] = {}
     # Deeper modules first: a rowwise layer belongs to the innermost region around it.
@@ -585,6 +637,10 @@ def _compute_both(
     Collective among the ranks of a layer.
     """
     states = [generator.get_state() for generator in generators]
+    forward = vars(region.module).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is region.module:
+        # This pass runs another method in place of forward(), such as training_step().
+        vars(region.whole)["forward"] = MethodType(forward.__func__, region.whole)
     split = _compute_split(region, args, kwargs)
     whole = _compute_whole(region, args, kwargs)
     new_states = [generator.get_state() for generator in generators]

@@ -12,7 +12,7 @@ each head, gets the gradient of one part only. For norms of heads, and for layer
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -403,16 +403,20 @@ def _register_before_user_hooks(parameter: nn.Parameter, hook: Callable[[Any], A
             entry.hooks[key] = entry.hooks.pop(key)
 
 
-def smallest_modules_around(colwise: list[str], rowwise: list[str]) -> dict[str, list[str]]:
+def smallest_modules_around(
+    colwise: list[str], rowwise: list[str], uncalled: Collection[str] = ()
+) -> dict[str, list[str]]:
     """Return the smallest modules with colwise and rowwise layers, each with its colwise layers.
 
     Args:
         colwise: the names of the colwise layers.
         rowwise: the names of the rowwise layers.
+        uncalled: the names of modules that nothing calls, and that are left out.
     """
     with_rowwise: set[str] = set()
     for path in rowwise:
         with_rowwise.update(ancestors(path))
+    with_rowwise.difference_update(uncalled)
     colwise_by_module: dict[str, list[str]] = {}
     for path in colwise:
         for ancestor in ancestors(path):
