@@ -380,6 +380,46 @@ def test_a_partial_gradient_of_a_replicated_parameter_is_an_error(
         on_mesh(mesh, partial_gradient, has_hook)
 
 
+class Penalized(nn.Module):
+    """A model that keeps a penalty on the columns of its inner layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        self.penalty = hidden.square().mean()
+        return self.down(hidden.tanh())
+
+
+def train_with_penalty(fabric: Fabric, plan: Any) -> list[Tensor]:
+    strategy: Any = fabric.strategy
+    strategy.tp_plan = plan
+    torch.manual_seed(5)
+    module = Penalized().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    for _ in range(3):
+        loss = model(x).square().mean() + model.penalty
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def test_a_loss_of_the_columns_of_one_rank_is_an_error_with_a_remedy() -> None:
+    mesh = {"tensor_parallel_size": 2, "devices": 2}
+    with pytest.raises(RankFailedError, match="the losses of ranks 0 and 1 differ before it"):
+        on_mesh(mesh, train_with_penalty, SPLIT)
+    [expected] = run_in_ranks(train_with_penalty, None, ranks=1, strategy="auto")
+    remedy = {"up": "colwise_rep", "down": "rowwise_rep"}
+    for actual in on_mesh(mesh, train_with_penalty, remedy):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
 def validate_unevenly(fabric: Fabric) -> None:
     module = Dropping()
     model = fabric.setup(module)

@@ -67,6 +67,8 @@ _CHECKED_STEPS_OF_ALL = 6
 _TURN_OFF = "Fabric(check_training=False) if this is meant"
 _GATHER_WITH_GRADIENTS = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 _MAX_NAMES_CHARACTERS = 400  # of a list of parameters in an error
+# The name of the losses in a fingerprint.
+_LOSSES = "its losses"
 
 Contracts = Collection[GradientContract]
 
@@ -105,6 +107,11 @@ class _Fingerprint(NamedTuple):
     names: list[str]
     numbers: list[int]
 
+    def add(self, name: str, text: str) -> None:
+        """Compare a text, too."""
+        self.names.append(name)
+        self.numbers.append(crc32(text.encode()))
+
 
 class _FingerprintComparison:
     """Compares the replicas of one optimizer between ranks, after each of its first steps.
@@ -131,18 +138,26 @@ class _FingerprintComparison:
         # The fingerprint of this rank after the latest step.
         self._fingerprint = _Fingerprint([], [])
         self._synchronized_backwards = 0
+        # The digests of the losses since the latest step, if they have to be equal on the ranks.
+        self._losses: list[int] = []
 
-    def after_backward(self, optimizer: Optimizer) -> None:
+    def after_backward(self, optimizer: Optimizer, loss: Tensor) -> None:
         """Count a backward pass if a module of the optimizer is outside of ``no_backward_sync``.
 
-        Other modules do not count: an old model may be garbage that only some ranks have collected.
+        Also record the loss if a module of the optimizer has equal losses on the ranks. Other
+        modules do not count: an old model may be garbage that only some ranks have collected.
         """
         trained_ids = _ids(parameters_of(optimizer))
+        trained_contracts: list[GradientContract] = []
         for contract in self._contracts:
-            is_trained = not trained_ids.isdisjoint(_ids(contract.parameters().values()))
-            if is_trained and contract.synchronizes():
-                self._synchronized_backwards += 1
-                return
+            if not trained_ids.isdisjoint(_ids(contract.parameters().values())):
+                trained_contracts.append(contract)
+        if any(contract.synchronizes() for contract in trained_contracts):
+            self._synchronized_backwards += 1
+        # The part of a DTensor that is on this rank may differ.
+        is_plain = local_tensor(loss) is loss
+        if is_plain and any(contract.has_equal_losses for contract in trained_contracts):
+            self._losses += digests([loss])
 
     def check_no_rank_is_ahead(self) -> None:
         """Raise if a rank made its next step before the backward pass that this rank has finished.
@@ -185,6 +200,7 @@ class _FingerprintComparison:
         published = _Published(
             self._store.rank, self._fingerprint.numbers, self._synchronized_backwards
         )
+        self._losses = []
         content = published.to_bytes()
         # Writes this rank's values if no rank has written any. Returns the values in the store.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
@@ -206,9 +222,10 @@ class _FingerprintComparison:
     def _compute_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> _Fingerprint:
         """Return the fingerprint of this rank: a number for each replicated parameter.
 
-        If the optimizer has no replicated parameters, but shards, the fingerprint is one number for
-        the options of the optimizer, which have to be the same on all ranks. If it has neither,
-        this rank holds nothing that must be equal on all ranks, and the fingerprint is empty.
+        If the optimizer has no replicated parameters, but shards, the fingerprint has one number
+        for the options of the optimizer, which have to be the same on all ranks. If it has neither,
+        this rank holds nothing that must be equal on all ranks, and the fingerprint is empty. Where
+        ranks compute the same losses, the fingerprint has a number for them, too.
 
         Args:
             optimizer: the optimizer.
@@ -216,15 +233,15 @@ class _FingerprintComparison:
         """
         names = self._names_of_replicated(optimizer, trained)
         replicated = [parameter for parameter in trained if id(parameter) in names]
-        if replicated:
-            names_of_replicated = [names[id(parameter)] for parameter in replicated]
-            return _Fingerprint(names_of_replicated, digests(replicated))
-        # The parameters of the modules are shards, since none of them is replicated.
+        names_of_replicated = [names[id(parameter)] for parameter in replicated]
+        fingerprint = _Fingerprint(names_of_replicated, digests(replicated))
+        # Without replicated parameters, the parameters of the modules are shards.
         has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
-        if has_shards:
-            options = f"{self._class_name} {_float_options(optimizer)}"
-            return _Fingerprint(["its options"], [crc32(options.encode())])
-        return _Fingerprint([], [])
+        if has_shards and not replicated:
+            fingerprint.add("its options", f"{self._class_name} {_float_options(optimizer)}")
+        if self._losses:
+            fingerprint.add(_LOSSES, str(self._losses))
+        return fingerprint
 
     def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
         """Return the names of the parameters that have to be equal on all ranks, by id.
@@ -280,17 +297,30 @@ class _FingerprintComparison:
         ):
             if number != other_number:
                 different_names.append(name)
-        if different_names:
-            rank = self._store.rank
-            lower_rank, higher_rank = sorted((rank, published.rank))
+        if not different_names:
+            return
+        rank = self._store.rank
+        request = f"step {self.steps} of {self._class_name} on rank {rank}"
+        lower_rank, higher_rank = sorted((rank, published.rank))
+        ranks = f"ranks {lower_rank} and {higher_rank}"
+        if different_names == [_LOSSES]:
             raise UsageError(
-                f"step {self.steps} of {self._class_name} on rank {rank}",
-                problem=f"the replicas of ranks {lower_rank} and {higher_rank} differ after it: "
-                f"{_join_names(different_names)}",
-                expected="the same changes on all ranks, by gradients of set-up modules from "
-                "outside of no_backward_sync",
-                suggestion=self._remedy(different_names),
+                request,
+                problem=f"the losses of {ranks} differ before it, although these ranks compute "
+                "parts of the same layers for the same batch: a term of the loss is of the columns "
+                "of one rank",
+                expected="a loss of whole outputs, which is equal on all ranks of a split layer",
+                suggestion='the lines "colwise_rep" and "rowwise_rep" of tp_plan for the layers '
+                f"before and behind the columns in the loss; {_TURN_OFF}",
             )
+        names_of_replicas = [name for name in different_names if name != _LOSSES]
+        raise UsageError(
+            request,
+            problem=f"the replicas of {ranks} differ after it: {_join_names(names_of_replicas)}",
+            expected="the same changes on all ranks, by gradients of set-up modules from outside "
+            "of no_backward_sync",
+            suggestion=self._remedy(names_of_replicas),
+        )
 
     def _remedy(self, names: list[str]) -> str:
         """Return what to write if these parameters differ between ranks."""
@@ -417,7 +447,7 @@ class TrainingChecks:
             self._record_gradients(optimizer)
             self._cleared_steps.after_backward(optimizer)
             self._comparison.check_latest_step()
-            self._comparison.after_backward(optimizer)
+            self._comparison.after_backward(optimizer, loss)
             # A rank that has only empty shards never has a gradient, and so its steps are not
             # counted. It must not take a rank whose steps are counted for one that is ahead.
             if self._ids_that_had_gradient and not self._is_finished:

@@ -505,6 +505,7 @@ class ModelParallelStrategy(FSDPStrategy):
             replicated=lambda: replicated,
             # The name of the set of ranks that compare these parameters.
             scope="parts of layers",
+            has_equal_losses=True,
             replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
             "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
             '"replicated_with_grad_allreduce" of tp_plan for this layer',
