@@ -107,6 +107,13 @@ _EXPLANATIONS = {
         "a weight is read where this rank has its shard only",
         "fabric.get_state_dict(model)[name] on every rank, for the whole weight",
     ),
+    "on inputs with different meshes": (
+        "a layer that is split is called outside of the forward pass of its FSDP module, where a "
+        "rank has a shard of the layer's weight",
+        "block(x) for block.up(x), in a forward of the block; or "
+        "ModelParallelStrategy(auto_wrap_policy={Model}), with the class whose forward calls the "
+        "layer",
+    ),
     "out of bounds for storage of size 0": (
         "a second derivative, or a change in place of what an FSDP module returned, needs weights "
         "that have been freed",
