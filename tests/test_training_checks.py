@@ -238,6 +238,26 @@ def test_cleared_gradients_and_parts_of_windows_raise_under_every_strategy(
             assert "Write: " in text
 
 
+def repeat_a_cleared_step(fabric: Fabric) -> list[str]:
+    """Return the outcomes of two tries of a step that is an error, and of a right step."""
+    model, optimizer = make(fabric)
+    tries: list[str] = []
+    for _ in range(2):
+        loss = model(X).sum()
+        fabric.backward(loss)
+        optimizer.zero_grad()
+        tries = [outcome(optimizer.step) for _ in range(2)]
+    right_step = outcome(lambda: step(fabric, model, optimizer))
+    return [*tries, right_step]
+
+
+def test_the_error_of_cleared_gradients_comes_again_until_there_are_gradients() -> None:
+    [(first, second, right_step)] = run_in_ranks(repeat_a_cleared_step, ranks=1, strategy="auto")
+    assert "were cleared before the step, 2 times in a row" in first
+    assert second == first
+    assert right_step == "fine"
+
+
 # -- parameters that were added after the setup ---------------------------------------------------
 
 

@@ -338,14 +338,17 @@ class _ClearedSteps:
     """Counts the steps before which the user has cleared all gradients.
 
     A step counts only if a backward pass since the step before has left gradients. Once a step had
-    gradients, no later step counts: the loop clears them at the right time.
+    gradients, no later step counts: the loop clears them at the right time. A step that an error
+    has prevented does not count, and so a second try raises the same error.
 
     Attributes:
-        num_cleared: the number of these steps.
+        num_cleared: the number of these steps, with the one that is about to be made.
+        is_cleared: whether the step that is about to be made is one of them.
     """
 
     def __init__(self) -> None:
         self.num_cleared = 0
+        self.is_cleared = False
         # Whether any step had a gradient that is not zero. before_step() sets it.
         self._has_stepped_with_gradient = False
         # Whether a backward pass since the latest step has left a gradient that is not zero.
@@ -356,16 +359,20 @@ class _ClearedSteps:
         """Record whether a backward pass has left gradients."""
         self._has_new_gradient = has_gradients(optimizer)
 
-    def before_step(self, optimizer: Optimizer) -> bool:
-        """Record a step. Return whether its gradients were cleared."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Record whether the gradients of the next step were cleared."""
         if has_gradients(optimizer):
             self._has_stepped_with_gradient = True
+        was_cleared = self.is_cleared
         # The step has no gradients, and the backward pass before it has left some.
-        was_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
-        self._has_new_gradient = False
-        if was_cleared:
+        self.is_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
+        if self.is_cleared and not was_cleared:
             self.num_cleared += 1
-        return was_cleared
+
+    def after_step(self) -> None:
+        """Record that the step was made."""
+        self.is_cleared = False
+        self._has_new_gradient = False
 
 
 class TrainingChecks:
@@ -610,9 +617,9 @@ class TrainingChecks:
 
         A single such step is not an error.
         """
-        was_cleared = self._cleared_steps.before_step(optimizer)
+        self._cleared_steps.before_step(optimizer)
         num_cleared = self._cleared_steps.num_cleared
-        if was_cleared and num_cleared >= _CHECKED_STEPS:
+        if self._cleared_steps.is_cleared and num_cleared >= _CHECKED_STEPS:
             self._raise_usage_error(
                 problem="all gradients of the backward pass were cleared before the step, "
                 f"{num_cleared} times in a row, so that the step changes nothing",
@@ -648,6 +655,7 @@ class TrainingChecks:
         Raises:
             UsageError: the replicas of this rank and of the first rank differ.
         """
+        self._cleared_steps.after_step()
         trained = _trainable_parameters(optimizer)
         # A step that is skipped after an overflow has no gradients either, and is not counted.
         if self._is_finished or not _ids_with_gradient(trained):
