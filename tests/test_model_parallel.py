@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
+from torch.nn.utils.parametrizations import spectral_norm
 
 from fabric import Fabric
 from fabric._torch import full_tensor
@@ -538,6 +539,11 @@ WRONG_PLANS: list[tuple[str, Callable[[], nn.Module], Any]] = [
         lambda: nn.Sequential(nn.Conv1d(4, 4, 1)),
         {"0": "colwise"},
     ),
+    (
+        "0: its weight is computed from other parameters",
+        lambda: nn.Sequential(spectral_norm(nn.Linear(4, 4))),
+        {"0": "colwise"},
+    ),
     ("num_heads 3 / 2 parts leaves 1", lambda: Packed(3), QKV_PLAN),
     ("write three", Packed, QKV_PLAN),
     (".up: a gate and what it gates", Gated, SPLIT),
@@ -792,6 +798,39 @@ def test_averages_of_parameters_are_those_of_one_process() -> None:
     mesh = {"tensor_parallel_size": 2, "tp_plan": WIDE_PLAN}
     for difference in on_mesh(mesh, average_parameters):
         torch.testing.assert_close(difference, torch.full((1024,), 0.5))
+
+
+class Normed(nn.Module):
+    """A layer with a spectral norm, whose buffers change when its weight is read, before a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.first(x)).tanh())
+
+
+def train_normed(fabric: Fabric) -> list[Tensor]:
+    torch.manual_seed(5)
+    module = Normed().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*full_parameters(model), *model.buffers()]
+
+
+def test_a_spectral_norm_beside_split_layers_is_that_of_one_process() -> None:
+    [expected] = run_in_ranks(train_normed, ranks=1, strategy="auto")
+    mesh = {"tensor_parallel_size": 2, "devices": 2, "tp_plan": SPLIT}
+    for actual in on_mesh(mesh, train_normed):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 class Classifier(nn.Module):

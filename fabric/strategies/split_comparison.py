@@ -52,8 +52,8 @@ from fabric.strategies.agreement import AgreeingCollectives
 from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots
 from fabric.strategies.tp_plan import (
     ancestors,
+    direction_of_split,
     generators_of,
-    is_split,
     smallest_modules_around,
 )
 from fabric.tree import flatten, unflatten
@@ -573,11 +573,10 @@ def _find_regions(
     for path, module in modules.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             not_regions.add(path)
-        if not isinstance(module, nn.Linear) or not is_split(module.weight):
-            continue
-        if not is_split(module.weight, dim=0):
+        direction = direction_of_split(module)
+        if direction == "rowwise":
             rowwise.append(path)
-        elif module not in whole_outputs:
+        elif direction == "colwise" and module not in whole_outputs:
             colwise.append(path)
     colwise_by_region = smallest_modules_around(colwise, rowwise, not_regions)
     regions: list[_Region] = []

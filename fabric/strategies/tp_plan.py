@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from fabric._torch import hook_entry, is_dtensor, real_tensors
+from fabric._torch import hook_entry, is_dtensor, real_tensors, registered_parameters
 from fabric.errors import ConfigurationError, UsageError
 from fabric.tree import flatten
 
@@ -31,6 +31,7 @@ __all__ = [
     "PartRandomStreams",
     "ancestors",
     "check_styles",
+    "direction_of_split",
     "find_head_attributes",
     "find_layers_to_split",
     "find_partial_gradients",
@@ -493,6 +494,21 @@ def is_split(parameter: Any, dim: int | None = None) -> bool:
     return parameter.placements[mesh_dim].is_shard(dim)
 
 
+def direction_of_split(layer: nn.Module) -> str | None:
+    """Return ``"colwise"`` or ``"rowwise"`` for a linear layer that is split this way, else None.
+
+    The attribute ``weight`` is not read: a parametrization would compute it, and ``spectral_norm``
+    changes its buffers then.
+    """
+    weight = registered_parameters(layer).get("weight")
+    if not isinstance(layer, nn.Linear) or not is_split(weight):
+        return None
+    # The weight of a linear layer is transposed.
+    if is_split(weight, dim=0):
+        return "colwise"
+    return "rowwise"
+
+
 def _width_of_heads(module: nn.Module, layers: Mapping[nn.Module, Any]) -> int | None:
     """Return the width of the heads that the colwise children of a module compute.
 
@@ -608,6 +624,11 @@ def _layer_problems(
             )
         elif style == _LATENT_STYLE:
             yield f"{path}: {style!r} needs the attribute {_ROTATED_WIDTH} of the module around it"
+        elif split is not None and "weight" not in registered_parameters(layer):
+            yield (
+                f"{path}: its weight is computed from other parameters, as by spectral_norm, and "
+                "cannot be split: a plan without this layer"
+            )
         elif split is not None:
             yield from _remainder_problems(path, layer, split.attribute, world_size)
         elif _direction(style) in ("colwise", "rowwise"):
@@ -830,19 +851,17 @@ class PartRandomStreams:
     def register_hooks(self, root: nn.Module) -> None:
         """Register the hooks with a model whose layers are split. They stay as long as the model.
 
-        A split computation starts behind a colwise layer and ends before a rowwise layer. The
-        weight of ``nn.Linear`` is transposed: colwise splits dim 0 of it, and rowwise dim 1. If the
+        A split computation starts behind a colwise layer and ends before a rowwise layer. If the
         model has dropout, ``torch.compile`` leaves out the modules around split computations.
         """
         colwise: list[str] = []
         rowwise: list[str] = []
         for path, layer in root.named_modules():
-            if not isinstance(layer, nn.Linear) or not is_split(layer.weight):
-                continue
-            if is_split(layer.weight, dim=0):
+            direction = direction_of_split(layer)
+            if direction == "colwise":
                 colwise.append(path)
                 layer.register_forward_hook(self._start_part)
-            else:
+            elif direction == "rowwise":
                 rowwise.append(path)
                 # Prepended, so that the users' hooks run with the streams that all ranks share.
                 layer.register_forward_pre_hook(self._end_part, prepend=True)

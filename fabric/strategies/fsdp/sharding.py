@@ -231,7 +231,9 @@ def _names_of_sparse_tables(root: nn.Module) -> list[str]:
     names: list[str] = []
     for name, module in root.named_modules():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad:
+        # Not module.weight, which a parametrization would compute.
+        weight = registered_parameters(module).get("weight")
+        if is_sparse and weight is not None and weight.requires_grad:
             names.append(name)
     return names
 
