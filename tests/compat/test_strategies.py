@@ -197,6 +197,35 @@ def test_an_empty_module_gets_the_values_of_its_reset_parameters(strategy: Any) 
     assert actual["4.scale"].isnan().all()
 
 
+def split(model: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan: Any = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    return parallelize_module(model, mesh["tensor_parallel"], plan)
+
+
+def build_pair(fabric: Fabric) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with fabric.init_module(empty_init=True):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    return fabric.get_state_dict(fabric.setup(model))
+
+
+def test_an_empty_module_with_split_layers_gets_the_values_of_a_plain_build() -> None:
+    strategy = ModelParallelStrategy(split, tensor_parallel_size=2)
+    with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher=SharedRanks()) as fabric:
+        actual = fabric.launch(build_pair)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(actual[name], parameter), name
+
+
 def test_a_strategy_of_the_user_keeps_its_class() -> None:
     user_class = type("DDPStrategy", (DDPStrategy,), {})
     with Fabric(accelerator="cpu", devices=2, strategy=user_class()) as fabric:
