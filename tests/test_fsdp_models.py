@@ -695,6 +695,42 @@ def test_a_functional_call_with_other_parameters_is_refused(options: dict[str, A
         torch.testing.assert_close(calls.gradients, expected)
 
 
+class Scaled(nn.Module):
+    """A model that calls one of two equal blocks with twice its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make_perceptron(), make_perceptron()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = {name: 2 * weight for name, weight in self.blocks[0].named_parameters()}
+        return functional_call(self.blocks[0], doubled, (x,)) + self.blocks[1](x)
+
+
+def gradients_of_scaled(fabric: Fabric) -> list[Tensor]:
+    model = fabric.setup(Scaled())
+    loss = model(SAMPLES).square().mean()
+    fabric.backward(loss)
+    return [full_tensor(parameter.grad) for parameter in model.parameters()]
+
+
+def test_a_functional_call_of_an_fsdp_module_within_the_model_is_refused_with_a_remedy() -> None:
+    policy = {nn.Sequential}
+    for text in in_ranks(outcome_of_scaled, auto_wrap_policy=policy):
+        assert text.startswith("UsageError: blocks.0(...) on rank")
+        assert "blocks.0.0.weight" in text
+        assert "auto_wrap_policy={Model}" in text
+    plain = Scaled()
+    plain(SAMPLES).square().mean().backward()
+    expected = [parameter.grad for parameter in plain.parameters()]
+    for gradients in in_ranks(gradients_of_scaled, auto_wrap_policy={Scaled}):
+        torch.testing.assert_close(gradients, expected)
+
+
+def outcome_of_scaled(fabric: Fabric) -> str:
+    return outcome(lambda: gradients_of_scaled(fabric))
+
+
 def load_by_assignment(fabric: Fabric) -> list[Tensor]:
     """Return the outputs of two passes of a model whose parameters a state dict has replaced."""
     model = fabric.setup(make_perceptron())

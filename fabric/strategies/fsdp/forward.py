@@ -3,7 +3,9 @@
 [Note: Sharded forward] Parameters are gathered only while a forward pass of the whole model, or the
 backward pass after it, is running. A submodule that is called by itself would compute with shards,
 or FSDP2 would take it for the root of another model, and the whole model would not get its
-gradients. So a call of a submodule raises an error at once, with or without gradients.
+gradients. So a call of a submodule raises an error at once, with or without gradients. So does a
+call with other tensors in place of sharded parameters, as by ``functional_call``: FSDP2 would put
+the gathered parameters in place of these tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +82,18 @@ class ShardedForward:
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)
         self._submodule_hooks = self._register_submodule_hooks(fsdp_modules)
+        self._register_parameter_checks()
+
+    def _register_parameter_checks(self) -> None:
+        """Register hooks that refuse other tensors in place of the parameters of FSDP modules.
+
+        The hooks run before FSDP's own, which would put the gathered parameters in their place.
+        """
+        for path, module in self.root.named_modules():
+            if is_fsdp_module(module) and module is not self.root:
+                parameters = ShardedParameters(module, self._rank, path)
+                check = partial(self._check_registered, parameters)
+                module.register_forward_pre_hook(check, prepend=True)
 
     def _register_submodule_hooks(self, fsdp_modules: Sequence[nn.Module]) -> list[HookEntry]:
         """Register hooks that refuse calls of the submodules from outside of the model.
@@ -161,6 +175,13 @@ class ShardedForward:
                 "this part"
             ),
         )
+
+    def _check_registered(
+        self, parameters: ShardedParameters, module: nn.Module, args: Any
+    ) -> None:
+        """Check that an FSDP module holds its own parameters. Its forward pre-hook."""
+        if not torch.compiler.is_dynamo_compiling():
+            parameters.check_registered()
 
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
         """Prepare the model for a forward pass. The first forward pre-hook of the root.

@@ -20,14 +20,16 @@ class ShardedParameters:
     the slots hold the gathered ones. A *record* is FSDP2's own object of a sharded parameter.
 
     Args:
-        root: the user's module, which is sharded already.
+        root: the user's module, which is sharded already, or an FSDP module in it.
         rank: the rank of this process, for errors.
+        path: the name of an FSDP module in the model. Empty for the model.
     """
 
-    def __init__(self, root: nn.Module, rank: int) -> None:
+    def __init__(self, root: nn.Module, rank: int, path: str = "") -> None:
         """List the slots now: a later forward pass may leave gathered parameters in them."""
         self._root = root
         self._rank = rank
+        self._path = path
         self._slots = list(parameter_slots(root))
         # The fields of the slots, each in the order of the slots, for functions that run in C.
         self._parameters = [slot.parameter for slot in self._slots]
@@ -83,17 +85,25 @@ class ShardedParameters:
         if all(map(is_, registered, self._parameters)):
             return
         substituted = self._substituted_slots()
-        if substituted:
-            raise UsageError(
-                f"model(...) on rank {self._rank}",
-                problem="other tensors stand in for sharded parameters, as in "
-                "torch.func.functional_call, and FSDP would not use them: "
-                f"{', '.join(self._qualified_names(substituted))}",
-                expected="the parameters that setup() has sharded",
-                suggestion='strategy="ddp"; or functional_call(copy, '
-                "fabric.broadcast(fabric.get_state_dict(model)), ...), where copy is a "
-                "copy.deepcopy of the module from before setup",
+        if not substituted:
+            return
+        remedy = (
+            "functional_call(copy, fabric.broadcast(fabric.get_state_dict(model)), ...), where "
+            "copy is a copy.deepcopy of the module from before setup"
+        )
+        if self._path:
+            remedy = (
+                "auto_wrap_policy={Model} of the strategy, with the class whose forward makes the "
+                "call, so that all parameters are gathered there"
             )
+        raise UsageError(
+            f"{self._path or 'model'}(...) on rank {self._rank}",
+            problem="other tensors stand in for sharded parameters, as in "
+            "torch.func.functional_call, and FSDP would not use them: "
+            f"{', '.join(self._qualified_names(substituted))}",
+            expected="the parameters that setup() has sharded",
+            suggestion=f'strategy="ddp"; or {remedy}',
+        )
 
     def _substituted_slots(self) -> list[ParameterSlot]:
         """Return the slots that hold neither a sharded parameter nor its gathered parameter."""
@@ -113,6 +123,6 @@ class ShardedParameters:
         paths = {module: path for path, module in self._root.named_modules()}
         names: list[str] = []
         for slot in slots:
-            path = paths.get(slot.module, "")
-            names.append(f"{path}.{slot.name}".removeprefix("."))
+            parts = (self._path, paths.get(slot.module, ""), slot.name)
+            names.append(".".join(filter(None, parts)))
         return names
