@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -245,6 +246,44 @@ def test_an_error_about_shards_that_leaves_the_loop_has_a_remedy_that_works(
         assert text.count("Write:") == 1
         assert remedy in text
         assert outcome(lambda: fabric.launch(action, False)) == "fine"
+
+
+class Normalized(optim.Optimizer):
+    """An optimizer of the user, which divides each gradient by its norm."""
+
+    def __init__(self, parameters: Iterable[Tensor], reads_whole_norm: bool) -> None:
+        super().__init__(parameters, {"reads_whole_norm": reads_whole_norm})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                norm = parameter.grad.norm()
+                if group["reads_whole_norm"]:
+                    norm = full_tensor(norm)
+                parameter.sub_(parameter.grad, alpha=1 / norm.item())
+
+
+def step_by_norms(fabric: Fabric, reads_whole_norm: bool) -> Tensors | str:
+    """Return the parameters after a step, or the error of the step."""
+    plain = Tower()
+    module = copy.deepcopy(plain)
+    model, optimizer = fabric.setup(module, Normalized(module.parameters(), reads_whole_norm))
+    fabric.backward(model(X).square().mean())
+    error = outcome(optimizer.step)
+    if error != "fine":
+        return error
+    plain(X).square().mean().backward()
+    Normalized(plain.parameters(), True).step()
+    return parameters_of(model, plain)
+
+
+def test_a_number_of_one_shard_is_not_read_as_if_it_were_that_of_the_tensor() -> None:
+    for error in run_sharded(partial(step_by_norms, reads_whole_norm=False)):
+        assert "UsageError: float(x), x.item() or a condition on rank" in error
+        assert "x.full_tensor().item() on every rank" in error
+    for parameters in run_sharded(partial(step_by_norms, reads_whole_norm=True)):
+        assert_equals_plain(parameters)
 
 
 # -- refusals --------------------------------------------------------------------------------------

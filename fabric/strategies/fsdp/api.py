@@ -3,13 +3,13 @@
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import is_fsdp_module, uncompiled
+from fabric._torch import is_fsdp_module, refuse_reads_of_partial_values, uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
@@ -272,6 +272,8 @@ class FSDPStrategy(ParallelStrategy):
         # setup_environment() puts a dict with weak values here. Until then, an empty plain dict,
         # since a strategy is pickled on the way to a rank.
         self._sharded_forwards: MutableMapping[int, ShardedForward] = {}
+        # What teardown() takes back.
+        self._cleanup = ExitStack()
 
     @property
     def sharding_strategy(self) -> str:
@@ -324,6 +326,7 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._sharded_forwards = {}
+        self._cleanup.close()
         super().teardown()
 
     @override
@@ -474,6 +477,7 @@ class FSDPStrategy(ParallelStrategy):
         :meth:`check_setup` has to be called before.
         """
         root = uncompiled(module)
+        self._cleanup.callback(refuse_reads_of_partial_values(self._refuse_partial_value))
         # Chosen first, since the steps below change the classes of modules and the parameters.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):
@@ -516,6 +520,17 @@ class FSDPStrategy(ParallelStrategy):
         # can get the same id.
         self._sharded_forwards[id(root)] = forward
         return module
+
+    def _refuse_partial_value(self) -> NoReturn:
+        """Raise a UsageError for a number that torch would read from the shard of this rank."""
+        raise UsageError(
+            f"float(x), x.item() or a condition on rank {self.global_rank}",
+            problem="x is a norm, sum, mean or maximum of a sharded tensor. Each rank has the "
+            "value of its own shard, and these values are not reduced yet",
+            expected="the value of the whole tensor, which is computed by all ranks",
+            suggestion="x.full_tensor().item() on every rank; fabric.clip_gradients(...), which "
+            "returns the norm of all gradients",
+        )
 
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the FSDP modules of a model, inner before outer, without the root."""
