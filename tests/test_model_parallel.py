@@ -1,6 +1,7 @@
 """Model parallelism on real processes: every mesh gives the numbers of the single process."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,34 @@ def test_a_loss_of_the_columns_of_one_rank_is_an_error_with_a_remedy() -> None:
     remedy = {"up": "colwise_rep", "down": "rowwise_rep"}
     for actual in on_mesh(mesh, train_with_penalty, remedy):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def train_with_lists(fabric: Fabric, mistake: str) -> None:
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=mistake == "foreach")
+    model, optimizer = fabric.setup(model, optimizer)
+    x, _ = batches()[0]
+    fabric.backward(model(x).square().mean())
+    if mistake == "clip_grad_norm_":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if mistake == "deepcopy":
+        deepcopy(fabric.unwrap(model))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "remedy"),
+    [
+        ("foreach", "an optimizer without foreach=True"),
+        ("clip_grad_norm_", r"fabric.clip_gradients\(model, optimizer, max_norm=1.0\)"),
+        ("deepcopy", r"fabric.ema\(model\) for averages"),
+    ],
+)
+def test_errors_of_torch_where_only_some_layers_are_split_are_explained(
+    mistake: str, remedy: str
+) -> None:
+    with pytest.raises(RankFailedError, match=remedy):
+        on_mesh({"tensor_parallel_size": 2, "devices": 2}, train_with_lists, mistake)
 
 
 def validate_unevenly(fabric: Fabric) -> None:

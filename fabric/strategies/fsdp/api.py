@@ -95,7 +95,14 @@ _FIRST_FSDP_OPTIONS = {
     ),
 }
 
-# Errors of torch, by a pattern of their text: the problem, and a suggestion.
+# The error of torch's functions for lists of tensors, where only some layers are split.
+_MIXED_LISTS = r"(_foreach_|_fused_)\S* got mixed torch.Tensor and DTensor"
+_EXPLANATION_OF_MIXED_LISTS = (
+    "a function of torch for lists of tensors takes shards or whole tensors, and not both",
+    "fabric.clip_gradients(model, optimizer, max_norm=1.0) for clip_grad_norm_, or clip_val=1.0 "
+    "for clip_grad_value_; an optimizer without foreach=True and fused=True",
+)
+# Other errors of torch, by a pattern of their text: the problem, and a suggestion.
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its "
@@ -119,7 +126,7 @@ _EXPLANATIONS = {
         "that have been freed",
         'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
     ),
-    "FSDP does not support deepcopy": (
+    r"FSDP does not support deepcopy|cannot pickle 'torch\._C\._distributed_c10d": (
         "a copy of shards is not a model",
         "fabric.ema(model) for averages; fabric.save for copies",
     ),
@@ -866,6 +873,8 @@ def _rng_state() -> bytes:
 def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
     """Return the problem behind an error of torch, and what to write instead. None if unknown."""
     text = str(exception)
+    if re.search(_MIXED_LISTS, text):
+        return _EXPLANATION_OF_MIXED_LISTS
     optimizer_name = _optimizer_that_raised(exception)
     if optimizer_name is not None and re.search(_SHARD_WORDS, text):
         problem = f"{optimizer_name}.step() uses an operation that torch does not have for shards"
