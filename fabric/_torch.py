@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
@@ -211,39 +211,31 @@ def clear_mesh_caches() -> None:
     dtensor._collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
-def refuse_reads_of_partial_values(refuse: Callable[[], object]) -> Callable[[], None]:
-    """Call a function if a number is read from a DTensor whose parts are not reduced yet.
+def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[], None]:
+    """Have functions called in place of ATen operators on DTensors.
 
-    ``norm()``, ``sum()``, ``mean()`` and ``max()`` of a sharded tensor are such DTensors. torch
-    gives ``float(x)``, ``x.item()`` and a condition the part of this rank in place of the whole
-    value. The dispatcher of DTensor has a dict of functions for single operators, which is private.
-    Seen to work in torch 2.13, 2.14 and 2.15.
+    The dispatcher of DTensor has a dict of such functions, which is private. Seen to work in torch
+    2.13, 2.14 and 2.15.
 
     Args:
-        refuse: raises an error.
+        functions: for each operator, a function that gets the operator, its arguments and its
+            keyword arguments. An operator for which there is a function already keeps that one.
 
     Returns:
         A function that ends this.
     """
     from torch.distributed.tensor import DTensor  # takes a second to import
 
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    read_number = torch.ops.aten._local_scalar_dense.default
-
-    def handle(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return the number in a DTensor. torch calls this in place of the operator."""
-        dtensor = args[0]
-        for mesh_dim, placement in enumerate(dtensor.placements):
-            if placement.is_partial() and dtensor.device_mesh.size(mesh_dim) > 1:
-                refuse()
-        return operator(local_tensor(dtensor))
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operator, function in functions.items():
+        handlers.setdefault(operator, function)
 
     def end() -> None:
-        """Take the function off, unless it was replaced since."""
-        if handlers.get(read_number) is handle:
-            del handlers[read_number]
+        """Take off those functions that are still there."""
+        for operator, function in functions.items():
+            if handlers.get(operator) is function:
+                del handlers[operator]
 
-    handlers.setdefault(read_number, handle)
     return end
 
 

@@ -286,6 +286,38 @@ def test_a_number_of_one_shard_is_not_read_as_if_it_were_that_of_the_tensor() ->
         assert_equals_plain(parameters)
 
 
+class Draws(NamedTuple):
+    """The parameters of a sharded and a plain model, and a number that each draws afterwards."""
+
+    parameters: Tensors
+    next_numbers: tuple[float, float]
+
+
+def redraw(model: Any) -> float:
+    """Draw some parameters anew and add noise to all, and return a number drawn afterwards."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        model.head.reset_parameters()
+        nn.init.xavier_normal_(model.blocks[0][0].weight)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            parameter.add_(torch.rand_like(parameter))
+    return torch.rand(()).item()
+
+
+def redraw_parameters(fabric: Fabric) -> Draws:
+    plain = Tower()
+    model = fabric.setup(copy.deepcopy(plain))
+    next_numbers = (redraw(model), redraw(plain))
+    return Draws(parameters_of(model, plain), next_numbers)
+
+
+def test_random_numbers_for_sharded_parameters_are_those_of_one_process() -> None:
+    for parameters, (next_number, next_plain_number) in run_sharded(redraw_parameters):
+        assert_equals_plain(parameters)
+        assert next_number == next_plain_number
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fabric import _torch
 from fabric._torch import saved_constant, saved_option
 from fabric.tools import _torch as tool_names
-from tests.ranks import in_another_process, run_in_ranks
+from tests.ranks import in_another_process
 
 Pair = namedtuple("Pair", "left right")
 
@@ -500,31 +500,20 @@ def test_caches_of_operations_keep_no_mesh(group):
     assert reference() is None
 
 
-def test_a_read_of_values_that_are_not_reduced_is_refused_until_the_end():
-    assert run_in_ranks(read_partial_values) == [("refused", 3.0, True, 1.0)] * 2
-
-
-def read_partial_values(fabric):
+def test_a_function_is_called_in_place_of_an_operator_on_dtensors_until_the_end(group):
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    def refuse():
-        raise ValueError
-
-    mesh = dist.init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, [Shard(0)])
-    end = _torch.refuse_reads_of_partial_values(refuse)
-    # Only the first one counts.
-    _torch.refuse_reads_of_partial_values(lambda: None)()
-    refused = "not refused"
-    try:
-        sharded.sum().item()
-    except ValueError:
-        refused = "refused"
-    whole = sharded.sum().full_tensor().item()
-    is_larger = bool(sharded.var() > 0)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    sharded = distribute_tensor(torch.tensor([2.0]), mesh, [Shard(0)])
+    operator = torch.ops.aten._local_scalar_dense.default
+    end = _torch.handle_dtensor_operators({operator: lambda operator, args, kwargs: 3.0})
+    # The first function stays, and the end of the second one does not take it off.
+    end_of_second = _torch.handle_dtensor_operators({operator: lambda *_: 4.0})
+    end_of_second()
+    assert sharded.sum().item() == 3.0
+    assert torch.tensor([2.0]).item() == 2.0
     end()
-    local = sharded.sum().item() - fabric.global_rank
-    return refused, whole, is_larger, local
+    assert sharded.sum().item() == 2.0
 
 
 class AllocationMode(_torch.DispatchMode):

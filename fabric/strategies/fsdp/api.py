@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import is_fsdp_module, refuse_reads_of_partial_values, uncompiled
+from fabric._torch import is_fsdp_module, uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
@@ -29,6 +29,7 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, Us
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import Runtime
 from fabric.strategies.fsdp.forward import ShardedForward
+from fabric.strategies.fsdp.operators import handle_operators
 from fabric.strategies.fsdp.sharding import (
     check_dtypes,
     check_mesh,
@@ -484,7 +485,7 @@ class FSDPStrategy(ParallelStrategy):
         :meth:`check_setup` has to be called before.
         """
         root = uncompiled(module)
-        self._cleanup.callback(refuse_reads_of_partial_values(self._refuse_partial_value))
+        self._cleanup.callback(handle_operators(self.global_rank))
         # Chosen first, since the steps below change the classes of modules and the parameters.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):
@@ -527,17 +528,6 @@ class FSDPStrategy(ParallelStrategy):
         # can get the same id.
         self._sharded_forwards[id(root)] = forward
         return module
-
-    def _refuse_partial_value(self) -> NoReturn:
-        """Raise a UsageError for a number that torch would read from the shard of this rank."""
-        raise UsageError(
-            f"float(x), x.item() or a condition on rank {self.global_rank}",
-            problem="x is a norm, sum, mean or maximum of a sharded tensor. Each rank has the "
-            "value of its own shard, and these values are not reduced yet",
-            expected="the value of the whole tensor, which is computed by all ranks",
-            suggestion="x.full_tensor().item() on every rank; fabric.clip_gradients(...), which "
-            "returns the norm of all gradients",
-        )
 
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the FSDP modules of a model, inner before outer, without the root."""

@@ -1,0 +1,103 @@
+"""Operators of torch that give another result for shards than for the whole tensor.
+
+[Note: Operators on shards] torch runs most operators on DTensors as on plain tensors. For these two
+kinds of operators it uses the shard of this rank alone, without a word:
+
+- A norm, sum, mean or maximum of a sharded tensor is a DTensor of *partial* values, which are not
+  reduced yet. ``float(x)``, ``x.item()`` and a condition read the value of this rank. The read is
+  an error, because a reduction would wait for ranks that do not read, such as where rank 0 logs.
+- ``normal_()``, ``uniform_()`` and the like draw numbers for the shard alone. Ranks with equal
+  random states drew the same numbers for different shards, and fewer than one process draws. Here
+  each rank draws the numbers of the whole tensor, and keeps those of its shard.
+
+The functions of this file stand in for these operators while sharded models are set up.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric._torch import handle_dtensor_operators, local_tensor
+from fabric.errors import UsageError
+
+__all__ = ["handle_operators"]
+
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+# These fill a tensor in place.
+_RANDOM_FILLS = (
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.bernoulli_.float,
+)
+# These return a new tensor of the same shape.
+_RANDOM_TENSORS = (torch.ops.aten.rand_like.default, torch.ops.aten.randn_like.default)
+
+
+def handle_operators(rank: int) -> Callable[[], None]:
+    """Have the functions of this file called. See ``[Note: Operators on shards]``.
+
+    Args:
+        rank: the rank of this process, for errors.
+
+    Returns:
+        A function that ends this.
+    """
+    functions: dict[Any, Callable[..., Any]] = {_READ_NUMBER: partial(_read_number, rank)}
+    functions.update(dict.fromkeys(_RANDOM_FILLS, _fill_whole))
+    functions.update(dict.fromkeys(_RANDOM_TENSORS, _draw_whole))
+    return handle_dtensor_operators(functions)
+
+
+def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return the number in a DTensor with one element.
+
+    Raises:
+        UsageError: the values of the ranks are not reduced yet.
+    """
+    dtensor = args[0]
+    for mesh_dim, placement in enumerate(dtensor.placements):
+        if placement.is_partial() and dtensor.device_mesh.size(mesh_dim) > 1:
+            raise UsageError(
+                f"float(x), x.item() or a condition on rank {rank}",
+                problem="x is a norm, sum, mean or maximum of a sharded tensor. Each rank has the "
+                "value of its own shard, and these values are not reduced yet",
+                expected="the value of the whole tensor, which is computed by all ranks",
+                suggestion="x.full_tensor().item() on every rank; fabric.clip_gradients(...), "
+                "which returns the norm of all gradients",
+            )
+    return operator(local_tensor(dtensor))
+
+
+def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Fill a DTensor in place with this rank's part of the numbers for the whole tensor."""
+    dtensor, *other_args = args
+    whole = _empty_whole(dtensor)
+    operator(whole, *other_args, **(kwargs or {}))
+    local_tensor(dtensor).copy_(local_tensor(_shard(whole, dtensor)))
+    return dtensor
+
+
+def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return a DTensor with this rank's part of the numbers for the whole tensor."""
+    dtensor = args[0]
+    return _shard(operator(_empty_whole(dtensor), **(kwargs or {})), dtensor)
+
+
+def _empty_whole(dtensor: Any) -> Tensor:
+    """Return an uninitialized plain tensor of the shape of a whole DTensor."""
+    return local_tensor(dtensor).new_empty(dtensor.shape)
+
+
+def _shard(whole: Tensor, dtensor: Any) -> Any:
+    """Return a whole tensor with the placements of a DTensor. Not a collective."""
+    from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import
+
+    placements: list[Any] = []
+    for placement in dtensor.placements:
+        # Random numbers are no values to be reduced.
+        placements.append(Replicate() if placement.is_partial() else placement)
+    # Without a source rank, nothing is sent: every rank cuts its shard from its own numbers.
+    return distribute_tensor(whole, dtensor.device_mesh, placements, src_data_rank=None)
