@@ -284,9 +284,9 @@ class StepGuard:
 
         The arguments are those of :meth:`accepts`.
         """
-        is_same_on_ranks = all(map(_has_same_norm_on_ranks, models))
-        # Whether a finite norm is enough to accept the step.
-        is_norm_enough = is_same_on_ranks and not self._spikes.is_enabled
+        is_norm_same_on_ranks = all(map(_has_same_norm_on_ranks, models))
+        # Whether a finite norm is enough to accept the step, without a look at the losses.
+        is_norm_enough = is_norm_same_on_ranks and not self._spikes.is_enabled
         if norm is not None and is_norm_enough and norm.isfinite():
             # All ranks have the same finite norm, and so all accept the step without a message. The
             # gradients are good, whatever the loss is.
