@@ -84,6 +84,7 @@ class RemainingBatches:
             # This attribute still has the state from before the previous fetch. It is cleared,
             # since _read_state() would return it.
             self.position.state_before_fetch = None
+            # Without a count, has_next() fetches a batch to know whether there is one.
             is_fetched_ahead = self.count is None
             if is_fetched_ahead:
                 # A checkpoint that is saved before take() must not count this batch.
