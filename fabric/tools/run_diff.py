@@ -731,9 +731,10 @@ def _settings_lines(first: _Run, second: _Run) -> list[str]:
     first_settings = first.ranks[0].header.settings
     second_settings = second.ranks[0].header.settings
     for name in first_settings | second_settings:
-        values = (first_settings.get(name, ""), second_settings.get(name, ""))
-        if values[0] != values[1]:
-            lines.append(f"other setting: {name}: {values[0]}, then {values[1]}")
+        first_value = first_settings.get(name, "")
+        second_value = second_settings.get(name, "")
+        if first_value != second_value:
+            lines.append(f"other setting: {name}: {first_value}, then {second_value}")
     return lines
 
 
