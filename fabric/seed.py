@@ -158,20 +158,22 @@ class RandomStreams:
 
         A stream without an entry in ``state`` stays as it is.
         """
-        self.restore_global_streams(state, unless={})  # {}: every stream with an entry is restored
+        self.restore_global_streams(state)
         saved_states = state.get("generators", ())
         # strict=False, since a state without generators is valid.
         for generator, saved_state in zip(self.generators, saved_states, strict=False):
             generator.set_state(saved_state)
 
-    def restore_global_streams(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
+    def restore_global_streams(
+        self, state: Mapping[str, Any], unless: Mapping[str, Any] = {}
+    ) -> None:
         """Set the global streams to a result of :meth:`state`. Generators stay as they are.
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
             unless: the states from which numbers have been drawn since. If a stream had the same
                 state in ``state`` and ``unless``, the draw was the stream's own, and the stream
-                keeps its position after the draw. Empty to restore every stream.
+                keeps its position after the draw. Empty, the default, restores every stream.
         """
         for name in self.global_streams:
             if name not in state:

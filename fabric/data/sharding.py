@@ -72,7 +72,7 @@ class SynchronizedStreams:
             self.streams.restore(saved)
             result = action()
             # All global streams get their earlier states again.
-            self.streams.restore_global_streams(local_state, unless={})
+            self.streams.restore_global_streams(local_state)
             return saved, result
         # False if nothing random is drawn.
         has_streams = bool(self.streams)
