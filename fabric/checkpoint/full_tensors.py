@@ -64,6 +64,18 @@ class _Shard(NamedTuple):
     splits: Sequence[_Split]
 
 
+class _Route(NamedTuple):
+    """What the shards of a bucket that travel together have in common.
+
+    Attributes:
+        mesh: the mesh of their tensors.
+        is_split: for each dimension of the mesh, whether the tensors are split along it.
+    """
+
+    mesh: Any
+    is_split: tuple[bool, ...]
+
+
 class _Section(NamedTuple):
     """The bytes of one tensor in the message of each rank.
 
@@ -148,35 +160,43 @@ class ShardGatherer:
         self, bucket: dict[str, Any], dtype: torch.dtype | None, dst: int | None
     ) -> FullTensors:
         """Yield what :meth:`gather` yields, for the values of one bucket. Collective."""
-        # The shards on the same mesh that are split along the same dimensions travel together.
-        shards_by_key: dict[Any, list[_Shard]] = {}
-        key_of_name: dict[str, Any] = {}
+        # By name, for the values that are gathered from shards.
+        routes: dict[str, _Route] = {}
+        shards_by_route: dict[_Route, list[_Shard]] = {}
         for name, value in bucket.items():
             splits = _describe_splits(value)
             if splits is None:
-                continue
+                continue  # gathered alone, below
             is_split = tuple(split.dim is not None for split in splits)
-            key = (value.device_mesh, is_split)
-            key_of_name[name] = key
+            route = _Route(value.device_mesh, is_split)
+            routes[name] = route
             part = _cast(local_tensor(value).detach(), dtype)
-            shards_by_key.setdefault(key, []).append(_Shard(part, splits))
-        if shards_by_key:
+            shards_by_route.setdefault(route, []).append(_Shard(part, splits))
+        if shards_by_route:
             self._check_same_call(
                 f"{next(iter(bucket))} to {next(reversed(bucket))}, {dtype=}, {dst=}"
             )
-        tensors_by_key: dict[Any, Iterator[Tensor | None]] = {}
-        for key, shards in shards_by_key.items():
-            mesh, _ = key
-            tensors_by_key[key] = self._gather_shards(mesh, shards, dst)
+        # The tensors of a route come in the order of its shards.
+        tensors_by_route: dict[_Route, Iterator[Tensor | None]] = {}
+        for route, shards in shards_by_route.items():
+            tensors_by_route[route] = self._gather_shards(route.mesh, shards, dst)
         for name, value in bucket.items():
-            if name in key_of_name:
-                yield name, next(tensors_by_key[key_of_name[name]])
-                continue
-            full = self.full_state({name: value})[name]
-            if dst is not None and self.communicator.rank != dst:
-                yield name, None
+            if name in routes:
+                yield name, next(tensors_by_route[routes[name]])
             else:
-                yield name, _cast(full, dtype)
+                yield name, self._gather_alone(name, value, dtype, dst)
+
+    def _gather_alone(
+        self, name: str, value: Any, dtype: torch.dtype | None, dst: int | None
+    ) -> Any:
+        """Return a full value that cannot be gathered in a bucket. None if ``dst`` is another rank.
+
+        Collective. The arguments are those of :meth:`gather`, for one value.
+        """
+        full = self.full_state({name: value})[name]
+        if dst is not None and self.communicator.rank != dst:
+            return None
+        return _cast(full, dtype)
 
     def _check_same_call(self, text: str) -> None:
         """Raise an error on all ranks if another rank makes another call. Collective.
