@@ -3,37 +3,13 @@
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fabric.checkpoint.atomic import atomic_write
-from fabric.errors import CheckpointError
-
-WRITER = """
-import sys
-from fabric.checkpoint.atomic import atomic_write
-with atomic_write(sys.argv[1]) as file:
-    file.write(b"half")
-    file.flush()
-    print("writing", flush=True)
-    sys.stdin.read()
-"""
-
-
-def start_writer(path: Path) -> subprocess.Popen[str]:
-    """Start a process that writes one half of ``path``, and the other when its input is closed."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "writing\n"
-    return writer
+from fabric.errors import CheckpointError, RankFailedError
+from tests.ranks import in_another_process
 
 
 def write(path: Path, content: bytes) -> None:
@@ -89,25 +65,33 @@ def test_mode_follows_the_umask(tmp_path, mask):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
 
 
-def test_temporary_of_a_killed_process_is_cleared_by_the_next_save(tmp_path):
-    write(tmp_path / "file", b"old")
-    with start_writer(tmp_path / "file") as writer:
-        writer.send_signal(signal.SIGKILL)
-        writer.wait(timeout=150)
-    assert (tmp_path / "file").read_bytes() == b"old"
+def write_half_and_die(path: Path) -> None:
+    with atomic_write(path) as file:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_temporary_of_a_killed_process_is_cleared_by_the_next_save(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path, b"old")
+    with pytest.raises(RankFailedError, match="was killed by SIGKILL"):
+        in_another_process(write_half_and_die, path)
+    assert path.read_bytes() == b"old"
     assert len(names(tmp_path)) == 2
-    write(tmp_path / "file", b"new")
+    write(path, b"new")
     assert names(tmp_path) == ["file"]
 
 
-def test_temporary_of_a_living_process_is_left_alone(tmp_path):
-    with start_writer(tmp_path / "file") as writer:
-        write(tmp_path / "file", b"mine")
+def test_temporary_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_write(path) as file:
+        file.write(b"half")
+        file.flush()
+        in_another_process(write, path, b"of the other process")
+        assert path.read_bytes() == b"of the other process"
         assert len(names(tmp_path)) == 2
-        assert writer.stdin is not None
-        writer.stdin.close()
-        assert writer.wait(timeout=150) == 0
-    assert (tmp_path / "file").read_bytes() == b"half"
+    assert path.read_bytes() == b"half"
     assert names(tmp_path) == ["file"]
 
 
