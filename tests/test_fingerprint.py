@@ -174,6 +174,7 @@ LAYOUTS: dict[str, Callable[..., object]] = {
     "alone": train_alone,
     "alone, accumulated": partial(train_alone, accumulation=3),
     "fsdp alone": partial(train_alone, strategy="fsdp"),
+    "fsdp alone, accumulated": partial(train_alone, accumulation=3, strategy="fsdp"),
     "ddp 2": partial(run_in_ranks, train),
     "fsdp 2": partial(run_in_ranks, train, strategy="fsdp"),
     "ddp 3": partial(run_in_ranks, train, ranks=3),
@@ -192,6 +193,8 @@ PAIRS = [
     ("fsdp 2", "ddp 2"),
     ("fsdp 3", "alone"),
     ("alone", "mesh 1 x 2"),
+    ("alone", "alone, accumulated"),
+    ("alone, accumulated", "fsdp alone, accumulated"),
     ("ddp 2", "mesh 1 x 2"),
     ("mesh 2 x 1", "fsdp 2"),
     ("ddp 3", "fsdp 2"),
@@ -218,7 +221,7 @@ def run_of_layout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 def marked_pairs() -> list[Any]:
     parameters = []
     for number, pair in enumerate(PAIRS):
-        marks = [] if number < 4 else [pytest.mark.slow]
+        marks = [] if number < 6 else [pytest.mark.slow]
         parameters.append(pytest.param(*pair, marks=marks))
     return parameters
 
@@ -230,6 +233,11 @@ def test_equal_runs_of_other_strategies_and_world_sizes_are_close(first, second,
     assert f"steps 0 to {STEPS - 1}" in result.text
     for kind in ("gradient at the step", "optimizer state", "parameter", "batch"):
         assert f" {kind} (" in result.text
+
+
+def test_without_a_tolerance_other_micro_batches_are_a_difference(run_of_layout):
+    result = compare_runs(run_of_layout("alone"), run_of_layout("alone, accumulated"))
+    assert "first difference: step 0, rank 0: batch[0]" in result.text
 
 
 def train_with_weights(fabric: Fabric, folder: str) -> None:
@@ -352,6 +360,15 @@ def test_tensors_with_infinite_numbers_are_compared_bit_by_bit(tmp_path):
     assert "infinite or undefined numbers have no distance" in result.text
 
 
+@pytest.mark.parametrize("options", [{"compiles": True}, {"strategy": "dp", "devices": 2}])
+def test_a_run_without_outputs_of_modules_is_close_to_one_that_has_them(options, tmp_path):
+    train_briefly(tmp_path / "run", devices=1)
+    train_briefly(tmp_path / "other", **{"devices": 1, **options})
+    result = compare_runs(tmp_path / "run", tmp_path / "other", close=1e-4)
+    assert result.is_equal, result.text
+    assert "inputs and outputs of modules, which only one of the runs has" in result.text
+
+
 # -- Files and the command -------------------------------------------------------------------------
 
 
@@ -373,6 +390,58 @@ def copy_of(run: Path, folder: Path, change: Callable[[list[str]], list[str]]) -
     lines = (run / "rank-0.jsonl").read_text().splitlines(keepends=True)
     (folder / "rank-0.jsonl").write_text("".join(change(lines)))
     return folder
+
+
+def with_outputs_of_head(digest: list[Any], precision: str, lines: list[str]) -> list[str]:
+    """Return the lines with another precision, and another digest of the output of the head."""
+    changed: list[str] = []
+    for line in lines:
+        values = json.loads(line)
+        if "settings" in values:
+            values["settings"]["precision"] = precision
+        if (values.get("kind"), values.get("name")) == ("output", "head"):
+            values |= {"digest": digest, "call_site": "loop.py:7"}
+        changed.append(json.dumps(values, separators=(",", ":")) + "\n")
+    return changed
+
+
+def test_the_report_has_the_settings_the_first_difference_and_how_it_spreads(base, tmp_path):
+    first = copy_of(
+        base, tmp_path / "first", partial(with_outputs_of_head, [1, 4.0, [2.0, 0.0]], "32-true")
+    )
+    second = copy_of(
+        base, tmp_path / "second", partial(with_outputs_of_head, [2, 9.0, [2.5, 0.0]], "64-true")
+    )
+    lines = compare_runs(first, second).text.splitlines()
+    compared = lines.pop(3)
+    assert compared.startswith("compared bit by bit: steps 0 to 4, random state at the start (")
+    assert lines == [
+        f"{first}: steps 0 to 4, 1 rank(s), single_device, 32-true",
+        f"{second}: steps 0 to 4, 1 rank(s), single_device, 64-true",
+        "other setting: precision: 32-true, then 64-true",
+        "",
+        "first difference: step 0, rank 0: output of head",
+        f"  {first}: norm 2, float32 6x1  loop.py:7",
+        f"  {second}: norm 3, float32 6x1  loop.py:7",
+        "  they are about 0.3 of the norm apart",
+        "  everything that was compared before it is equal",
+        "then:",
+        "  step 0: output (1 of 19)",
+        "  step 1: output (1 of 19)",
+        "  step 2: output (1 of 19)",
+        "  and steps 3 to 4",
+    ]
+
+
+def test_zeros_of_another_sign_are_a_difference_without_a_distance(base, tmp_path):
+    runs = []
+    for number in (1, 2):
+        change = partial(with_outputs_of_head, [number, 0.0, [0.0]], "32-true")
+        runs.append(copy_of(base, tmp_path / str(number), change))
+    result = compare_runs(*runs)
+    assert "first difference: step 0, rank 0: output of head\n" in result.text
+    assert "of the norm apart" not in result.text
+    assert compare_runs(*runs, close=1e-9).is_equal
 
 
 def test_a_file_that_ends_within_a_line_is_compared_up_to_there(base, tmp_path):

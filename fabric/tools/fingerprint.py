@@ -498,7 +498,9 @@ class Fingerprint(SessionObserver):
         if error is not None or not self._is_recording():
             return
         for model in self._models:
-            is_shared = not self._has_peers or model.contract.synchronizes()
+            # A sharded model does not show gradients that are not reduced, even on a single rank.
+            is_complete = not self._has_peers and not model.contract.is_sharded
+            is_shared = is_complete or model.contract.synchronizes()
             for entry in reversed(_parameters_of_model(model)):
                 if entry.parameter.requires_grad:
                     gradient = entry.parameter.grad

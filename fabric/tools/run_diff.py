@@ -3,7 +3,9 @@
 [Note: Layouts] Two runs have the same *layout* if they have equally many ranks and data-parallel
 replicas. Their files are then compared rank by rank. Otherwise the runs are compared in what does
 not depend on the layout: parameters, gradients, optimizer states and options, whose shards are
-added up; the samples of all ranks together; and the mean or sum of the losses of all ranks.
+added up; the samples of all ranks together; and the mean or sum of the losses of all ranks. With
+``close``, so are the steps in which the runs split the same samples into other numbers of
+micro-batches.
 
 [Note: Close] ``close`` is the largest distance of two tensors, in proportion to their norm. The
 distance is estimated from the sketches. Rounding errors are not in proportion to the tensor that
@@ -191,6 +193,15 @@ class _Step:
             counts.update(samples)
         return counts
 
+    def num_batches(self) -> int:
+        """Return how many batches the first rank had."""
+        calls = [key.call for key in self.ranks[0] if key.kind == "batch"]
+        return max(calls, default=-1) + 1
+
+    def has_modules(self) -> bool:
+        """Return whether the first rank has inputs or outputs of modules."""
+        return any(key.kind in _MODULE_KINDS for key in self.ranks[0])
+
     def batch_dtypes(self) -> set[str]:
         """Return the dtypes of the tensors in the batches."""
         dtypes: set[str] = set()
@@ -366,6 +377,10 @@ class _Comparison:
         reordered_steps: the steps that have the same samples in another order.
         other_sample_steps: the steps whose batches have other samples.
         excess_samples: how often more the first run had each sample in these steps.
+        is_without_modules: whether one of the runs has no inputs and outputs of modules in a step.
+            They are left out from then on.
+        has_other_micro_batches: whether the runs split the same samples of any step into other
+            numbers of micro-batches.
     """
 
     first: _Run
@@ -378,6 +393,8 @@ class _Comparison:
     reordered_steps: list[int] = field(default_factory=list)
     other_sample_steps: list[int] = field(default_factory=list)
     excess_samples: Counter[int] = field(default_factory=Counter)
+    is_without_modules: bool = False
+    has_other_micro_batches: bool = False
 
     def compare(self) -> None:
         """Compare all steps that both runs have."""
@@ -385,6 +402,8 @@ class _Comparison:
             first = self.first.read_step(number)
             second = self.second.read_step(number)
             self._compare_samples(first, second)
+            # For example, one of the models is compiled, or runs in threads.
+            self.is_without_modules |= first.has_modules() != second.has_modules()
             differences = list(self._differences_of_step(first, second))
             if not differences:
                 continue
@@ -446,7 +465,9 @@ class _Comparison:
 
     def _differences_of_step(self, first: _Step, second: _Step) -> Iterator[_Difference]:
         """Yield the values of a step that differ."""
-        if not self._has_same_layout():
+        has_other_micro_batches = self._differ_in_micro_batches(first, second)
+        self.has_other_micro_batches |= has_other_micro_batches
+        if has_other_micro_batches or not self._has_same_layout():
             yield from self._differences_across_layouts(first, second)
             return
         for rank in range(len(first.ranks)):
@@ -466,6 +487,15 @@ class _Comparison:
                 norm_of_kind = first.norms[rank].get(key.kind, 0.0)
                 if not self._are_close(left, right, norm_of_kind):
                     yield _Difference(first.number, position, rank, key, left, right)
+
+    def _differ_in_micro_batches(self, first: _Step, second: _Step) -> bool:
+        """Return whether only the number of micro-batches differs, with a tolerance.
+
+        A loop without a set-up loader has no samples, and its micro-batches are not known.
+        """
+        if self.close is None or first.num_batches() == second.num_batches():
+            return False
+        return any(first.samples) and first.sample_counts() == second.sample_counts()
 
     def _differences_across_layouts(self, first: _Step, second: _Step) -> Iterator[_Difference]:
         """Yield the values that differ among those that do not depend on the layout."""
@@ -506,7 +536,7 @@ class _Comparison:
 
     def _is_left_out(self, step: int, key: _Key, left: Entry | None, right: Entry | None) -> bool:
         """Return whether a value cannot be compared, or need not agree."""
-        if key.kind in _MODULE_KINDS and self._details_differ():
+        if key.kind in _MODULE_KINDS and self.is_without_modules:
             return True
         # A run that was killed within the step lacks values that it would have recorded.
         is_behind_the_end_of_first = left is None and not self.first.has_finished(step)
@@ -520,13 +550,19 @@ class _Comparison:
             # of an option has more words after it, such as its parameter group.
             option, _, _ = key.name.partition(" ")
             return option in _IMPLEMENTATIONS
+        # After a backward pass without synchronization, FSDP has no gradients to show. Others have.
+        is_synchronized = _is_shared(left, right)
+        if key.kind == "gradient" and not is_synchronized and self._strategies_differ():
+            return True
         # With samples in another order, only what is summed over the ranks is close.
         is_reordered = step in self.reordered_steps and not _is_shared(left, right)
         return is_reordered or key.kind in _RANDOM_KINDS
 
-    def _details_differ(self) -> bool:
-        """Return whether only one of the runs has the inputs and outputs of modules."""
-        return self.first.ranks[0].header.detail != self.second.ranks[0].header.detail
+    def _strategies_differ(self) -> bool:
+        """Return whether the runs have different strategies."""
+        first_settings = self.first.ranks[0].header.settings
+        second_settings = self.second.ranks[0].header.settings
+        return first_settings.get("strategy") != second_settings.get("strategy")
 
     def _are_close(self, first: Entry | None, second: Entry | None, norm_of_kind: float) -> bool:
         """Return whether two values are equal or, with a tolerance, close; see ``[Note: Close]``.
@@ -599,12 +635,12 @@ class _Comparison:
             texts.append(f"{kind} ({count})")
         lines = [f"compared {mode}: {_describe_steps(steps)}, {', '.join(texts)}"]
         notes = list(self.notes)
-        if self._details_differ():
+        if self.is_without_modules:
             notes.append("inputs and outputs of modules, which only one of the runs has")
-        if not self._has_same_layout():
+        if self.has_other_micro_batches or not self._has_same_layout():
             notes.append(
                 "inputs and outputs of modules, buffers and random states, since the runs split "
-                "their batches over other numbers of ranks"
+                "their batches over other numbers of ranks or micro-batches"
             )
         elif self.close is not None:  # the note before names the random states, too
             notes.append("random states, since only numbers can be close")
