@@ -3,6 +3,9 @@
 # The tests of a file, by the names of their files without `tests/test_` and `.py`. The most
 # specific and quickest come first: a mutation is run against all of them, until a test fails.
 _SUBJECTS = {
+    "tree": "tree collectives_refusals collectives",
+    "world": "world environments launchers",
+    "diagnostics/replicas": "replicas replica_digests",
     "launchers/supervisor": (
         "launchers_parts launchers_failures launchers launchers_signals faults/parents preemption"
     ),
