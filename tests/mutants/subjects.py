@@ -56,6 +56,7 @@ _SUBJECTS = {
     "strategies/tp_plan": "model_parallel",
     "strategies/fsdp/api": "fsdp fsdp_options fsdp_models",
     "strategies/fsdp/forward": "fsdp fsdp_models cleared_gradients",
+    "strategies/fsdp/operators": "fsdp_sharded_tensors fsdp",
     "strategies/fsdp/parameters": "fsdp fsdp_models",
     "strategies/fsdp/sharding": "fsdp fsdp_init fsdp_options fsdp_sharded_tensors",
     "strategies/fsdp/state": "fsdp_checkpoint fsdp checkpoint_shards resharding",
