@@ -110,14 +110,19 @@ def test_a_hang_of_a_thread_names_the_line_of_the_user() -> None:
 
 def notes_after(*notes: str) -> list[str]:
     """Return the notes of an error of a test that the plugin has run."""
-    hook = pytest_runtest_call()
-    next(hook)
     error = AssertionError("1 difference(s)")
     for note in notes:
         error.add_note(note)
-    with pytest.raises(AssertionError):
-        hook.throw(error)
+    fail_test(error)
     return error.__notes__
+
+
+def fail_test(error: Exception) -> None:
+    """Let the plugin run a test that raises an error."""
+    hook = pytest_runtest_call()
+    next(hook)
+    with pytest.raises(type(error)):
+        hook.throw(error)
 
 
 def test_the_explanation_of_hypothesis_shows_no_lines_of_the_kit() -> None:
@@ -131,3 +136,13 @@ def test_the_explanation_of_hypothesis_shows_no_lines_of_the_kit() -> None:
     assert notes_after(*title, line_of_kit, count) == []
     assert notes_after(*title, line_of_kit, line_of_user, count) == [*title, line_of_user, count]
     assert notes_after("another note") == ["another note"]
+
+
+def test_the_explanation_of_each_of_several_failures_shows_no_lines_of_the_kit() -> None:
+    error = AssertionError("1 difference(s)")
+    error.add_note("Failing test case: f()")
+    error.add_note("Explanation:")
+    error.add_note("    These lines were always and only run by failing test cases:")
+    error.add_note(f"        {fabric.testing.base.__file__}:366")
+    fail_test(ExceptionGroup("2 failures", [error, ValueError("another")]))
+    assert error.__notes__ == ["Failing test case: f()"]

@@ -68,10 +68,21 @@ def pytest_runtest_call() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
-        notes = getattr(error, "__notes__", None)
-        if notes:
-            error.__notes__ = _without_lines_of_fabric(notes)
+        _shorten_explanation(error)
         raise
+
+
+def _shorten_explanation(error: BaseException) -> None:
+    """Remove the lines of fabric from the notes of an error, and of the errors of a group.
+
+    Hypothesis raises a group if examples fail in different ways.
+    """
+    notes = getattr(error, "__notes__", None)
+    if notes:
+        error.__notes__ = _without_lines_of_fabric(notes)
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            _shorten_explanation(member)
 
 
 def _without_lines_of_fabric(notes: list[str]) -> list[str]:
