@@ -567,39 +567,62 @@ def _find_regions(
             ``ModuleList``.
     """
     modules = dict(root.named_modules())
-    colwise: list[str] = []
-    rowwise: list[str] = []
+    layers = _find_split_layers(modules, whole_outputs)
     not_regions = {*uncalled}
     for path, module in modules.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             not_regions.add(path)
+    colwise_by_region = smallest_modules_around(layers.colwise, layers.rowwise, not_regions)
+    regions: list[_Region] = []
+    # For each rowwise layer, the lines of the plan for the innermost region around it.
+    lines_by_rowwise: dict[str, list[str]] = {}
+    # Deeper modules come first, so that the first region around a layer is the innermost.
+    for path in sorted(colwise_by_region, key=_depth, reverse=True):
+        rowwise = [layer for layer in layers.rowwise if path in ancestors(layer)]
+        new_rowwise = [layer for layer in rowwise if layer not in lines_by_rowwise]
+        # A dict drops the lines that several layers share, and keeps the order.
+        lines_of_region: dict[str, None] = {}
+        for layer in (*colwise_by_region[path], *new_rowwise):
+            line = lines.get(modules[layer], f"{layer} of parallelize_fn")
+            lines_of_region[line] = None
+        for layer in new_rowwise:
+            lines_by_rowwise[layer] = list(lines_of_region)
+        if not new_rowwise:
+            # All rowwise layers are in inner regions. The colwise layer has a whole output.
+            continue
+        region = _Region(path, modules[path], whole.get_submodule(path))
+        if not _can_be_computed(region.module, region.whole):
+            continue
+        for layer in rowwise:
+            name = layer.removeprefix(path).removeprefix(".")
+            region.rowwise_layers.append(name)
+            region.lines[name] = lines_by_rowwise[layer]
+        regions.append(region)
+    return regions
+
+
+class _SplitLayers(NamedTuple):
+    """The paths of the layers of a model that are split, in the order of the model."""
+
+    colwise: list[str]
+    rowwise: list[str]
+
+
+def _find_split_layers(
+    modules: Mapping[str, nn.Module], whole_outputs: set[nn.Module]
+) -> _SplitLayers:
+    """Return the split layers among ``modules``, which are given by path.
+
+    The colwise layers in ``whole_outputs``, whose output is whole, are left out.
+    """
+    layers = _SplitLayers(colwise=[], rowwise=[])
+    for path, module in modules.items():
         direction = direction_of_split(module)
         if direction == "rowwise":
-            rowwise.append(path)
+            layers.rowwise.append(path)
         elif direction == "colwise" and module not in whole_outputs:
-            colwise.append(path)
-    colwise_by_region = smallest_modules_around(colwise, rowwise, not_regions)
-    regions: list[_Region] = []
-    lines_by_rowwise: dict[str, list[str]] = {}
-    # Deeper modules first: a rowwise layer belongs to the innermost region around it.
-    for path in sorted(colwise_by_region, key=_depth, reverse=True):
-        inner_rowwise = [layer for layer in rowwise if path in ancestors(layer)]
-        new_rowwise = [layer for layer in inner_rowwise if layer not in lines_by_rowwise]
-        region_lines: dict[str, None] = {}
-        for layer in (*colwise_by_region[path], *new_rowwise):
-            region_lines[lines.get(modules[layer], f"{layer} of parallelize_fn")] = None
-        for layer in new_rowwise:
-            lines_by_rowwise[layer] = list(region_lines)
-        # Without a rowwise layer of its own, this is a colwise layer with a whole output.
-        can_be_computed = _can_be_computed(modules[path], whole.get_submodule(path))
-        if new_rowwise and can_be_computed:
-            region = _Region(path, modules[path], whole.get_submodule(path))
-            for layer in inner_rowwise:
-                name = layer.removeprefix(path).removeprefix(".")
-                region.rowwise_layers.append(name)
-                region.lines[name] = lines_by_rowwise[layer]
-            regions.append(region)
-    return regions
+            layers.colwise.append(path)
+    return layers
 
 
 def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
