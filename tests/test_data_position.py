@@ -3,6 +3,7 @@
 import io
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -420,6 +421,26 @@ def test_position_can_be_taken_over_by_another_number_of_ranks(num_replicas: int
     seed(0)
     order = samples_of(make())
     assert interleaved(samples_by_rank) == order[6:]
+
+
+def test_other_steps_on_another_number_of_ranks_are_a_warning_with_a_remedy() -> None:
+    def make(batch_size: int) -> DataLoader[Any]:
+        return DataLoader(Counted(24), batch_size, shuffle=True)
+
+    loader = prepare(make(4), 0, 2)
+    next(iter(loader))
+    saved = stored(loader.state_dict())
+    with pytest.warns(UserWarning, match="4 samples a step, .* used 8, 4 on each of 2") as caught:
+        prepare(make(4), 0, 1).load_state_dict(saved)
+    assert "batch_size=8 // fabric.world_size" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="on 3 processes no batch size keeps the steps"):
+        prepare(make(4), 0, 3).load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The remedy, another rank than the first, and another batch size that the user chose.
+        prepare(make(8), 0, 1).load_state_dict(saved)
+        prepare(make(4), 1, 3).load_state_dict(saved)
+        prepare(make(5), 0, 2).load_state_dict(saved)
 
 
 def test_endless_sampler_resumes_in_its_order() -> None:

@@ -24,6 +24,7 @@ from fabric.data.saved_position import (
     entries_to_skip,
     is_inside_epoch,
     saved_position,
+    warn_of_other_batches,
 )
 from fabric.data.sharding import FromRank0, SynchronizedStreams
 from fabric.data.spec import ActiveLoop, LoaderSpec, ShardRequest, Uneven
@@ -560,6 +561,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         with :func:`fabric.seed.set_rng_state`. If the position is after the last batch of an epoch,
         but was saved in the body of the loop, the next ``iter()`` yields nothing.
 
+        Rank 0 warns if the number of ranks has changed, and the batch sizes of all ranks together
+        with it: the run then has other steps.
+
         Args:
             state: what :meth:`state_dict` returned, on any rank.
 
@@ -585,6 +589,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             is_in_order=self.loader.num_workers <= 1 or self.loader.in_order,
             keeps_dataset_state=self._dataset_keeps_position,
         )
+        if self._job.rank == 0:
+            warn_of_other_batches(state, self._spec)
         is_inside = is_inside_epoch(state, self._spec)
         # Fabric has put a sampler into every other loader whose position it keeps.
         is_iterable = self._spec.sharded_sampler is None

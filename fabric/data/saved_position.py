@@ -1,5 +1,6 @@
 """The saved form of a position, and the checks before a loader continues from it."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ __all__ = [
     "entries_to_skip",
     "is_inside_epoch",
     "saved_position",
+    "warn_of_other_batches",
 ]
 
 _FORMAT = 1  # raise it when the meaning of an entry changes
@@ -88,6 +90,40 @@ def check_saved_position(
     if is_inside_epoch(saved, spec):
         has_dataset_state = keeps_dataset_state and saved["dataset"] is not None
         _check_restorable(saved, spec, is_in_order=is_in_order, has_dataset_state=has_dataset_state)
+
+
+def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
+    """Warn if another number of ranks changes how many samples the ranks use in a step together.
+
+    The samples are the same, but the steps and the schedules that count steps are not.
+
+    Args:
+        saved: a saved position that has been checked.
+        spec: the loader's spec.
+    """
+    batch_size = spec.batch_size
+    saved_batch_size = saved["batch_size"]
+    if batch_size is None or saved_batch_size is None or saved["num_replicas"] == spec.num_replicas:
+        return
+    global_batch_size = batch_size * spec.num_replicas
+    saved_global_batch_size = saved_batch_size * saved["num_replicas"]
+    if global_batch_size == saved_global_batch_size:
+        return
+    remedy = f"on {spec.num_replicas} processes no batch size keeps the steps as they were"
+    if saved_global_batch_size % spec.num_replicas == 0:
+        remedy = (
+            "to keep the steps as they were, write "
+            f"DataLoader(..., batch_size={saved_global_batch_size} // fabric.world_size)"
+        )
+    warnings.warn(
+        f"the loader continues with {global_batch_size} samples a step, {batch_size} on each of "
+        f"{spec.num_replicas} processes; until the checkpoint, a step used "
+        f"{saved_global_batch_size}, {saved_batch_size} on each of {saved['num_replicas']}. The "
+        "number of steps in an epoch changes, and what a schedule of the learning rate makes of "
+        f"it; {remedy}",
+        # The caller of load_state_dict().
+        stacklevel=3,
+    )
 
 
 def is_inside_epoch(saved: Mapping[str, Any], spec: LoaderSpec) -> bool:
