@@ -475,11 +475,16 @@ def hook_entry(handle: Any) -> HookEntry:
 
 
 def user_hooks(module: torch.nn.Module) -> list[Any]:
-    """Return the hooks around the forward pass that are registered with a module.
+    """Return the hooks around the forward and the backward pass of a module.
 
     torch has no public way to list hooks, and a copy of a module copies them.
     """
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
 
 
 # A decorator for tensor hooks that a pickle or a copy of the tensor may leave out. torch warns when

@@ -383,6 +383,14 @@ class ZeroOut(AttentionWithUnknownAttribute):
         nn.init.zeros_(self.out.weight)
 
 
+class AttentionWithBackwardHook(Attention):
+    """An attention whose input gets twice the gradient, which the whole copy would not get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+
+
 class RouterBehind(SmallGate):
     """The remedy for a layer whose input is whole."""
 
@@ -394,6 +402,7 @@ def pass_through_right_blocks(fabric: Fabric) -> bool:
     whole_styles = {"*.up": "colwise_rep", "*.down": "rowwise_rep"}
     assert first_pass(fabric, Attention) == "fine"
     assert first_pass(fabric, AttentionWithDropout) == "fine"
+    assert first_pass(fabric, AttentionWithBackwardHook) == "fine"
     assert first_pass(fabric, TwoLayers) == "fine"
     assert first_pass(fabric, Softmax, whole_styles) == "fine"
     assert first_pass(fabric, RouterBehind) == "fine"

@@ -296,7 +296,7 @@ def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     assert called == ["user's", "first", "user's"]
 
 
-def test_hooks_around_the_forward_pass_of_a_module_are_listed():
+def test_hooks_around_the_passes_of_a_module_are_listed():
     module = nn.Sequential(nn.Identity())
     assert _torch.user_hooks(module) == []
 
@@ -310,6 +310,9 @@ def test_hooks_around_the_forward_pass_of_a_module_are_listed():
     module.register_forward_pre_hook(before)
     assert _torch.user_hooks(module) == [before, after]
     assert _torch.user_hooks(module[0]) == []
+    module[0].register_full_backward_hook(after)
+    module[0].register_full_backward_pre_hook(before)
+    assert _torch.user_hooks(module[0]) == [before, after]
 
 
 def test_a_parameter_and_a_buffer_are_replaced_without_an_assignment():
