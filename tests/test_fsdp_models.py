@@ -618,7 +618,7 @@ def test_complex_and_real_parameters_in_one_fsdp_module_are_refused_by_name() ->
     for precision in ("32-true", "bf16-mixed"):
         for text in in_ranks(set_up_complex_parameters, precision=precision):
             assert "torch.complex64: ['1.phase']" in text
-            assert "FSDPStrategy(auto_wrap_policy={...})" in text
+            assert "Write: FSDPStrategy(auto_wrap_policy={...})" in text
     assert min(in_ranks(train_complex_parameters, auto_wrap_policy={Complex})) > 0
 
 

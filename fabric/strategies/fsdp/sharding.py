@@ -301,15 +301,17 @@ def check_dtypes(
             dtype = precision.param_dtype
         names_by_dtype.setdefault(owner, {}).setdefault(dtype, []).append(name)
     for names in names_by_dtype.values():
-        if len(names) > 1:
-            raise ConfigurationError(
-                f"setup({type(root).__name__}) with FSDP",
-                problem=f"one FSDP module has trained parameters of several dtypes: {names}",
-                suggestion=(
-                    "model.float(); or FSDPStrategy(auto_wrap_policy={...}) with a class around "
-                    "each dtype"
-                ),
-            )
+        if len(names) == 1:
+            continue
+        suggestion = "FSDPStrategy(auto_wrap_policy={...}) with a class around each dtype"
+        # float() leaves complex parameters as they are.
+        if not any(dtype.is_complex for dtype in names):
+            suggestion = f"model.float(); or {suggestion}"
+        raise ConfigurationError(
+            f"setup({type(root).__name__}) with FSDP",
+            problem=f"one FSDP module has trained parameters of several dtypes: {names}",
+            suggestion=suggestion,
+        )
 
 
 def check_optimizers(
