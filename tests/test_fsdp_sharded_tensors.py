@@ -336,6 +336,7 @@ def refusals(fabric: Fabric) -> dict[str, str]:
     )
     return {
         "sparse": outcome(lambda: fabric.setup(sparse)),
+        "max_norm": outcome(lambda: fabric.setup(nn.Embedding(6, 4, max_norm=1.0))),
         "Adafactor": set_up(optim.Adafactor, Tower()),
         "Rprop": set_up(optim.Rprop, copy.deepcopy(even)),
         "LBFGS": set_up(optim.LBFGS, Tower()),
@@ -348,8 +349,24 @@ def test_training_that_cannot_be_sharded_is_refused_before_anything_changes() ->
         assert texts["LBFGS of even shards"] == "fine"
         expected = "these have sparse gradients, which cannot be sharded: 0"
         assert expected in texts["sparse"]
+        assert "which changes the gathered weight in forward passes" in texts["max_norm"]
         for name in ("Adafactor", "Rprop", "LBFGS"):
             assert "torch has no such step for shards" in texts[name]
+
+
+def renormalize(fabric: Fabric) -> Tensors:
+    """Follow the remedy of the error about ``max_norm``."""
+    plain = nn.Embedding(6, 4)
+    model = fabric.setup(copy.deepcopy(plain))
+    with torch.no_grad():
+        for weight in (plain.weight, model.weight):
+            weight.mul_((1.0 / weight.norm(dim=1, keepdim=True)).clamp(max=1))
+    return parameters_of(model, plain)
+
+
+def test_rows_of_a_sharded_table_are_renormalized_as_the_error_suggests() -> None:
+    for tables in run_sharded(renormalize):
+        assert_equals_plain(tables)
 
 
 class Scale(nn.Module):

@@ -555,6 +555,7 @@ class ModelParallelStrategy(FSDPStrategy):
             sum_partial_dtensors(module.parameters())
 
     @property
+    @override
     def _shards_parameters(self) -> bool:
         """Whether parameters are sharded. With one rank to shard over, sharding would cost time.
 

@@ -33,6 +33,7 @@ from fabric.strategies.fsdp.operators import handle_operators
 from fabric.strategies.fsdp.sharding import (
     check_dtypes,
     check_mesh,
+    check_no_renormalized_tables,
     check_optimizers,
     check_shardable,
     is_mapped,
@@ -472,6 +473,8 @@ class FSDPStrategy(ParallelStrategy):
             FabricError: the model cannot be sharded.
         """
         check_shardable(root, is_source=self.is_global_zero, models=self._prepared_modules)
+        if self._shards_parameters:
+            check_no_renormalized_tables(root)
         # Raises if the option activation_checkpointing matches no module.
         self._checkpointed_modules(root)
         fsdp_modules = self._find_fsdp_modules(root)
@@ -528,6 +531,11 @@ class FSDPStrategy(ParallelStrategy):
         # can get the same id.
         self._sharded_forwards[id(root)] = forward
         return module
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether parameters are sharded. A subclass may have meshes on which they are not."""
+        return True
 
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the FSDP modules of a model, inner before outer, without the root."""

@@ -37,6 +37,7 @@ __all__ = [
     "MixedPrecisionOption",
     "check_dtypes",
     "check_mesh",
+    "check_no_renormalized_tables",
     "check_optimizers",
     "check_shardable",
     "is_mapped",
@@ -211,6 +212,25 @@ def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module
             problem="have no values, being on meta",
             suggestion="a model built in fabric.init_module()",
         )
+
+
+def check_no_renormalized_tables(root: nn.Module) -> None:
+    """Raise a ConfigurationError for embeddings that change their weight in forward passes.
+
+    FSDP2 frees a gathered weight without a look at its changes. Not a collective.
+    """
+    names: list[str] = []
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            names.append(name)
+    _refuse_if_any(
+        names,
+        root,
+        problem="have max_norm, which changes the gathered weight in forward passes, and FSDP "
+        "drops such changes",
+        suggestion="max_norm=None, and after each step, with torch.no_grad(): "
+        "weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))",
+    )
 
 
 def _refuse_if_any(names: Sequence[str], root: nn.Module, problem: str, suggestion: str) -> None:
