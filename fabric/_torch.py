@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
@@ -637,6 +637,23 @@ def fsdp_parameter_records(module: torch.nn.Module) -> list[Any]:
     for group in fsdp_param_groups(module):
         records.extend(group.fsdp_params)
     return records
+
+
+def gathered_parameters(records: Iterable[Any]) -> list[Tensor]:
+    """Return the gathered parameters of records of FSDP2, as far as they exist and have versions.
+
+    FSDP2 makes such a tensor in the first pass, and uses it in all passes: in between it has no
+    memory. FSDP2 itself does not change its version. A tensor from inference mode has no version.
+
+    Args:
+        records: entries of :func:`fsdp_parameter_records`.
+    """
+    gathered: list[Tensor] = []
+    for record in records:
+        parameter = getattr(record, "_unsharded_param", None)
+        if parameter is not None and not parameter.is_inference():
+            gathered.append(parameter)
+    return gathered
 
 
 def is_parameter_of_record(parameter: Any, record: Any) -> bool:

@@ -731,6 +731,54 @@ def outcome_of_scaled(fabric: Fabric) -> str:
     return outcome(lambda: gradients_of_scaled(fabric))
 
 
+class Shrinking(nn.Module):
+    """A model whose weight shrinks in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x)
+        if self.training:
+            self.shrink()
+        return output
+
+    def shrink(self) -> None:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+
+
+def shrink_in_forward(fabric: Fabric) -> list[str]:
+    model = fabric.setup(Shrinking())
+    return [outcome(lambda: model(SAMPLES)) for _ in range(2)]
+
+
+def shrink_after_forward(fabric: Fabric) -> Tensor:
+    """Follow the remedy of the error: change the weight outside of forward passes."""
+    torch.manual_seed(0)
+    module = Shrinking()
+    module.eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    for _ in range(3):
+        fabric.backward(model(SAMPLES).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.layer.weight.mul_(0.5)
+    return full_tensor(model.layer.weight.detach())
+
+
+def test_a_change_of_a_gathered_parameter_that_fsdp_drops_is_an_error() -> None:
+    for texts in in_ranks(shrink_in_forward):
+        for text in texts:
+            assert "and drops the change: layer.weight" in text
+    [expected] = run_in_ranks(shrink_after_forward, ranks=1, strategy="auto")
+    for weight in in_ranks(shrink_after_forward):
+        torch.testing.assert_close(weight, expected)
+
+
 def load_by_assignment(fabric: Fabric) -> list[Tensor]:
     """Return the outputs of two passes of a model whose parameters a state dict has replaced."""
     model = fabric.setup(make_perceptron())

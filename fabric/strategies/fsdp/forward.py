@@ -239,6 +239,8 @@ class ShardedForward:
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
+        if self._has_succeeded:
+            self._parameters.check_gathered_unchanged()
         if not self._has_succeeded:
             self.unreduced.reset_pass()
         elif not torch.is_grad_enabled():

@@ -4,9 +4,14 @@ from functools import partial
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fabric._torch import fsdp_parameter_records, in_place_version, is_parameter_of_record
+from fabric._torch import (
+    fsdp_parameter_records,
+    gathered_parameters,
+    in_place_version,
+    is_parameter_of_record,
+)
 from fabric.errors import UsageError
 from fabric.strategies.fsdp.state import ParameterSlot, parameter_slots, shard_module_state
 
@@ -39,6 +44,8 @@ class ShardedParameters:
         self._records: dict[int, Any] = {}
         for record in fsdp_parameter_records(root):
             self._records[id(record.sharded_param)] = record
+        # The parameters that forward passes have gathered so far.
+        self._gathered: list[Tensor] = []
         # The sum of the in-place versions of the parameters at the latest call of have_changed().
         self._sum_of_versions = 0
 
@@ -103,6 +110,34 @@ class ShardedParameters:
             f"{', '.join(self._qualified_names(substituted))}",
             expected="the parameters that setup() has sharded",
             suggestion=f'strategy="ddp"; or {remedy}',
+        )
+
+    def check_gathered_unchanged(self) -> None:
+        """Check that no gathered parameter has been changed in place. Called after forward passes.
+
+        Raises:
+            UsageError: a gathered parameter has been changed. FSDP2 would drop the change.
+        """
+        if len(self._gathered) < len(self._records):
+            # A pass may leave out some modules, whose parameters no pass has gathered yet.
+            self._gathered = gathered_parameters(self._records.values())
+        # Without a Python function, since every forward pass reads all versions. FSDP2 does not
+        # change them.
+        if not any(map(in_place_version, self._gathered)):
+            return
+        changed: list[ParameterSlot] = []
+        for slot in self._slots:
+            record = self._records.get(id(slot.parameter))
+            if record is not None and any(map(in_place_version, gathered_parameters([record]))):
+                changed.append(slot)
+        raise UsageError(
+            f"model(...) on rank {self._rank}",
+            problem="these parameters were changed in place within a forward pass, or between it "
+            "and its backward pass. FSDP has gathered them there, and drops the change: "
+            f"{', '.join(self._qualified_names(changed))}",
+            expected="changes of parameters after the step, as by an optimizer",
+            suggestion="optimizer.step(), and then with torch.no_grad(): weight.mul_(...); a "
+            "buffer in place of a parameter that forward() changes",
         )
 
     def _substituted_slots(self) -> list[ParameterSlot]:
