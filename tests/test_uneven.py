@@ -82,8 +82,37 @@ def test_a_rank_that_runs_out_of_batches_is_named_with_the_step(
     text = str(caught.value)
     assert f"rank {early} ran out of batches: its loader ended after {min(batches)}" in text
     assert f"step {min(batches) + 1}, for which rank {1 - early} has a batch" in text
-    assert 'uneven="drop"' in text
+    assert 'use_distributed_sampler=False, uneven="shortest"' in text
+    assert 'uneven="drop"' not in text
     assert "fabric.join(model)" in text
+
+
+def uneven_epoch_with_a_policy(fabric: Fabric, uneven: Any) -> int:
+    """Train on 3 batches on rank 0 and 5 on rank 1, and return the number of steps."""
+    model, optimizer = net(fabric)
+    data: Any = [torch.ones(4)] * (3 + 2 * fabric.global_rank)
+    batches = fabric.setup_dataloaders(
+        DataLoader(data, batch_size=1), use_distributed_sampler=False, uneven=uneven
+    )
+    steps = 0
+    for batch in batches:
+        losses = model(batch).sum(dim=1)
+        fabric.backward(losses.sum(), weight=len(losses))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
+def test_the_remedies_of_the_error_work_and_those_of_sharded_data_do_not_help() -> None:
+    assert run_in_ranks(uneven_epoch_with_a_policy, "shortest") == [3, 3]
+    assert run_in_ranks(uneven_epoch_with_a_policy, "longest") == [5, 5]
+    with pytest.raises(RankFailedError) as caught:
+        run_in_ranks(uneven_epoch_with_a_policy, "drop")
+    suggestion = str(caught.value).partition("Write: ")[2]
+    assert '"shortest"' in suggestion
+    assert '"drop"' not in suggestion
+    assert '"pad"' not in suggestion
 
 
 # Loops, training or validation, with the batches of each rank.
@@ -148,7 +177,7 @@ def test_under_fsdp_too_a_rank_that_runs_out_of_batches_is_named(
     text = str(caught.value)
     assert f"rank {early} ran out of batches: its loader ended after {min(batches)}" in text
     assert f"step {steps + 1}, for which rank {1 - early} has a batch" in text
-    for uneven in ("pad", "drop", "shortest", "longest"):
+    for uneven in ("shortest", "longest"):
         assert f'"{uneven}"' in text
     assert "fabric.join" not in text
 

@@ -266,9 +266,13 @@ class StepComparison:
             batches: how many batches it had.
             late_rank: the rank that has a batch for the step.
         """
+        # "pad" and "drop" are no remedies here: the loaders of data that fabric shards with them
+        # have equally many batches already.
         suggestion = (
-            'setup_dataloaders(loader, uneven="drop") or "pad"; "shortest" or "longest" for other '
-            "data"
+            'setup_dataloaders(loader, use_distributed_sampler=False, uneven="shortest") if every '
+            'rank has data of its own, or "longest" with '
+            "fabric.backward(losses.sum(), weight=len(losses)); setup_dataloaders(loader) if all "
+            "ranks have the same data"
         )
         # Sharded modules do not support fabric.join.
         if not self._bypass.is_sharded:
@@ -278,7 +282,7 @@ class StepComparison:
             problem=f"rank {early_rank} ran out of batches: its loader ended after {batches}, and "
             f"it takes no part in step {step}, for which rank {late_rank} has a batch and would "
             "wait",
-            expected="equally many batches on all ranks, or a loop in which the others go on",
+            expected="equally many batches on every rank",
             suggestion=suggestion,
         )
 
