@@ -200,7 +200,24 @@ class Runtime:
         )
         recorder.checks = (checker.check,)
         recorder.phase_checks = (checker.check_phase,)
+        recorder.wait_checks = (checker.check_wait_for_rank0,)
         self._closers.callback(checker.close)
+
+    def from_rank0(self, title: str, key: str, value: bytes) -> bytes:
+        """Return rank 0's value for a key, and record the wait for it. See ``JobStore.from_rank0``.
+
+        Args:
+            title: the value, as hang reports name it.
+            key: the name of the value in the store. Use a new key for each call.
+            value: the value of this rank. Only the value of rank 0 is used.
+
+        Raises:
+            UsageError: rank 0 wrote no value within the timeout.
+        """
+        if self.recorder is None:
+            return self.store.from_rank0(key, value)
+        with self.recorder.record_wait_for_rank0(title, self.store.size):
+            return self.store.from_rank0(key, value)
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """Return the collectives over a process group of torch. Not a collective.

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fabric
 from fabric import Fabric
@@ -370,6 +371,48 @@ def test_a_report_that_proves_a_deadlock_ends_the_job(strategy, trains, phase, c
     assert printed.count(verdict) == 1
     assert f"rank 0: in {phase} at " in printed
     assert "rank 1: in barrier('end') at " in printed
+
+
+def evaluate_on_rank0_only(fabric):
+    loader = fabric.setup_dataloaders(DataLoader(torch.arange(8.0), shuffle=True))
+    for _ in range(2):
+        for batch in loader:
+            fabric.all_reduce(batch)
+        if fabric.is_global_zero:
+            fabric.all_reduce(1.0)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_wait_for_the_order_of_an_epoch_is_proven_to_be_a_deadlock(checks, capfd):
+    with pytest.raises(RankFailedError) as caught:
+        run_in_ranks(
+            evaluate_on_rank0_only,
+            launcher="forkserver",
+            watchdog=0.5,
+            check_collectives=checks,
+        )
+    text = str(caught.value)
+    if checks:
+        assert "ranks wait for each other in different calls" in text
+        assert "the epoch's order from rank 0" in text
+        return
+    assert "the job cannot go on and ends here: ranks 0, 1 wait for each other" in text
+    printed = capfd.readouterr().err
+    assert "rank 0: in all_reduce at " in printed
+    assert "rank 1: waits for the epoch's order from rank 0 at tests/test_watchdog.py" in printed
+
+
+def build_on_rank0_only(fabric):
+    if fabric.is_global_zero:
+        fabric.barrier()
+    with fabric.init_module(source="rank0"):
+        nn.Linear(2, 2)
+
+
+def test_a_wait_for_the_values_of_init_module_is_proven_to_be_a_deadlock(capfd):
+    with pytest.raises(RankFailedError, match="ranks 0, 1 wait for each other"):
+        run_in_ranks(build_on_rank0_only, launcher="forkserver", strategy="fsdp", watchdog=0.5)
+    assert "rank 1: waits for the end of init_module on rank 0 at " in capfd.readouterr().err
 
 
 def error_of_a_lost_rank(fabric):

@@ -235,6 +235,15 @@ class CollectiveChecker:
         collective = Collective(Operation.BARRIER, call=CallDescription(phase))
         self.check(entry, collective)
 
+    def check_wait_for_rank0(self, entry: Entry) -> None:
+        """Wait until rank 0 has started to store a value. Rank 0 itself waits for no rank.
+
+        Raises:
+            CollectiveMismatchError: rank 0 makes another call, or ends.
+        """
+        collective = Collective(Operation.BARRIER, call=CallDescription(entry.title))
+        self.check(entry._replace(members=[0]), collective)
+
     def close(self, reason: str = "") -> None:
         """Publish that this rank makes no further calls, so that no rank waits for it.
 

@@ -42,7 +42,8 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
             return ""
         seconds = f"{round(waiting.seconds_waited, 1):g} s"
         waiter = f"rank {waiting_rank} of {len(states)}"
-        first_line = f"{waiter} has waited {seconds} {waiting.activity}"
+        # "waits for a value at train.py:1" becomes "has waited 60 s for a value at train.py:1".
+        first_line = f"{waiter} has waited {seconds} {waiting.activity.removeprefix('waits ')}"
         max_stacks = _MAX_STACKS
     lines = [f"fabric: {first_line}"]
     lines += _describe_call(states, waiting, members, missing)

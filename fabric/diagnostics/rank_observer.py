@@ -175,7 +175,7 @@ class RankObserver:
         if call is not None and phase:
             text = f"in {phase}: {call}"
         elif call is not None:
-            text = f"in {call}"
+            text = call.activity
         else:
             text = f"in {phase or 'no collective'}"
             call_site = user_call(sys._current_frames().get(recorder.thread))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,12 +14,14 @@ from typing_extensions import override
 
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.communicators.checked import CheckedCommunicator, PendingSignatures, call_site
+from fabric.diagnostics.call_site import user_call
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
 
 __all__ = ["HEADING", "JOB", "Entry", "FlightRecorder", "RecordedCommunicator", "ranks_in_words"]
 
 JOB = "job"  # the name of the group of all ranks
+RANK0 = "rank 0"  # the group under which the waits for values of rank 0 are counted
 STEP = "optimizer step"  # the name of the phase
 HEADING = "where each rank is:"  # a line of every hang report
 # The error of a collective that timed out has one of these texts, depending on the backend.
@@ -76,6 +79,13 @@ class Entry(NamedTuple):
             return []
         return self.members
 
+    @property
+    def activity(self) -> str:
+        """What a rank is doing in this call, as text that follows "rank 1"."""
+        if self.group == RANK0:
+            return f"waits for {self}"
+        return f"in {self}"
+
     def __str__(self) -> str:
         return f"{self.title} at {self.call_site}"
 
@@ -132,6 +142,8 @@ class FlightRecorder:
         phase_checks: functions that are called in order with the phase's name, before each phase
             that all ranks must start. A check raises if the phase must not run. Empty except in
             checked mode.
+        wait_checks: functions that are called in order before each wait for a value of rank 0. A
+            check raises if the value cannot come. Empty except in checked mode.
         param_group_counts: the number of parameter groups of each optimizer at its setup or latest
             step, by the ``id()`` of the optimizer. The session adds each optimizer at its setup.
         on_param_groups_changed: called before the step of an optimizer to which the user has added
@@ -165,6 +177,7 @@ class FlightRecorder:
         self.phases_need_all_ranks = True
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
         self.phase_checks: tuple[Callable[[str], None], ...] = ()
+        self.wait_checks: tuple[Callable[[Entry], None], ...] = ()
         self.param_group_counts: dict[int, int] = {}
         self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
             _ignore_param_groups
@@ -264,6 +277,46 @@ class FlightRecorder:
         for check in self.phase_checks:
             check(phase)
 
+    @contextlib.contextmanager
+    def record_wait_for_rank0(self, title: str, size: int) -> Iterator[None]:
+        """Record a block in which rank 0 stores a value, for which the other ranks wait.
+
+        Every rank runs the blocks in the same order. A rank that waits in its block number n has
+        read the n - 1 values before. So if rank 0 has started fewer than n blocks, it has not
+        stored the value, and a hang report can prove that the rank waits for rank 0.
+
+        Args:
+            title: the value, as text that follows "waits for".
+            size: the number of ranks.
+
+        Raises:
+            CollectiveMismatchError: in checked mode, rank 0 does not store the value.
+        """
+        self.counts[RANK0] += 1
+        entry = Entry(
+            group=RANK0,
+            members=range(size),
+            number=self.counts[RANK0],
+            operation=title,
+            name="",
+            call_site=user_call(sys._getframe(1)),
+            # As in a broadcast, rank 0 may store the value and go on without the others.
+            kind=Operation.BROADCAST,
+            peer=0,
+        )
+        thread = threading.get_ident()
+        self.open_collectives[thread] = entry
+        try:
+            for check in self.wait_checks:
+                check(entry)
+            yield
+        except UsageError as error:
+            # The error of a store whose value did not come within the timeout.
+            self._add_report(error)
+            raise
+        finally:
+            del self.open_collectives[thread]
+
     def check_signatures(self) -> None:
         """Compare the ranks' signatures of the latest calls, which are still on the device.
 
@@ -287,14 +340,21 @@ class FlightRecorder:
             return
         lowered_text = text.lower()
         if any(timeout_text in lowered_text for timeout_text in _TIMEOUT_TEXTS):
-            report = self._report()
-            if report:
-                remedy = "Fabric(timeout=7200), in seconds, if a collective may take longer"
-                error.add_note(f"{report}\n  {remedy}")
+            self._add_report(error)
         elif any(lost_text in lowered_text for lost_text in _LOST_TEXTS):
             explanation = self._explain_lost_rank()
             if explanation:
                 error.add_note(f"{_LOST_HEADING}\n{explanation}")
+
+    def _add_report(self, error: BaseException) -> None:
+        """Add a note with a hang report to an error, and what to do about it."""
+        report = self._report()
+        if report:
+            remedy = (
+                "look at the stack of the missing rank first; Fabric(timeout=7200), in seconds, if "
+                "a collective may take longer"
+            )
+            error.add_note(f"{report}\n  {remedy}")
 
 
 class RecordedCommunicator(Communicator):

@@ -390,10 +390,14 @@ class FSDPStrategy(ParallelStrategy):
             states = state_before + _rng_state()
         finally:
             if is_from_rank0 and self.is_global_zero:
-                self.runtime.store.set(key, states)
+                self._share_rng_states(key, states)
         # A rank whose block raised does not get here, and so does not wait for rank 0.
         if is_receiver:
             self._receive_rng_state(key, state_before, states)
+
+    def _share_rng_states(self, key: str, states: bytes) -> bytes:
+        """Return rank 0's random states on every rank. Ranks other than 0 wait for rank 0."""
+        return self.runtime.from_rank0("the end of init_module on rank 0", key, states)
 
     def _receive_rng_state(self, key: str, state_before: bytes, states: bytes) -> None:
         """Wait for rank 0's random states, and take over the last one if the first was the same.
@@ -409,7 +413,7 @@ class FSDPStrategy(ParallelStrategy):
             UsageError: rank 0's block raised.
         """
         # Returns the value that rank 0 has stored. The value of this rank is not used.
-        states_of_rank0 = self.runtime.store.from_rank0(key, states)
+        states_of_rank0 = self._share_rng_states(key, states)
         if not states_of_rank0:
             raise UsageError(
                 f'init_module(source="rank0") on rank {self.global_rank}',
