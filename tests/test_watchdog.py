@@ -24,7 +24,7 @@ import fabric
 from fabric import Fabric
 from fabric._plan import resolve_plan
 from fabric.diagnostics import stacks
-from fabric.diagnostics.deadlocks import deadlocked_ranks
+from fabric.diagnostics.deadlocks import deadlocked_ranks, describe_deadlock
 from fabric.diagnostics.hang_report import compose_report
 from fabric.diagnostics.hang_reporter import HangReporter
 from fabric.diagnostics.rank_state import RankState
@@ -45,9 +45,12 @@ def state(place="in no collective", number=0, *, inside=True, **fields):
     return RankState(place, is_inside=inside, key="job", counts={"job": number}, **fields)
 
 
+TORCH_FRAME = f'File "{torch.__file__}", line 1 in call'
+
+
 def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the_others():
     states = {
-        0: state("in barrier('a') at t.py:1", 3, seconds_waited=60, stack="zero"),
+        0: state("in barrier('a') at t.py:1", 3, seconds_waited=60, stack=TORCH_FRAME),
         1: state(stack="one"),
         2: state(),
     }
@@ -55,7 +58,23 @@ def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the
     assert "rank 0 of 3 has waited 60 s in barrier('a') at t.py:1" in report
     assert "reached by: rank 0\n  not reached by: ranks 1, 2" in report
     assert "    one" in report
-    assert "zero" not in report
+    assert TORCH_FRAME not in report
+
+
+def test_a_report_shows_the_users_frames_of_the_rank_that_reached_the_call():
+    frames = [TORCH_FRAME, 'File "train.py", line 2 in evaluate']
+    states = {
+        0: state("in all_reduce at t.py:1", 3, stack="\n".join(frames), pid=7),
+        1: state(stack='File "train.py", line 3 in main', pid=8),
+        2: state(stack='File "train.py", line 3 in main', pid=9),
+    }
+    report = compose_report(states, requester=0)
+    assert "rank 0: in all_reduce at t.py:1 (pid 7)" in report
+    assert f"      {frames[1]}" in report
+    assert frames[0] not in report
+    # Ranks with equal lines are described together.
+    assert "ranks 1, 2: in no collective (pids 8, 9)\n" in report
+    assert report.count("line 3 in main") == 1
 
 
 def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
@@ -131,7 +150,7 @@ def test_a_report_by_signal_says_when_the_ranks_were_seen_at_different_steps():
 
 
 def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
-    states = {rank: state("in all_reduce", 3, stack="a\nb") for rank in range(4096)}
+    states = {rank: state("in all_reduce", 3, stack=TORCH_FRAME) for rank in range(4096)}
     states[4000] = state("in all_reduce", 0, stack="a\nb")
     report = compose_report(states, requester=0)
     assert len(report) < 2000
@@ -186,6 +205,18 @@ def message(source, destination, sent=1):
 )
 def test_a_deadlock_is_found_only_if_no_rank_can_come(states, expected):
     assert deadlocked_ranks(dict(enumerate(states))) == expected
+
+
+def test_the_odd_rank_of_a_deadlock_is_named_with_its_call():
+    states = {rank: state("in backward at t.py:2", 3, awaited=()) for rank in range(4)}
+    states[3] = state("in all_reduce at t.py:1", 3, awaited=())
+    text = describe_deadlock(states, range(4))
+    assert "\n  the odd one is rank 3: in all_reduce at t.py:1\n" in text
+    assert text.endswith("\n  ranks 0, 1, 2: in backward at t.py:2")
+    # Of two ranks in two calls, none is the odd one.
+    text = describe_deadlock({0: states[0], 1: states[3]}, [0, 1])
+    assert "odd" not in text
+    assert "rank 0: in backward at t.py:2\n  rank 1: in all_reduce at t.py:1" in text
 
 
 # -- real ranks -----------------------------------------------------------------------------------
@@ -519,10 +550,8 @@ def test_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_call(ca
     assert compiling not in printed
     assert in_a_step in printed
     assert saving in printed
-    assert (
-        "it is collective: ranks 0, 1 have to make it, outside of any branch on the rank"
-        in in_a_step
-    )
+    assert "rank 1 may still make it: a line below that makes no progress is the" in in_a_step
+    assert "otherwise ranks 0, 1 have to make it, outside of any branch on the rank" in in_a_step
     assert " s in save: " in saving
 
 

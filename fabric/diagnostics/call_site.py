@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "is_user_code", "user_call"]
+__all__ = ["CallSite", "is_user_code", "user_call", "user_frames", "user_line"]
 
 # Frames in these files are not user code: fabric, torch, and context managers around a call.
 _INTERNAL_PATHS = (
@@ -16,6 +17,8 @@ _INTERNAL_PATHS = (
     str(Path(torch.__file__).parent) + os.sep,
     contextlib.__file__,
 )
+_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + os.sep
+_FRAME_OF_STACK = re.compile(r'File "(?P<file>[^"]*)"')  # the beginning of a line of faulthandler
 
 
 class CallSite(NamedTuple):
@@ -56,3 +59,42 @@ def user_call(frame: FrameType | None) -> CallSite | None:
     if frame is None:
         return None
     return CallSite(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_user_file(file: str) -> bool:
+    """Return whether a file is not part of fabric, torch or Python itself."""
+    if file.startswith(("<frozen", *_INTERNAL_PATHS)):
+        return False
+    is_installed = "-packages" + os.sep in file  # a folder of packages in that of the library
+    return is_installed or not file.startswith(_STANDARD_LIBRARY)
+
+
+def user_line(frame: FrameType | None) -> CallSite | None:
+    """Return the innermost line of the user's code on a stack, for a report.
+
+    Unlike :func:`user_call`, this function skips Python's own modules, too, in which a rank may
+    wait. It is slower. Without a line of the user, it returns what :func:`user_call` returns.
+
+    Args:
+        frame: the innermost frame of the stack.
+    """
+    inner_frame = frame
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return user_call(inner_frame)
+    return CallSite(frame.f_code.co_filename, frame.f_lineno)
+
+
+def user_frames(stack: str) -> str:
+    """Return the lines of a stack that are frames of the user's code.
+
+    Args:
+        stack: the stack as faulthandler writes it, with one frame on each line.
+    """
+    lines: list[str] = []
+    for line in stack.splitlines():
+        frame = _FRAME_OF_STACK.match(line)
+        if frame is None or _is_user_file(frame["file"]):
+            lines.append(line)
+    return "\n".join(lines)

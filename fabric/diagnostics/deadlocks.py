@@ -5,8 +5,9 @@ has ended, or that waits itself for one of these ranks. A call counts as a wait 
 have not started it, since it cannot end without them. A phase counts as a wait only while the main
 thread uses no CPU time in one of torch's collectives. The states are not published at the same
 moment. The proof holds nevertheless: a rank that waits for a rank which has not started its call
-still waits when that rank publishes its state. Of these ranks, the one that has waited longest ends
-its process with an error. The others lose their connection to it, so that their calls raise.
+still waits when that rank publishes its state. Of these ranks, one ends its process with an error:
+the odd one, if a call has fewer ranks than every other call, or else the one that has waited
+longest. The others lose their connection to it, so that their calls raise.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping
 from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
 from fabric.diagnostics.recorder import ranks_in_words
 
-__all__ = ["CANNOT_GO_ON", "deadlocked_ranks", "describe_deadlock"]
+__all__ = ["CANNOT_GO_ON", "deadlocked_ranks", "describe_deadlock", "odd_ranks", "verdict"]
 
 CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the proof in a report
 
@@ -74,7 +75,7 @@ def _absent_ranks(
 
 
 def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[int]) -> str:
-    """Return the last line of a report that proves that ranks can never go on.
+    """Return the last lines of a report that proves that ranks can never go on.
 
     Args:
         states: the states of all ranks, by rank.
@@ -87,4 +88,43 @@ def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[in
     waiting = ranks_in_words(deadlocked)
     if ended:
         return f"{CANNOT_GO_ON} {waiting} cannot go on after the end of {ranks_in_words(ended)}"
-    return f"{CANNOT_GO_ON} {waiting} wait for each other, in different calls"
+    lines = [f"{CANNOT_GO_ON} {waiting} wait for each other, in different calls"]
+    ranks_by_call = _ranks_by_call(states, deadlocked)
+    odd = odd_ranks(states, deadlocked)
+    # The call of most ranks comes last.
+    for activity, ranks in sorted(ranks_by_call.items(), key=lambda item: len(item[1])):
+        words = ranks_in_words(ranks)
+        if ranks == odd:
+            words = f"the odd one is {words}"
+        lines.append(f"{words}: {activity}")
+    return "\n  ".join(lines)
+
+
+def verdict(report: str) -> str:
+    """Return the end of a report that proves a deadlock, as :func:`describe_deadlock` wrote it."""
+    return report[report.index(CANNOT_GO_ON) :].strip()
+
+
+def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> list[int]:
+    """Return the ranks that wait in a call in which fewer ranks wait than in every other call.
+
+    The list is empty if there is no such call, as with two ranks in two calls.
+
+    Args:
+        states: the states of all ranks, by rank.
+        deadlocked: the ranks that :func:`deadlocked_ranks` has found.
+    """
+    groups = sorted(_ranks_by_call(states, deadlocked).values(), key=len)
+    if len(groups) < 2 or len(groups[0]) == len(groups[1]):
+        return []
+    return groups[0]
+
+
+def _ranks_by_call(
+    states: Mapping[int, RankState], deadlocked: Collection[int]
+) -> dict[str, list[int]]:
+    """Return the deadlocked ranks in each call, by what they do in it and where."""
+    ranks_by_call: dict[str, list[int]] = {}
+    for rank in sorted(deadlocked):
+        ranks_by_call.setdefault(states[rank].activity, []).append(rank)
+    return ranks_by_call

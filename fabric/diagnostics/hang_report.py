@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from fabric.diagnostics.call_site import user_frames
 from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
 from fabric.diagnostics.recorder import HEADING, ranks_in_words
 from fabric.tested_versions import untested_torch
@@ -164,12 +165,19 @@ def _describe_missing(
     is_message = ">" in waiting.key
     # A process that has ended has no stack. If all missing ranks have ended, the advice below is
     # left out, since it would not help.
-    is_any_running = any(states[rank].stack for rank in missing)
-    if is_any_running and not is_message:
+    running = [rank for rank in missing if states[rank].stack]
+    if not running or is_message:
+        return lines
+    advice = f"{ranks_in_words(members)} have to make it, outside of any branch on the rank"
+    # A rank in no collective and no phase is in the user's own code, and may still make the call.
+    busy = [rank for rank in running if not states[rank].is_inside]
+    if busy:
         lines.append(
-            f"it is collective: {ranks_in_words(members)} have to make it, outside of any branch "
-            "on the rank"
+            f"{ranks_in_words(busy)} may still make it: a line below that makes no progress is the "
+            f"cause; otherwise {advice}"
         )
+    else:
+        lines.append(f"it is collective: {advice}")
     return lines
 
 
@@ -196,14 +204,16 @@ def _describe_ranks(
 ) -> list[str]:
     """Return lines that say what the ranks are doing, some of them with their stacks.
 
-    The lines are ordered by rank. At most ``MAX_LISTED_RANKS`` ranks are listed. The missing ranks
-    are chosen first, then the waiting rank, and then the other ranks.
+    The lines are ordered by rank. Ranks with equal lines have one description. At most
+    ``MAX_LISTED_RANKS`` ranks are listed. The missing ranks are chosen first, then the waiting
+    rank, and then the other ranks.
 
     Args:
         states: the states of all ranks, by rank.
         waiting_rank: the rank that waits.
-        missing: the ranks that it waits for. If there are any, only these get a stack.
-        max_stacks: how many ranks get a stack.
+        missing: the ranks that it waits for. If there are any, only these get a full stack, and the
+            others the frames of the user's code.
+        max_stacks: how many ranks get a full stack.
     """
 
     def priority(rank: int) -> tuple[bool, bool, int]:
@@ -212,13 +222,34 @@ def _describe_ranks(
 
     listed_ranks = sorted(states, key=priority)[:MAX_LISTED_RANKS]
     ranks_with_stack = (missing or listed_ranks)[:max_stacks]
-    lines = []
+    # Ranks with equal lines are described together.
+    ranks_by_description: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(listed_ranks):
         state = states[rank]
-        lines.append(f"  rank {rank}: {state.activity}{state.history}")
+        stack = ""
         if rank in ranks_with_stack:
-            for frame in state.stack.splitlines():
-                lines.append(f"    {frame}")
+            stack = state.stack
+        elif rank not in missing:
+            # This rank has reached the call. How the user's code came there may be the mistake.
+            stack = user_frames(state.stack)
+        description = (f"{state.activity}{state.history}", *stack.splitlines())
+        ranks_by_description.setdefault(description, []).append(rank)
+    lines = []
+    for (summary, *frames), ranks in ranks_by_description.items():
+        if len(ranks) > 1:
+            summary = summary.replace("; its latest ", "; their latest ")
+        pids = _describe_processes([states[rank].pid for rank in ranks])
+        lines.append(f"  {ranks_in_words(ranks)}: {summary}{pids}")
+        for frame in frames:
+            lines.append(f"    {frame}")
     if len(states) > len(listed_ranks):
         lines.append(f"  ... and {len(states) - len(listed_ranks)} ranks more")
     return lines
+
+
+def _describe_processes(pids: Sequence[int]) -> str:
+    """Return the ids of processes in brackets, as the end of a line. Empty if one is unknown."""
+    if 0 in pids:
+        return ""
+    noun = "pids" if len(pids) > 1 else "pid"
+    return f" ({noun} {', '.join(map(str, pids))})"

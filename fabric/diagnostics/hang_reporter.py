@@ -25,7 +25,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fabric.diagnostics.deadlocks import CANNOT_GO_ON, deadlocked_ranks, describe_deadlock
+from fabric.diagnostics.deadlocks import (
+    CANNOT_GO_ON,
+    deadlocked_ranks,
+    describe_deadlock,
+    odd_ranks,
+    verdict,
+)
 from fabric.diagnostics.hang_report import compose_report
 from fabric.diagnostics.published_states import read_states, reasons_of_ended_ranks
 from fabric.diagnostics.rank_observer import RankObserver
@@ -226,8 +232,8 @@ class HangReporter:
         # A report that names a rank that cannot go on says more than the reasons found here.
         if CANNOT_GO_ON in report:
             first_lines = report.partition(HEADING)[0]
-            verdict = report.splitlines()[-1]
-            lines = [f"{first_lines}{HEADING} in the report that was printed", verdict]
+            heading = f"{first_lines}{HEADING} in the report that was printed"
+            lines = [heading, f"  {verdict(report)}"]
         return "\n".join(lines)
 
     def _watch(self) -> None:
@@ -308,13 +314,13 @@ class HangReporter:
         # In this time the other ranks read the report, for their own errors.
         self._stop.wait(2 * _MAX_POLL_INTERVAL)
         activity = self._observer.activity()
-        verdict = report.splitlines()[-1].strip()
         error = CollectiveMismatchError(
             f"rank {self.store.rank} of {self.store.size}, {activity}",
-            problem=f"{verdict}; where each rank is, was printed above",
+            problem=f"{verdict(report)}\n  where each rank is, was printed above",
             expected="the same calls in the same order on every rank",
             suggestion="no branch on the rank around a collective, a forward or a backward pass, "
-            "nor a loop whose length depends on the rank",
+            "nor a loop whose length depends on the rank; to find the first call that differs, run "
+            "once with FABRIC_CHECK=1",
         )
         failure = Failure.of(error.with_traceback(self._main_traceback()))
         # As a rule, an error of this class is the consequence of an error on another rank. This one
@@ -428,15 +434,18 @@ class HangReporter:
             text: the report.
 
         Returns:
-            The report. If it proves a deadlock, its last line says so.
+            The report. If it proves a deadlock, its last lines say so.
         """
         deadlocked = deadlocked_ranks(states)
         if not deadlocked:
             return text
-        ending_rank = max(deadlocked, key=lambda rank: states[rank].seconds_waited)
         # A rank that has waited less than this does not read the report; see _publish_state().
-        if states[ending_rank].seconds_waited <= self._threshold / 2:
+        readers = [rank for rank in deadlocked if states[rank].seconds_waited > self._threshold / 2]
+        if not readers:
             return text
+        # The traceback of the odd rank shows the mistake, if there is such a rank.
+        odd_readers = set(readers).intersection(odd_ranks(states, deadlocked))
+        ending_rank = max(odd_readers or readers, key=lambda rank: states[rank].seconds_waited)
         self.store.set(f"end/{self._latest_number}", str(ending_rank))
         return f"{text}\n  {describe_deadlock(states, deadlocked)}"
 

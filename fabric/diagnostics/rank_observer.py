@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from fabric._torch import is_compiling
-from fabric.diagnostics.call_site import user_call
+from fabric.diagnostics.call_site import user_line
 from fabric.diagnostics.rank_state import COMPILES, RankState
 from fabric.diagnostics.recorder import Entry, FlightRecorder
 from fabric.diagnostics.stacks import Stacks
@@ -114,6 +114,7 @@ class RankObserver:
             call=compared_call,
             awaited=self._awaited_ranks(stack),
             step=recorder.step,
+            pid=recorder.process,
         )
 
     def _awaited_ranks(self, stack: str) -> Sequence[int] | None:
@@ -178,7 +179,7 @@ class RankObserver:
             text = call.activity
         else:
             text = f"in {phase or 'no collective'}"
-            call_site = user_call(sys._current_frames().get(recorder.thread))
+            call_site = user_line(sys._current_frames().get(recorder.thread))
             if call_site:
                 text += f" at {call_site}"
         if is_compiling():

@@ -31,6 +31,7 @@ class RankState(NamedTuple):
         has_ended: whether the rank makes no further calls.
         step: the number of the current optimizer step, or outside of steps of the next one, from 1.
             0, the default, if unknown.
+        pid: the id of the process of the rank. 0, the default, if unknown.
     """
 
     activity: str
@@ -45,6 +46,7 @@ class RankState(NamedTuple):
     awaited: Sequence[int] | None = None
     has_ended: bool = False
     step: int = 0
+    pid: int = 0
 
     @property
     def number(self) -> int:
