@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fabric import __version__
 from fabric.environments import find_machines
 from fabric.errors import ConfigurationError, FabricError
+from fabric.report_signal import ignore_early_requests
 from fabric.world import World, read_integer_variable
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (130 for Ctrl-C), or 2 for wrong usage. Wrong usage is explained on standard error before
         any process starts.
     """
+    if argv is None and sys.argv[1:2] == ["run"]:
+        # The imports of the command take seconds, in which a request would end this process.
+        ignore_early_requests()
     try:
         options = _build_parser().parse_args(argv)
         return options.command(options)

@@ -13,7 +13,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
     ["errors", "_torch", "tested_versions", "migration", "device_modules"],
-    ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
+    [
+        "tree",
+        "seed",
+        "world",
+        "hooks",
+        "diagnostics.call_site",
+        "diagnostics.stacks",
+        "contract",
+        "report_signal",
+    ],
     ["store"],
     ["accelerators", "environments"],
     ["precision"],

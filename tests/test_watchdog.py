@@ -604,6 +604,34 @@ def test_a_signal_to_the_process_that_launched_prints_the_report(name):
     check_report_by_signal(COMMANDS[name], signal.SIGUSR1)
 
 
+def test_a_request_before_the_ranks_have_started_does_not_end_fabric_run():
+    # The signal arrives before any other import of the command.
+    program = (
+        "import os, signal, sys\n"
+        "sys.argv = ['fabric', 'run', '--help']\n"
+        "from fabric import cli\n"
+        "build_parser = cli._build_parser\n"
+        "def build_after_a_request():\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    return build_parser()\n"
+        "cli._build_parser = build_after_a_request\n"
+        "cli.main()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "--log-dir" in run.stdout
+
+
+def test_fabric_run_shows_a_report_that_goes_to_a_log(tmp_path):
+    command = [*FABRIC_RUN, "--devices=2", f"--log-dir={tmp_path}", str(SCRIPT), "popen", "2", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "rank 0 of 2 has waited" in run.stderr
+    assert "rank 0 of 2 has waited" in (tmp_path / "rank-0.log").read_text()
+
+
 @pytest.mark.slow
 def test_under_slurm_sigquit_prints_the_report_though_the_shell_ignores_it(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")

@@ -425,6 +425,9 @@ class HangReporter:
         self.store.set(f"report/{number}", text)
         if text and (user_request or self._is_printed(text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
+            if self._control is not None:
+                # The output of this process may go to a file, as under `fabric run --log-dir`.
+                self._control.send("report", text)
 
     def _choose_rank_to_end(self, states: Mapping[int, RankState], text: str) -> str:
         """Choose a rank that ends its process, if a report proves a deadlock.

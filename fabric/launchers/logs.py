@@ -1,6 +1,7 @@
 """The output of the ranks of ``fabric run``: files, and lines on the terminal."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -75,6 +76,15 @@ class RankLogs:
         self._logs[rank] = _RankLog(file, position=size)
         return file.fileno()
 
+    def show_report(self, text: str) -> None:
+        """Print a hang report on the terminal, unless the lines of the ranks are shown anyway.
+
+        Args:
+            text: the report, which a rank has written to its file.
+        """
+        if self._tee_thread is None:
+            print(f"\n{text}", file=sys.stderr, flush=True)
+
     def close(self, ranks: Iterable[RankProcess]) -> None:
         """Show the remaining output, append each failed rank's error to its file, close the files.
 
@@ -92,7 +102,8 @@ class RankLogs:
             if rank.failure is not None:
                 text = rank.failure.text
             else:
-                text = f"rank {rank.global_rank} {describe_exit(rank.exit_code)}\n"
+                outcome = describe_exit(rank.exit_code, is_killed_by_fabric=rank.is_killed)
+                text = f"rank {rank.global_rank} {outcome}\n"
             self._logs[rank.global_rank].file.write(f"\n{text}".encode())
         for log in self._logs.values():
             log.file.close()

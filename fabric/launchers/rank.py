@@ -14,7 +14,8 @@ saving     rank         None. From now on a signal asks the rank to save and exi
 describe   supervisor   None. The rank answers with *stack* and *described*
 stack      rank         the stack of the main thread, as in a traceback
 described  rank         the :class:`Failure` that the main thread is handling, or None
-report     supervisor   the id of the user's request for a report of what the ranks are doing
+report     both         from the supervisor: the id of the user's request for a report of what the
+                        ranks are doing. From a rank: the text of a report that it has printed
 call       supervisor   to a rank of a pool: the call to run, pickled, or None to end
 serving    rank         from a rank of a pool: None. From now on SIGUSR1 writes the rank's stack
 reply      rank         from a rank of a pool: the outcome of the call

@@ -396,6 +396,8 @@ def run_script(
             server = None
     start_process = partial(_start_process, script, logs, server)
     supervisor = Supervisor()
+    if logs is not None:
+        supervisor.on_report = logs.show_report
     try:
         with supervisor:
             supervisor.start(

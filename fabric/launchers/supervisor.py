@@ -40,6 +40,7 @@ from fabric.launchers.rank import (
     RankConfig,
     ending_signals,
 )
+from fabric.report_signal import ignore_request, report_signal
 from fabric.tested_versions import untested_torch
 from fabric.world import World, available_cores
 
@@ -152,6 +153,10 @@ def read_stat(pid: int | str) -> dict[int, str]:
     return fields
 
 
+def _ignore_report(text: str) -> None:
+    """Do nothing, since the rank has printed the report on the terminal of the supervisor."""
+
+
 def never() -> bool:
     """Return False: the condition of a wait that nothing ends early."""
     return False
@@ -198,6 +203,7 @@ class RankProcess:
         messages: the content of the latest message of each kind. A kind is missing if the rank has
             not sent a message of this kind.
         exit_code: the exit code of the rank. None while the rank runs.
+        is_killed: whether the supervisor has sent SIGKILL to the rank.
         end_time: when the end of the rank was noticed, on the monotonic clock. While the rank runs,
             the time of the latest poll.
     """
@@ -208,6 +214,7 @@ class RankProcess:
     stack_file: PrivateFile
     messages: dict[MessageKind, Any] = field(default_factory=dict)
     exit_code: int | None = None
+    is_killed: bool = False
     end_time: float = 0.0
 
     @property
@@ -252,6 +259,7 @@ class RankProcess:
             # A rank of the fork server is not a child of this process, and may end after the poll.
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal_number)
+                self.is_killed |= signal_number == signal.SIGKILL
 
     def send(self, kind: MessageKind, content: Any = None) -> None:
         """Send a message to the rank. The message is lost if the rank has ended."""
@@ -402,10 +410,10 @@ class Supervisor:
         self._result_files: list[PrivateFile] = []  # of the ranks that return their results
         self._previous_handlers: dict[int, Any] = {}  # by signal
         # The signal with which a user asks for a report of what the ranks are doing.
-        self._report_signal = signal.SIGUSR1
-        if signal.SIGUSR1 in ending_signals():  # users of SLURM have SLURM send SIGUSR1
-            self._report_signal = signal.SIGQUIT
+        self._report_signal = report_signal()
         self._is_report_requested = False  # set by the handler, and reset by _collect()
+        # Called with each hang report that a rank of this machine has printed.
+        self.on_report: Callable[[str], object] = _ignore_report
 
     def __enter__(self) -> Self:
         """Install signal handlers, which record signals instead of ending this process."""
@@ -421,6 +429,8 @@ class Supervisor:
     def _should_handle(self, number: int) -> bool:
         """Return whether the supervisor replaces the current handler of a signal."""
         handler = signal.getsignal(number)
+        if handler is ignore_request:  # installed by `fabric run`, for the time until now
+            return True
         if handler is None:  # installed from C: Python could not restore the handler
             return False
         if handler is signal.SIG_IGN:
@@ -696,6 +706,10 @@ class Supervisor:
             # messages are in the pipe already, and receive() misses none.
             rank.poll()
             rank.receive()
+            # A rank sends as many reports as there are hangs, which are far apart.
+            report = rank.messages.pop("report", None)
+            if report is not None:
+                self.on_report(report)
         return all(rank.exit_code is not None for rank in self.ranks)
 
     def _end_failed_job(self) -> NoReturn:
@@ -927,11 +941,13 @@ _HINTS: dict[int, str] = {
 }
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int, *, is_killed_by_fabric: bool = False) -> str:
     """Return how a rank ended and the usual reason, to follow the rank's name in a sentence.
 
     Args:
         code: the exit code: negative for a signal.
+        is_killed_by_fabric: whether the supervisor has killed the rank, so that there is no reason
+            to guess.
     """
     if code == 0:
         return (
@@ -945,4 +961,7 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    return f"was killed by {name} (exit code {code}){_HINTS.get(number, '')}"
+    hint = ""
+    if not is_killed_by_fabric:
+        hint = _HINTS.get(number, "")
+    return f"was killed by {name} (exit code {code}){hint}"

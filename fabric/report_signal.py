@@ -1,0 +1,31 @@
+"""The signal with which a user asks for a hang report.
+
+The file imports nothing of torch, since ``fabric run`` handles the signal before its other imports.
+"""
+
+import os
+import signal
+
+__all__ = ["ignore_early_requests", "ignore_request", "report_signal"]
+
+
+def report_signal() -> signal.Signals:
+    """Return SIGUSR1, or SIGQUIT in a SLURM job, where SIGUSR1 means that the job should stop."""
+    if "SLURM_JOB_ID" in os.environ:
+        return signal.SIGQUIT
+    return signal.SIGUSR1
+
+
+def ignore_request(number: int, frame: object) -> None:
+    """Do nothing. The handler of requests that come before a supervisor can answer them."""
+
+
+def ignore_early_requests() -> None:
+    """Do not let a request for a report end this process before a supervisor can answer it.
+
+    A handler is installed, and the signal not ignored: child processes would inherit that. If the
+    signal has a handler, or is ignored, nothing changes.
+    """
+    number = report_signal()
+    if signal.getsignal(number) is signal.SIG_DFL:
+        signal.signal(number, ignore_request)
