@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import multiprocessing
+import os
 import pickle
+import sys
+import threading
 import weakref
 from collections import Counter, OrderedDict, namedtuple
 from contextlib import ExitStack, contextmanager
@@ -52,6 +56,49 @@ def test_the_functions_by_which_a_compiler_is_known_are_there():
     }
     for file, text in sources.items():
         assert text in (Path(torch.__file__).parent / file).read_text()
+
+
+class WaitingDataset(data.Dataset):
+    """A dataset whose sample comes when an event is set, with the id of the worker's process."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        assert self.event.wait(150)
+        return os.getpid()
+
+
+def worker_waited_for_and_worker():
+    event = multiprocessing.get_context("fork").Event()
+    loader = data.DataLoader(
+        WaitingDataset(event), num_workers=1, multiprocessing_context="fork", collate_fn=list
+    )
+    batches = iter(loader)
+    main_thread = threading.get_ident()
+    awaited = []
+
+    def find_the_worker():
+        while not awaited:
+            pid = _torch.awaited_worker(sys._current_frames()[main_thread])
+            if pid is not None:
+                awaited.append(pid)
+        event.set()
+
+    thread = threading.Thread(target=find_the_worker)
+    thread.start()
+    [worker] = next(batches)
+    thread.join(150)
+    return awaited, worker
+
+
+def test_the_worker_that_a_thread_waits_for_is_found():
+    awaited, worker = in_another_process(worker_waited_for_and_worker)
+    assert awaited == [worker]
+    assert _torch.awaited_worker(sys._getframe()) is None
 
 
 def test_loaders_that_are_iterated_over_are_found_while_they_are():

@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -27,13 +28,15 @@ from fabric.diagnostics import stacks
 from fabric.diagnostics.deadlocks import deadlocked_ranks, describe_deadlock
 from fabric.diagnostics.hang_report import compose_report
 from fabric.diagnostics.hang_reporter import HangReporter
+from fabric.diagnostics.rank_observer import RankObserver
 from fabric.diagnostics.rank_state import RankState
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
 from fabric.diagnostics.stacks import StackAddress, Stacks, read_stack
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.store import JobStore
 from fabric.strategies import DDPStrategy
-from tests.ranks import outcome, run_in_ranks
+from tests.ranks import in_another_process, outcome, run_in_ranks
+from tests.test_torch_names import WaitingDataset
 
 NEVER = threading.Event()
 
@@ -363,7 +366,8 @@ def test_a_gather_of_fsdp_counts():
     [text, _] = run_in_ranks(stall_under_fsdp, strategy="fsdp", watchdog=0.3)
     assert "in forward of Sequential at tests/test_watchdog.py" in text
     assert "not reached by: rank 1" in text
-    assert "its latest collective was broadcast at tests/test_watchdog.py" in text
+    # The user has called setup(), which has made a broadcast.
+    assert "its latest collective was setup (broadcast) at tests/test_watchdog.py" in text
 
 
 def pass_before_a_barrier(fabric, trains):
@@ -726,6 +730,38 @@ def test_a_store_without_a_second_connection_is_refused_unless_there_is_no_watch
         assert "watchdog=0" in refusal
         assert total == 3
         assert stops == [False, True]
+
+
+# -- what a rank is doing --------------------------------------------------------------------------
+
+
+def activity_while_a_worker_is_waited_for():
+    """Return what a report says of a thread that waits for a worker, and the worker's process."""
+    event = multiprocessing.get_context("fork").Event()
+    loader = DataLoader(
+        WaitingDataset(event), num_workers=1, multiprocessing_context="fork", collate_fn=list
+    )
+    observer = RankObserver(FlightRecorder(), size=1, idle_threshold=1, is_asynchronous=False)
+    batches = iter(loader)
+    activities = [""]
+
+    def observe():
+        while "worker" not in activities[-1]:
+            activities.append(observer.activity())
+        event.set()
+
+    thread = threading.Thread(target=observe)
+    thread.start()
+    [worker] = next(batches)
+    thread.join(150)
+    observer.stacks.close()
+    return activities[-1], worker
+
+
+def test_a_rank_that_waits_for_a_worker_is_shown_at_the_users_line_with_the_worker():
+    activity, worker = in_another_process(activity_while_a_worker_is_waited_for)
+    place = r"in no collective at [^ ]*test_watchdog\.py:[0-9]+"
+    assert re.fullmatch(rf"{place}, waits for a DataLoader worker \(pid {worker}\)", activity)
 
 
 # -- nothing is left ------------------------------------------------------------------------------

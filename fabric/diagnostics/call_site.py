@@ -12,8 +12,9 @@ import torch
 __all__ = ["CallSite", "is_user_code", "user_call", "user_frames", "user_line"]
 
 # Frames in these files are not user code: fabric, torch, and context managers around a call.
+_FABRIC = str(Path(__file__).parents[1]) + os.sep
 _INTERNAL_PATHS = (
-    str(Path(__file__).parents[1]) + os.sep,
+    _FABRIC,
     str(Path(torch.__file__).parent) + os.sep,
     contextlib.__file__,
 )
@@ -29,10 +30,13 @@ class CallSite(NamedTuple):
     Attributes:
         file: the path of the file.
         line: the number of the line.
+        function: the name of the function of fabric that the line calls. Empty if the line calls
+            torch, or if it is unknown.
     """
 
     file: str
     line: int
+    function: str = ""
 
     def __str__(self) -> str:
         # A file below the current folder is shown with its relative path.
@@ -54,11 +58,16 @@ def user_call(frame: FrameType | None) -> CallSite | None:
         The line of ``frame`` if it is user code, or else of the nearest caller that is. None if no
         caller is user code, as in autograd's own threads, or if ``frame`` is None.
     """
+    called_code = None
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
+        called_code = frame.f_code
         frame = frame.f_back
     if frame is None:
         return None
-    return CallSite(frame.f_code.co_filename, frame.f_lineno)
+    function = ""
+    if called_code is not None and called_code.co_filename.startswith(_FABRIC):
+        function = called_code.co_name
+    return CallSite(frame.f_code.co_filename, frame.f_lineno, function)
 
 
 def _is_user_file(file: str) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from time import monotonic
 
-from fabric._torch import is_compiling
+from fabric._torch import awaited_worker, is_compiling
 from fabric.diagnostics.call_site import user_line
 from fabric.diagnostics.rank_state import COMPILES, RankState
 from fabric.diagnostics.recorder import Entry, FlightRecorder
@@ -179,9 +179,13 @@ class RankObserver:
             text = call.activity
         else:
             text = f"in {phase or 'no collective'}"
-            call_site = user_line(sys._current_frames().get(recorder.thread))
+            frame = sys._current_frames().get(recorder.thread)
+            call_site = user_line(frame)
             if call_site:
                 text += f" at {call_site}"
+            worker = awaited_worker(frame)
+            if worker is not None:
+                text += f", waits for a DataLoader worker (pid {worker})"
         if is_compiling():
             text += f" ({COMPILES})"
         return text
@@ -192,7 +196,7 @@ class RankObserver:
         latest = recorder.latest_collective
         text = ""
         if latest is not None:
-            text += f"; its latest collective was {latest}"
+            text += f"; its latest collective was {latest.public_title} at {latest.call_site}"
         # The latest key is a group or, after a phase, the name of the phase.
         latest_key = recorder.latest_key
         is_latest_a_phase = latest_key != "" and (latest is None or latest.group != latest_key)

@@ -86,6 +86,15 @@ class Entry(NamedTuple):
             return f"waits for {self}"
         return f"in {self}"
 
+    @property
+    def public_title(self) -> str:
+        """The title, after the function that the user called, if this one made the collective."""
+        function = getattr(self.call_site, "function", "")
+        is_public = function != "" and not function.startswith("_")
+        if is_public and function != self.operation:
+            return f"{function} ({self.title})"
+        return self.title
+
     def __str__(self) -> str:
         return f"{self.title} at {self.call_site}"
 
