@@ -296,6 +296,22 @@ def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(
         assert log.count("here\n\nTraceback") == times
 
 
+def test_the_log_of_a_rank_that_the_command_has_killed_guesses_no_reason(tmp_path, fabric_run):
+    name = script(
+        tmp_path,
+        """
+        import os, signal, threading
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+        threading.Event().wait(150)
+        """,
+    )
+    run = fabric_run("--devices", "1", "--accelerator", "cpu", "--log-dir", "logs", name)
+    assert run.returncode == 128 + signal.SIGTERM
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert log.endswith("rank 0 was killed by SIGKILL (exit code -9)\n")
+
+
 def test_the_log_of_a_rank_that_a_signal_has_ended_says_so(tmp_path, fabric_run):
     # The rank handles the signal, which runs its `finally` blocks, and exits with 128 + n.
     name = script(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()")
