@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,3 +139,21 @@ def test_several_ranks_need_a_terminal() -> None:
     assert "one rank" in done.stdout
     assert "ConfigurationError: fabric.launch(..., debug=0)" in done.stderr
     assert "this process has no terminal" in done.stderr
+
+
+def name_of_calling_function() -> str:
+    return sys._getframe(1).f_code.co_name
+
+
+def stop_in_the_debugger(fabric: Fabric) -> Any:
+    return breakpoint()
+
+
+def test_a_debugger_of_a_variable_is_called_by_the_line_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hook = f"{__name__}.{name_of_calling_function.__name__}"
+    monkeypatch.setenv("PYTHONBREAKPOINT", hook)
+    fabric = Fabric(accelerator="cpu", devices=2, launcher="forkserver")
+    names = fabric.launch(stop_in_the_debugger, return_all=True)
+    assert names == ["stop_in_the_debugger"] * 2

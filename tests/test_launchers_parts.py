@@ -279,7 +279,7 @@ def test_a_function_of_a_module_travels_by_name_without_an_import_of_cloudpickle
 
 @pytest.mark.usefixtures("no_cloudpickle")
 def test_a_closure_without_cloudpickle_names_the_installation():
-    with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[notebook\]"'):
+    with pytest.raises(MissingDependencyError, match=r'"torch-fabric\[notebook\]"'):
         dump_call(Call(lambda: None, (), {}), main_is_importable=True)
 
 

@@ -113,7 +113,8 @@ def _call_error(
             call_text,
             problem="it is defined where another process cannot import it, and cloudpickle is not "
             "installed",
-            suggestion='pip install "torch-fabric[notebook]"',
+            suggestion='pip install cloudpickle, or "torch-fabric[notebook]" or '
+            '"torch-fabric[testing]", which include it',
         )
     path = unpicklable.path.lstrip(".") or "the call"
     return ArgumentTypeError(

@@ -65,15 +65,19 @@ def refuse_input(rank: int) -> None:
         rank: the global rank of this process.
     """
     sys.stdin = _NoInput(rank)
+    # A debugger stops in the frame that calls it. So Python's own hook, which calls the debugger
+    # that the variable names, has to be called by the user's code.
+    is_chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
+    if is_chosen or sys.breakpointhook is not sys.__breakpointhook__:
+        return
 
     def refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
-        """Raise a UsageError, or call the debugger that the environment names."""
+        """Raise a UsageError, or call the debugger that a variable set since then names."""
         if os.environ.get("PYTHONBREAKPOINT"):
             return sys.__breakpointhook__(*args, **kwargs)
         raise _input_error("breakpoint()", rank)
 
-    if sys.breakpointhook is sys.__breakpointhook__:
-        sys.breakpointhook = refuse_breakpoint
+    sys.breakpointhook = refuse_breakpoint
 
 
 def check_debug_rank(request: str, debug: object, world_size: int) -> None:
