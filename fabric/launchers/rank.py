@@ -49,7 +49,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from fabric.errors import CollectiveMismatchError
 from fabric.launchers.serialize import dump_result
-from fabric.launchers.terminal import refuse_input
+from fabric.launchers.terminal import refuse_breakpoint, refuse_input
 from fabric.world import World
 
 __all__ = [
@@ -476,6 +476,8 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
         # Set after the payload is prepared: a script that is imported to find the function must not
         # detect that it runs in a rank.
         os.environ.update(config.variables)
+        if not config.runs_script:
+            refuse_breakpoint(config.world.rank)
         torch = sys.modules.get("torch")
         if torch is not None:
             # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.

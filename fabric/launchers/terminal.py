@@ -15,7 +15,13 @@ from typing import Any
 
 from fabric.errors import ConfigurationError, UsageError
 
-__all__ = ["DEBUG_TIMEOUT", "check_debug_rank", "refuse_input", "take_terminal"]
+__all__ = [
+    "DEBUG_TIMEOUT",
+    "check_debug_rank",
+    "refuse_breakpoint",
+    "refuse_input",
+    "take_terminal",
+]
 
 DEBUG_TIMEOUT = timedelta(days=365)
 """How long the other ranks wait for a rank that is debugged."""
@@ -57,27 +63,35 @@ def _input_error(call: str, rank: int) -> UsageError:
 
 
 def refuse_input(rank: int) -> None:
-    """Make ``input()`` and ``breakpoint()`` raise an error that says what to write instead.
-
-    A debugger that the user has chosen, by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, stays.
+    """Make ``input()`` raise an error that says what to write instead.
 
     Args:
         rank: the global rank of this process.
     """
     sys.stdin = _NoInput(rank)
-    # A debugger stops in the frame that calls it. So Python's own hook, which calls the debugger
-    # that the variable names, has to be called by the user's code.
+
+
+def refuse_breakpoint(rank: int) -> None:
+    """Make ``breakpoint()`` raise an error that says what to write instead.
+
+    Call it when the environment is that of the rank. A debugger that the user has chosen, by
+    ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, stays. It stops in the frame that calls it, so
+    no function of fabric may be in between.
+
+    Args:
+        rank: the global rank of this process.
+    """
     is_chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
     if is_chosen or sys.breakpointhook is not sys.__breakpointhook__:
         return
 
-    def refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
         """Raise a UsageError, or call the debugger that a variable set since then names."""
         if os.environ.get("PYTHONBREAKPOINT"):
             return sys.__breakpointhook__(*args, **kwargs)
         raise _input_error("breakpoint()", rank)
 
-    sys.breakpointhook = refuse_breakpoint
+    sys.breakpointhook = hook
 
 
 def check_debug_rank(request: str, debug: object, world_size: int) -> None:
