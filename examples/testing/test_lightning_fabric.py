@@ -49,6 +49,7 @@ def reduce(_: Any, x: Tensor, op: str) -> Tensor:
 def gradient(_: Any, x: Tensor) -> Tensor:
     x.requires_grad_()
     connect().all_gather(x, sync_grads=True).square().sum().backward()
+    assert x.grad is not None
     return x.grad
 
 
