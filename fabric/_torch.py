@@ -451,7 +451,8 @@ def is_compiling() -> bool:
 def awaited_worker(frame: FrameType | None) -> int | None:
     """Return the process id of the DataLoader worker for which a thread waits, for hang reports.
 
-    torch has no public name for the workers of an iterator. Seen to work in torch 2.13.
+    torch has no public name for the workers of an iterator. Seen to work in torch 2.13, 2.14 and
+    2.15.
 
     Args:
         frame: the innermost frame of the thread.
