@@ -147,8 +147,13 @@ import psutil
 from fabric import Fabric
 
 def servers():
-    children = psutil.Process().children()
-    return [child.pid for child in children if "forkserver_main" in " ".join(child.cmdline())]
+    pids = []
+    for child in psutil.Process().children():
+        while not child.cmdline():  # it has none for a moment, while it starts
+            pass
+        if "forkserver_main" in " ".join(child.cmdline()):
+            pids.append(child.pid)
+    return pids
 
 Fabric(accelerator="cpu", devices=2, launcher="forkserver")
 assert servers() == []
