@@ -432,7 +432,9 @@ def test_other_steps_on_another_number_of_ranks_are_a_warning_with_a_remedy() ->
     saved = stored(loader.state_dict())
     with pytest.warns(UserWarning, match="4 samples a step, .* used 8, 4 on each of 2") as caught:
         prepare(make(4), 0, 1).load_state_dict(saved)
-    assert "batch_size=8 // fabric.world_size" in str(caught[0].message)
+    assert "DataLoader(..., batch_size=8)" in str(caught[0].message)
+    with pytest.warns(UserWarning, match=r"write DataLoader\(\.\.\., batch_size=2\)"):
+        prepare(make(4), 0, 4).load_state_dict(saved)
     with pytest.warns(UserWarning, match="on 3 processes no batch size keeps the steps"):
         prepare(make(4), 0, 3).load_state_dict(saved)
     with warnings.catch_warnings():

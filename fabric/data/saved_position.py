@@ -110,10 +110,12 @@ def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     if global_batch_size == saved_global_batch_size:
         return
     remedy = f"on {spec.num_replicas} processes no batch size keeps the steps as they were"
-    if saved_global_batch_size % spec.num_replicas == 0:
+    batch_size_to_write, remainder = divmod(saved_global_batch_size, spec.num_replicas)
+    if remainder == 0:
+        # A number, since the processes of a mesh that split a layer share their batches.
         remedy = (
             "to keep the steps as they were, write "
-            f"DataLoader(..., batch_size={saved_global_batch_size} // fabric.world_size)"
+            f"DataLoader(..., batch_size={batch_size_to_write})"
         )
     warnings.warn(
         f"the loader continues with {global_batch_size} samples a step, {batch_size} on each of "
