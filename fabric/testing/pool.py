@@ -554,9 +554,11 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
         if seconds >= limits.timeout:
             break
         # The time of idle ranks is over, but ranks that compute may go on.
-        cpu_before = processor_seconds(_ranks_without_reply(supervisor))
+        # The same ranks before and after the wait: one of them may reply meanwhile.
+        ranks = _ranks_without_reply(supervisor)
+        cpu_before = processor_seconds(ranks)
         supervisor.collect_until(_IDLE_TIME, is_settled)
-        cpu_after = processor_seconds(_ranks_without_reply(supervisor))
+        cpu_after = processor_seconds(ranks)
         if cpu_before is None or cpu_after is None:
             continue  # a rank is not asleep
         is_idle = cpu_after - cpu_before <= _IDLE_TIME * _IDLE_LOAD
