@@ -120,9 +120,9 @@ def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     warnings.warn(
         f"the loader continues with {global_batch_size} samples a step, {batch_size} on each of "
         f"{spec.num_replicas} processes; until the checkpoint, a step used "
-        f"{saved_global_batch_size}, {saved_batch_size} on each of {saved['num_replicas']}. The "
-        "number of steps in an epoch changes, and what a schedule of the learning rate makes of "
-        f"it; {remedy}",
+        f"{saved_global_batch_size}, {saved_batch_size} on each of {saved['num_replicas']}. "
+        "This changes the number of steps in an epoch, and the learning rate of a schedule that "
+        f"counts steps; {remedy}",
         # The caller of load_state_dict().
         stacklevel=3,
     )
