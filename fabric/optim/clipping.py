@@ -42,43 +42,49 @@ def clip_gradients(
         NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite`` is
             true. The gradients have not changed.
     """
-    limits = [limit for limit in (clip_val, max_norm) if limit is not None]
-    # NaN is refused, too, since comparisons with NaN are false.
-    has_valid_limit = len(limits) == 1 and limits[0] > 0 and clip_val != math.inf
-    has_valid_norm = norm_type > 0
-    if not has_valid_limit or not has_valid_norm:
-        raise ConfigurationError(
-            f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, "
-            f"norm_type={norm_type!r})",
-            expected="a finite clip_val > 0 (each value into [-clip_val, clip_val]), or "
-            "max_norm > 0, with norm_type > 0 or inf",
-            suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
-        )
+    _check_limits(clip_val, max_norm, norm_type)
     parameters = list(parameters)
     grads: list[Tensor] = []
-    # torch cannot clip gradients on different meshes in one call. The mesh of a plain tensor is
-    # None.
+    # torch clips gradients of one mesh in one call. The mesh of a plain tensor is None.
     parameters_by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        grads.append(parameter.grad)
-        mesh = getattr(parameter.grad, "device_mesh", None)
-        parameters_by_mesh.setdefault(mesh, []).append(parameter)
-    # torch computes the norm of gradients on one mesh only.
+        if parameter.grad is not None:
+            grads.append(parameter.grad)
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            parameters_by_mesh.setdefault(mesh, []).append(parameter)
     norm = _total_norm(grads, num_meshes=len(parameters_by_mesh), norm_type=norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         _raise_nonfinite(norm, norm_type, parameters)
-    if max_norm == math.inf:
-        # Nothing to clip. torch would multiply by max_norm / norm, which is NaN for an infinite
-        # norm.
-        return norm
-    for parameters_on_mesh in parameters_by_mesh.values():
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters_on_mesh, max_norm, norm)
-        elif clip_val is not None:
+    if clip_val is not None:
+        for parameters_on_mesh in parameters_by_mesh.values():
             nn.utils.clip_grad_value_(parameters_on_mesh, clip_val)
+    # An infinite limit changes no gradient. torch would multiply the gradients by max_norm / norm,
+    # which is NaN if the norm is infinite, too.
+    if max_norm is not None and max_norm != math.inf:
+        for parameters_on_mesh in parameters_by_mesh.values():
+            nn.utils.clip_grads_with_norm_(parameters_on_mesh, max_norm, norm)
     return norm
+
+
+def _check_limits(clip_val: float | None, max_norm: float | None, norm_type: float) -> None:
+    """Check the numbers of :func:`clip_gradients`. A comparison with NaN is false: it is refused.
+
+    Raises:
+        ConfigurationError: there are no limits or two, a number is not positive, or ``clip_val`` is
+            infinite.
+    """
+    if max_norm is None:
+        has_valid_limit = clip_val is not None and 0 < clip_val < math.inf
+    else:
+        has_valid_limit = clip_val is None and max_norm > 0
+    if has_valid_limit and norm_type > 0:
+        return
+    raise ConfigurationError(
+        f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})",
+        expected="a finite clip_val > 0 (each value into [-clip_val, clip_val]), or max_norm > 0, "
+        "with norm_type > 0 or inf",
+        suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+    )
 
 
 def _raise_nonfinite(norm: Tensor, norm_type: float, parameters: Sequence[Tensor]) -> NoReturn:

@@ -509,19 +509,15 @@ class _Comparison:
         # What does not depend on the layout is read from rank 0 of each run.
         left_rank = first.ranks[0]
         right_rank = second.ranks[0]
-        other_counts = _kinds_with_other_counts(left_rank, right_rank)
-        has_weights = any(key.kind == "loss weight" for key in (*left_rank, *right_rank))
+        incomparable_kinds = _kinds_that_depend_on_layout(left_rank, right_rank)
         for position, key in _keys_with_positions(left_rank, right_rank):
             left = left_rank.get(key)
             right = right_rank.get(key)
+            # Each rank has its own loss, but values_of_ranks() returns that of the whole batch.
             is_of_a_rank = key.kind != "loss" and not _is_shared(left, right)
-            # The runs may split a batch into other numbers of micro-batches.
-            has_other_count = key.kind in _BACKWARD_KINDS and key.kind in other_counts
-            # Gradients of weighted losses have a factor that depends on the number of ranks, until
-            # clipping or the step divides them.
-            is_undivided = has_weights and key.kind == "gradient"
-            is_left_out = self._is_left_out(step, key, left, right)
-            if is_of_a_rank or has_other_count or is_undivided or is_left_out:
+            if is_of_a_rank or key.kind in incomparable_kinds:
+                continue
+            if self._is_left_out(step, key, left, right):
                 continue
             self.compared_values[step, key.kind] += 1
             if left is None or right is None:
@@ -529,10 +525,10 @@ class _Comparison:
                 continue
             norm_of_kind = first.norms[0][key.kind]
             pairs = _pair_values(first.values_of_ranks(key), second.values_of_ranks(key))
-            for rank, left, right in pairs:
-                if not self._are_close(left, right, norm_of_kind):
-                    yield _Difference(step, position, rank, key, left, right)
-                    break
+            for rank, left_value, right_value in pairs:
+                if not self._are_close(left_value, right_value, norm_of_kind):
+                    yield _Difference(step, position, rank, key, left_value, right_value)
+                    break  # one difference of a value is enough
 
     def _is_left_out(self, step: int, key: _Key, left: Entry | None, right: Entry | None) -> bool:
         """Return whether a value cannot be compared, or need not agree."""
@@ -714,11 +710,19 @@ def _is_shared(first: Entry | None, second: Entry | None) -> bool:
     return all(entry.is_shared for entry in entries)
 
 
-def _kinds_with_other_counts(first: _Entries, second: _Entries) -> set[str]:
-    """Return the kinds of which one of the runs has more values in a step."""
-    counts = Counter(key.kind for key in first)
-    counts.subtract(key.kind for key in second)
-    return {kind for kind, excess in counts.items() if excess != 0}
+def _kinds_that_depend_on_layout(first: _Entries, second: _Entries) -> set[str]:
+    """Return the kinds whose values depend on the number of micro-batches or of ranks.
+
+    The runs may split a batch into other numbers of micro-batches. Then they have other numbers of
+    losses, loss weights and gradients. And gradients of weighted losses have a factor that depends
+    on the number of ranks, until clipping or the step divides them.
+    """
+    excess_counts = Counter(key.kind for key in first)
+    excess_counts.subtract(key.kind for key in second)
+    kinds = {kind for kind in _BACKWARD_KINDS if excess_counts[kind] != 0}
+    if any(key.kind == "loss weight" for key in (*first, *second)):
+        kinds.add("gradient")
+    return kinds
 
 
 def _pair_values(
