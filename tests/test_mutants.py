@@ -249,3 +249,11 @@ def test_every_verdict_has_a_reason():
         assert entry["reason"]
         file, _ = entry["mutation"].split(" ", 1)
         assert file in SUBJECTS
+
+
+def test_every_verdict_is_on_a_mutation_of_the_code_as_it_is():
+    for entry in json.loads(JUDGED.read_text()):
+        file, _ = entry["mutation"].split(" ", 1)
+        mutations = find_mutations(file, (ROOT / file).read_text())
+        names = {mutation.name for mutation in mutations}
+        assert entry["mutation"] in names, "the code has changed: judge the mutation again"

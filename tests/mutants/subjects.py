@@ -5,6 +5,11 @@
 _SUBJECTS = {
     "tree": "tree collectives_refusals collectives",
     "world": "world environments launchers",
+    "seed": "seed rank_streams seeds accelerators data_position",
+    "tools/digest": "digest fingerprint replica_digests",
+    "tools/fingerprint": "fingerprint",
+    "tools/records": "fingerprint",
+    "tools/run_diff": "fingerprint",
     "diagnostics/replicas": "replicas replica_digests",
     "launchers/supervisor": (
         "launchers_parts launchers_failures launchers launchers_signals faults/parents preemption"
@@ -12,6 +17,7 @@ _SUBJECTS = {
     "launchers/rank": (
         "launchers_parts launchers_signals launchers launchers_failures faults/parents cli"
     ),
+    "launchers/agent": "restarts cli",
     "launchers/function": "launchers_parts launchers launchers_failures",
     "data/metrics": "torchmetrics gather_for_metrics",
     "data/saved_position": "data_position data_sharding uneven_loaders",
