@@ -213,8 +213,8 @@ def stream_digests() -> dict[str, str]:
     """
     state = RandomStreams(("python", "numpy", "torch")).state()
     hardware = initialized_device_module()
-    # While a CUDA graph is captured, the state of the stream cannot be read.
-    if hardware is not None and not torch.cuda.is_current_stream_capturing():
+    # While a graph is captured, the state of the stream cannot be read.
+    if hardware is not None and not _is_capturing(hardware.module):
         state[hardware.name] = hardware.module.get_rng_state()
     digests: dict[str, str] = {}
     for name, stream_state in state.items():
@@ -250,6 +250,16 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     # This call is the last, since the loop has given the current device the state of its index.
     state_of_current = device_states[saved["current"]]
     set_state(state_of_current, torch.accelerator.current_device_index())
+
+
+def _is_capturing(module: Any) -> bool:
+    """Return whether the current stream of a kind of hardware is captured into a graph.
+
+    Args:
+        module: torch's module for the hardware. One without graphs has no function to ask.
+    """
+    is_current_stream_capturing = getattr(module, "is_current_stream_capturing", None)
+    return is_current_stream_capturing is not None and is_current_stream_capturing()
 
 
 def _seed_streams(seed: int, rank: int) -> None:

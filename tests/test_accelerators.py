@@ -243,10 +243,11 @@ def test_hardware_that_torch_has_no_module_for_is_no_accelerator() -> None:
 
 
 def test_code_for_hardware_of_any_kind_calls_no_function_of_cuda() -> None:
-    # What torch.accelerator has, and torch.cuda has for CUDA alone.
+    # What torch.accelerator or the modules of other hardware have, and torch.cuda for CUDA alone.
     general = re.compile(
         r"torch\.cuda\.(device_count|current_device|set_device|current_stream|synchronize|"
-        r"empty_cache|memory_allocated|max_memory_allocated|memory_stats|Event|Stream)\b"
+        r"empty_cache|memory_allocated|max_memory_allocated|memory_stats|Event|Stream|"
+        r"is_current_stream_capturing)\b"
     )
     calls: list[str] = []
     for path in sorted(PACKAGE.rglob("*.py")):

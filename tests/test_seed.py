@@ -3,8 +3,11 @@
 import io
 import pickle
 import random
+import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product, starmap
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,6 +22,7 @@ from fabric.seed import (
     sample_generator,
     seed_everything,
     set_rng_state,
+    stream_digests,
 )
 
 
@@ -110,6 +114,36 @@ def test_state_without_numpy_leaves_numpy_alone() -> None:
     numpy.random.seed(5)
     set_rng_state(state)
     assert numpy.random.rand() == numpy.random.RandomState(5).rand()
+
+
+def test_states_of_hardware_that_this_process_does_not_have_are_ignored() -> None:
+    state = rng_state()
+    expected = draw()
+    for name in ("cuda", "npu"):
+        state.setdefault(name, {"current": 0, "states": [torch.zeros(16, dtype=torch.uint8)]})
+    set_rng_state(state)
+    assert draw() == expected
+
+
+def test_streams_of_the_devices_of_an_extension_are_restored_and_compared() -> None:
+    # In a process of its own, since hardware cannot be taken away from torch again.
+    script = Path(__file__).parent / "scripts" / "streams_of_stand_in.py"
+    subprocess.run([sys.executable, "-W", "error", script], check=True, timeout=150)
+
+
+@pytest.mark.parametrize(
+    ("name", "draw_number"),
+    [("python", random.random), ("numpy", numpy.random.rand), ("torch", lambda: torch.rand(()))],
+)
+def test_the_digest_of_a_stream_changes_with_the_stream_alone(
+    name: str, draw_number: Callable[[], object]
+) -> None:
+    before = stream_digests()
+    assert stream_digests() == before
+    draw_number()
+    after = stream_digests()
+    assert after.pop(name) != before.pop(name)
+    assert after == before
 
 
 def test_seeding_does_not_import_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
