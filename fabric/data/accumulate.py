@@ -53,7 +53,7 @@ class Windows(Generic[Batch_co]):
                 suggestion="loader = fabric.setup_dataloaders(loader), and then "
                 "for batch, last in fabric.accumulate(loader, steps=4): ...",
             )
-        # type(...), since True is an instance of int.
+        # isinstance() would accept True, since bool is a subclass of int.
         if type(steps) is not int or steps < 1:
             raise ConfigurationError(call_text, expected="an integer number of steps, 1 or more")
         if loader._may_end_unevenly():
@@ -76,8 +76,8 @@ class Windows(Generic[Batch_co]):
         return self.loader.resumed_at
 
     def __iter__(self) -> Iterator[tuple[Batch_co, bool]]:
-        # This method is not a generator, so that the iteration begins when iter() is called, as an
-        # iteration of the loader does.
+        # Not a generator function: iter() has to begin the iteration, as iter(loader) does. A
+        # generator would begin it when the first batch is asked for.
         position, batches = self.loader._begin_iteration(marks_last_batch=True)
         return self._yield_pairs(position, batches)
 
@@ -88,16 +88,16 @@ class Windows(Generic[Batch_co]):
             position: the position of the iteration. The loader sets ``is_final`` before each batch.
                 This method sets ``micro_batch``, which :func:`check_no_window` reads.
             batches: the generator of the loader's batches. It is closed if the user breaks the
-                loop, so that the iteration ends.
+                loop, so that the loader knows that the iteration has ended.
         """
         with closing(batches):
             for index, batch in enumerate(batches):
-                number = index % self.steps + 1
-                is_last = number == self.steps or position.is_final
-                # None at the last micro-batch of a window, so that the user may save there.
+                number_in_window = index % self.steps + 1
+                is_last = number_in_window == self.steps or position.is_final
+                # At the last micro-batch the user may save, so the window counts as closed.
                 position.micro_batch = None
                 if not is_last:
-                    position.micro_batch = MicroBatch(number, window_length=self.steps)
+                    position.micro_batch = MicroBatch(number_in_window, window_length=self.steps)
                 yield batch, is_last
 
 

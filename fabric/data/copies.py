@@ -41,12 +41,12 @@ def mover(
     if device is None or device.type == "cpu":
         return None
     if device.type == "cuda" and overlap_copies:
-        # Without workers, a dataset may yield tensors on a device. The loader's own pinning would
-        # raise for these tensors. So OverlappedCopies pins the batches in place of the loader,
-        # unless the user asked the loader to pin.
-        should_pin_here = not loader.pin_memory and loader.num_workers == 0
-        loader.pin_memory = not should_pin_here
-        return OverlappedCopies(device, pins=should_pin_here)
+        # Copies are asynchronous only from pinned memory. Without workers, OverlappedCopies pins
+        # the batches: the dataset may yield tensors on a device, for which the loader's own pinning
+        # raises. If the user asked the loader to pin, the loader pins.
+        loader_pins = loader.pin_memory or loader.num_workers > 0
+        loader.pin_memory = loader_pins
+        return OverlappedCopies(device, pins=not loader_pins)
     return partial(to_device, device=device, non_blocking=bool(loader.pin_memory))
 
 
@@ -57,14 +57,13 @@ class OverlappedCopies:
     with every CUDA tensor, to use it on a third stream, wait for the compute stream and call
     ``record_stream``.
 
-    A batch is copied on the compute stream if the memory or the readiness of a part of it cannot be
-    tracked. Such a part is one of:
+    A batch is copied on the compute stream instead if it contains one of:
 
     - A tensor that is on a device already, requires gradients or is not strided.
     - An object with a method ``to``, but with neither entries nor ``record_stream``.
 
-    If ``pins`` is true, and a tensor is pinned already, the CPU waits for the copy: the tensor may
-    be a buffer that the dataset overwrites with the next batch.
+    If ``pins`` is true, and the dataset has pinned a tensor itself, the CPU waits for the copy: the
+    tensor may be a buffer that the dataset overwrites with the next batch.
 
     The CPU waits if it is more than two steps ahead of the device, so that at most three batches
     are in the device's memory.
@@ -100,11 +99,11 @@ class OverlappedCopies:
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
             if any(map(_is_pinned, buffers)):
-                # Wait for the copy: the dataset may overwrite its tensor with the next batch.
+                # Without non_blocking the CPU waits for the copy. The dataset has pinned this
+                # tensor itself, and may overwrite it with the next batch.
                 return to_device(batch, self._device)
             batch = map_tensors(methodcaller("pin_memory"), batch)
         compute_stream = self._cuda.current_stream(self._device)
-        # Waits if the CPU is several steps ahead, since each batch takes memory.
         self._limit_steps_ahead(compute_stream)
         with self._cuda.stream(self.side_stream):
             moved = to_device(batch, self._device, non_blocking=True)
@@ -112,20 +111,21 @@ class OverlappedCopies:
         moved_buffers = _buffers_in(moved)
         for buffer in moved_buffers:
             if not hasattr(buffer, "record_stream"):
-                # A user's ``to`` returned an object whose memory cannot be tracked: copy again, on
-                # the compute stream.
+                # The ``to`` of a user's class returned an object whose memory cannot be tracked:
+                # copy the batch again, on the compute stream.
                 return to_device(batch, self._device)
         for buffer in moved_buffers:
-            # A user's ``to`` may leave a tensor on the CPU, where no stream uses its memory.
-            is_left_behind = isinstance(buffer, Tensor) and buffer.device.type != self._device.type
-            if not is_left_behind:
+            # The ``to`` of a user's class may leave a tensor on the CPU, which needs no record.
+            is_on_cpu = isinstance(buffer, Tensor) and buffer.device.type != self._device.type
+            if not is_on_cpu:
                 buffer.record_stream(compute_stream)
         return moved
 
     def _limit_steps_ahead(self, compute_stream: Any) -> None:
         """Wait until the device is at most ``_MAX_STEPS_AHEAD`` steps behind the CPU.
 
-        Called before the copy of each batch, when the work of the step before is on the stream.
+        Otherwise the batches of many steps would fill the device's memory. Called before the copy
+        of each batch, when all work of the step before is on the compute stream.
         """
         self._step_events.append(compute_stream.record_event())
         if len(self._step_events) > _MAX_STEPS_AHEAD:

@@ -23,17 +23,18 @@ _CALL_TEXT = "fabric.gather_for_metrics(...)"
 
 
 class _BatchSize(NamedTuple):
-    """The size of the latest batch over all ranks.
+    """The size of the latest batches of all ranks together.
 
-    An entry is one item of the sampler's order, or a sample or batch that one rank got:
+    An entry is what the sampler yields at a time. The unit of the loader says what that is:
 
-    - For ``"samples"``, sample i of rank r is entry ``i * num_replicas + r``.
-    - For ``"batches"``, the batch of rank r is entry r.
-    - For ``"single samples"``, the sample of rank r is entry r. The sample has no dim 0.
+    - ``"samples"``: sample i in the batch of rank r is entry ``i * num_replicas + r``.
+    - ``"batches"``: the batch of rank r is entry r.
+    - ``"single samples"`` (without batching): the sample of rank r is entry r. Its tensors have no
+      dim of samples.
 
     Attributes:
-        entries: number of entries that are not repetitions. Repetitions come last. None: no entry
-            is a repetition.
+        entries: number of entries that remained in the order before these batches. Entries of the
+            batches beyond this number are repetitions. None: no entry is a repetition.
         samples_of_rank: number of samples in this rank's batch. None if unknown.
     """
 
@@ -41,19 +42,19 @@ class _BatchSize(NamedTuple):
     samples_of_rank: int | None
 
 
-_UNKNOWN = _BatchSize(entries=None, samples_of_rank=None)
+_UNKNOWN_SIZE = _BatchSize(entries=None, samples_of_rank=None)
 
 
 class _BatchLayout(NamedTuple):
     """How the rows of the results are assigned to samples.
 
-    Loops whose latest batches have equal layouts need not be told apart.
+    If the batches of two loops have equal layouts, their results are gathered in the same way.
 
     Attributes:
-        unit: what a rank gets: samples that form a batch, a single sample, or a batch.
-        size: the size of the batch.
+        unit: what an entry is, see :class:`_BatchSize`.
+        size: the size of the ranks' batches.
         is_uneven: whether ranks may have batches of different lengths, or none.
-        is_repeat: whether this rank's batch is a repeat, of which no sample counts.
+        is_repeat: whether this rank got an earlier batch again, so that its samples do not count.
     """
 
     unit: str
@@ -94,8 +95,9 @@ def gather_batch(
         )
     loop = _latest_loop(active_loops, loader)
     _check_concurrent_loops(loop, active_loops, loader)
-    _check_shared(communicator, loop.spec)
-    _check_order(loop.spec)
+    _check_data_is_sharded(communicator, loop.spec)
+    _check_repetitions_are_known(loop.spec)
+    # At the end of the loop, fabric does not warn of repeated samples.
     loop.is_gathered = True
     layout = _layout(loop)
     leaves, structure = flatten(results)
@@ -104,20 +106,20 @@ def gather_batch(
     if layout.is_uneven:
         leaves = [_without_repeat(leaf, layout) for leaf in leaves]
 
-    # all_gather compares the keys of a collection between ranks. The title is such a key, so that
-    # results of different iterations raise an error and are not combined.
-    title = _title_of_order(loop)
-    collection = {title: leaves}
+    # all_gather raises if a collection has different keys on the ranks. With this key, results of
+    # different iterations raise, and are not combined.
+    key = _iteration_key(loop)
+    collection = {key: leaves}
     if layout.is_uneven or layout.unit == "batches":
         # Ranks may have different numbers of rows.
-        gathered = all_gather_ragged(communicator, collection)[title]
+        gathered = all_gather_ragged(communicator, collection)[key]
         join_ranks = _concatenate
     elif layout.unit == "samples":
-        gathered = all_gather(communicator, collection)[title]
+        gathered = all_gather(communicator, collection)[key]
         join_ranks = _interleave
     else:
         # Each rank has a single sample, without a dim of samples.
-        gathered = all_gather(communicator, collection)[title]
+        gathered = all_gather(communicator, collection)[key]
         join_ranks = _drop_repetitions
     for index, rank_values in enumerate(gathered):
         if isinstance(leaves[index], Tensor):
@@ -125,8 +127,8 @@ def gather_batch(
     return unflatten(structure, leaves)
 
 
-def _title_of_order(loop: ActiveLoop) -> str:
-    """Return a text that is equal for loops whose batches are in the same order."""
+def _iteration_key(loop: ActiveLoop) -> str:
+    """Return a text that is equal on ranks whose batches are in the same order."""
     if loop.spec.order_streams:
         # The order is drawn anew in each iteration.
         return f"of iteration {loop.position.epoch}"
@@ -164,14 +166,16 @@ def _check_concurrent_loops(
 ) -> None:
     """Raise a UsageError if the results may be of a batch of another loop than the latest.
 
-    Between two batches of an inner loop, the outer loop yields none. But loops in a ``zip`` take
-    turns, and the results may be of the batch of any of them.
+    Of nested loops, the inner loop is the latest: the outer loop yields nothing between two batches
+    of the inner loop. Loops in a ``zip`` take turns, and the results may be of any of their
+    batches.
     """
     for loop in active_loops:
         is_candidate = loop is not latest and (loader is None or loop.spec is loader._spec)
-        # The other loop has yielded a batch since the batch before the latest.
-        takes_turns = loop.batch_number > latest.number_before
-        if is_candidate and takes_turns and not _count_same_samples(loop, latest):
+        # This loop has yielded a batch between the latest loop's previous batch and its current
+        # one.
+        takes_turns = loop.batch_number > latest.previous_batch_number
+        if is_candidate and takes_turns and not _are_gathered_equally(loop, latest):
             suggestion = "fabric.gather_for_metrics(results, loader=loader)"
             if loader is not None:
                 suggestion = "a set-up loader for each loop"
@@ -185,7 +189,7 @@ def _check_concurrent_loops(
             )
 
 
-def _count_same_samples(first: ActiveLoop, second: ActiveLoop) -> bool:
+def _are_gathered_equally(first: ActiveLoop, second: ActiveLoop) -> bool:
     """Return whether the results of two loops' latest batches would be gathered in the same way.
 
     Then it does not matter of which of the two batches the results are.
@@ -194,7 +198,7 @@ def _count_same_samples(first: ActiveLoop, second: ActiveLoop) -> bool:
         if _find_order_problem(loop.spec) is not None:
             return False
     layout = _layout(first)
-    # If ranks may have batches of different lengths, the rows of each rank are not known.
+    # In an uneven layout, the number of rows of each rank is not known here.
     return not layout.is_uneven and layout == _layout(second)
 
 
@@ -206,15 +210,16 @@ def _describe(loop: ActiveLoop) -> str:
     return f"a loader of a {name} with {length} {loop.spec.unit}"
 
 
-def _check_shared(communicator: Communicator, spec: LoaderSpec) -> None:
+def _check_data_is_sharded(communicator: Communicator, spec: LoaderSpec) -> None:
     """Raise a UsageError if the ranks do not share the data of a loader.
 
-    They share the data if fabric or the sampler shards it, or if a policy of ``uneven`` says that
-    the user does.
+    Without a share of its own, each rank has all of the data, and every sample would be gathered
+    once for each rank.
     """
-    # A policy that ends the loop on all ranks together says that the user shards the data.
-    is_shared = spec.num_replicas == communicator.size or spec.ends_in_lockstep
-    if is_shared:
+    is_sharded_by_fabric_or_sampler = spec.num_replicas == communicator.size
+    # The policies "shortest" and "longest" are for data that the user shards.
+    is_sharded_by_user = spec.ends_in_lockstep
+    if is_sharded_by_fabric_or_sampler or is_sharded_by_user:
         return
     raise UsageError(
         _CALL_TEXT,
@@ -229,7 +234,7 @@ def _layout(loop: ActiveLoop) -> _BatchLayout:
     """Return the layout of the batch that the user has received last from a loop."""
     spec = loop.spec
     is_uneven = _is_uneven(spec)
-    size = _UNKNOWN
+    size = _UNKNOWN_SIZE
     if not is_uneven:
         size = _batch_size(spec, loop.position)
     return _BatchLayout(
@@ -242,7 +247,8 @@ def _layout(loop: ActiveLoop) -> _BatchLayout:
 
 def _is_uneven(spec: LoaderSpec) -> bool:
     """Return whether ranks may have batches of different lengths, or none."""
-    # Under "longest" the last round may be incomplete, so that only some ranks have a sample of it.
+    # An iterable dataset is sharded in rounds. Under "longest" its last round may be incomplete, so
+    # that only some ranks have a sample of that round.
     has_equal_batches = spec.has_equal_counts and not spec.is_sharded_in_rounds
     return spec.ends_in_lockstep and not has_equal_batches
 
@@ -250,17 +256,17 @@ def _is_uneven(spec: LoaderSpec) -> bool:
 def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     """Return the size of the batch that the user has received last.
 
-    The result is ``_UNKNOWN`` where the size is not needed, since no sample is repeated: on one
-    rank, and for an iterable dataset in complete rounds.
+    The result is ``_UNKNOWN_SIZE`` on one rank and for an iterable dataset in complete rounds. No
+    sample is repeated then, so that the size is not needed.
     """
     if spec.num_replicas == 1 or spec.is_sharded_in_rounds:
-        return _UNKNOWN
+        return _UNKNOWN_SIZE
     order_length = _order_length(spec)
     position_before = replace(position, received_batches=position.received_batches - 1)
     entries = None
     if order_length is not None:
-        # The entries that remained before this batch. The gathered rows are sliced up to this
-        # number, which cuts off nothing but the repetitions in the last batch.
+        # The entries that remained before this batch. The gathered rows are cut to this number. In
+        # the last batch this removes the repetitions. Earlier batches have fewer rows.
         entries = order_length - spec.cursor(position_before)
     samples_of_rank = None
     shard_length = spec.shard_length(position)
@@ -271,21 +277,24 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
 
 
 def _order_length(spec: LoaderSpec) -> int | None:
-    """Return the length of the order, in which repetitions do not count.
+    """Return the length of the order without repetitions.
 
-    None if the order has no length. Then no entry is repeated.
+    None if the order has no length. :func:`_check_repetitions_are_known` has made sure that no
+    entry is repeated then.
     """
     order_source: Any = spec.order_source
     is_sharded_by_fabric = spec.shard_count > 1
     if is_sharded_by_fabric:
         return length_of(order_source)
+    # A DistributedSampler, whose own length counts one rank's entries with repetitions.
     return length_of(order_source.dataset)
 
 
 def _find_order_problem(spec: LoaderSpec) -> str | None:
-    """Return why the repeated entries are not known, as a verb phrase. None if they are known.
+    """Return why it is not known which entries are repeated. None if it is known.
 
-    Entries are repeated where the ranks would otherwise get unequal numbers of samples.
+    Entries are repeated so that all ranks get equally many. The result is a verb phrase about the
+    sampler, such as "has no length".
     """
     has_no_repetitions = spec.num_replicas == 1 or spec.is_sharded_in_rounds or _is_uneven(spec)
     if has_no_repetitions:
@@ -297,8 +306,8 @@ def _find_order_problem(spec: LoaderSpec) -> str | None:
         if repeats_entries and length_of(spec.order_source) is None:
             return "has no length"
         return None
-    # DistributedSampler gives rank r the entries r, r + num_replicas, ..., as fabric does. The
-    # entries of any other sampler that shards by itself are not known.
+    # The sampler shards by itself. torch's DistributedSampler gives rank r the entries r,
+    # r + num_replicas, ..., as fabric does. What another sampler gives each rank is not known.
     iterates_like_torch = (
         getattr(type(spec.order_source), "__iter__", None) is DistributedSampler.__iter__
     )
@@ -307,8 +316,8 @@ def _find_order_problem(spec: LoaderSpec) -> str | None:
     return None
 
 
-def _check_order(spec: LoaderSpec) -> None:
-    """Raise a UsageError if the order of a loader does not show which samples are repeated.
+def _check_repetitions_are_known(spec: LoaderSpec) -> None:
+    """Raise a UsageError if it is not known which samples of a loader are repeated.
 
     Samples are repeated so that all ranks get equally many. ``gather_for_metrics`` has to drop the
     repetitions.
@@ -341,7 +350,7 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
     if isinstance(leaf, Tensor):
         if layout.unit == "single samples":
             return
-        # If the number of samples is unknown, any number of rows may be right.
+        # If the number of samples is unknown (None), any number of rows may be right.
         has_row_per_sample = leaf.dim() > 0 and samples in (None, len(leaf))
         if has_row_per_sample:
             return
@@ -362,10 +371,10 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
 
 
 def _without_repeat(leaf: Any, layout: _BatchLayout) -> Any:
-    """Return a leaf with one row for each sample of this rank, or no rows for a repeated batch.
+    """Return a leaf with a row for each sample of this rank, without rows for a repeated batch.
 
-    A rank whose batch is a repeat still takes part in the gathering, with empty tensors. Leaves
-    that are not tensors are returned as they are.
+    A rank whose batch is a repeat still takes part in the gathering, which is collective, with
+    empty tensors. Leaves that are not tensors are returned as they are.
     """
     if not isinstance(leaf, Tensor):
         return leaf

@@ -59,10 +59,10 @@ class JoinedPasses:
 
         Args:
             bypass: calls :meth:`_on_forward` at each forward pass.
-            recorder: calls :meth:`_refuse_collective` at each collective of fabric. Its checks that
-                all ranks start a phase together, such as a forward pass, are off in the block, in
-                which some ranks make more passes than others.
-            detector: off in the block, in which ranks may take different numbers of steps.
+            recorder: calls :meth:`_refuse_collective` at each collective of fabric. The recorder's
+                ``phase_checks`` check that all ranks begin a phase together, such as a forward
+                pass. They are off in the block, since some ranks make more passes than others.
+            detector: raises if ranks take different numbers of steps. Off in the block.
 
         Raises:
             UsageError: another block of ``fabric.join`` is open.
@@ -75,7 +75,8 @@ class JoinedPasses:
             )
         phase_checks = recorder.phase_checks
         recorder.phase_checks = ()
-        # The first of the checks: if a later one would fail, too, the user gets this error.
+        # In front of the other checks: of several errors, the user gets the one that names the
+        # block.
         recorder.checks = (self._refuse_collective, *recorder.checks)
         bypass.on_forward.append(self._on_forward)
         try:
@@ -83,8 +84,7 @@ class JoinedPasses:
                 yield
         finally:
             bypass.on_forward.remove(self._on_forward)
-            # Only this check is removed, since the detector may have added a check during the
-            # block.
+            # The earlier tuple is not put back: the detector may have added a check in the block.
             checks = [check for check in recorder.checks if check != self._refuse_collective]
             recorder.checks = tuple(checks)
             recorder.phase_checks = phase_checks
@@ -105,9 +105,10 @@ class JoinedPasses:
     def _on_forward(self, guard: BypassGuard) -> None:
         """Raise a UsageError unless the joined modules run in the order of ``fabric.join``.
 
-        For a batch that it does not have, a rank issues the collectives of a forward and a backward
-        pass of each module, in that order. If another rank ran its modules in another order,
-        collectives of different modules would be matched.
+        A rank without batches issues, in place of each batch, the collectives of a forward and a
+        backward pass of the first module, then of the second, and so on. The other ranks have to
+        run their modules in this order. Otherwise collectives of different modules would be
+        matched.
 
         Called before each forward pass of a guarded module in the block.
 
@@ -151,8 +152,8 @@ def follow_last_rank(
 ) -> None:
     """Load the states of the rank that stepped last, at the end of ``fabric.join``. Collective.
 
-    Ranks without batches do not step their optimizers. torch's ``Join`` copies the modules from the
-    last rank. This function does the same for other objects.
+    A rank that has run out of batches no longer steps its optimizers. torch's ``Join`` copies the
+    modules from the rank that ran out last. This function copies the states of other objects.
 
     Args:
         communicator: all ranks.
@@ -161,12 +162,11 @@ def follow_last_rank(
         objects: the optimizers of the joined modules, and the loss scaler if there is one. Their
             order is the same on all ranks.
     """
-    # The source is a rank that has made the most passes, and the highest of these ranks. A single
-    # maximum finds the source: the number below is larger for more passes, and, for equally many
-    # passes, for a higher rank.
+    # The source is the rank that has made the most passes; of several, the highest rank. The number
+    # packs both values, so that one maximum finds the source.
     passes_and_rank = passes * communicator.size + communicator.rank
     highest = all_reduce(communicator, passes_and_rank, Reduce.MAX)
-    source = highest % communicator.size  # the rank that is part of the number
+    source = highest % communicator.size  # unpacks the rank
     states = [stateful.state_dict() for stateful in objects]
     states = broadcast(communicator, states, source, device)
     if communicator.rank != source:

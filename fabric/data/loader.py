@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 else:
 
     class _Base:
-        """The base at run time: a class of its own, which Generic may follow."""
+        """The base class at run time. Python does not accept ``object`` in front of Generic."""
 
 
 class BatchSource(Protocol[Batch_co]):
@@ -91,10 +91,10 @@ class DataParallelJob:
     Attributes:
         rank: rank of this process, ``0 <= rank < num_replicas``.
         num_replicas: number of ranks that data is sharded over.
-        from_rank0: makes the ranks draw the same order although their random states differ. Called
-            at the start of each epoch with a key and this rank's state, in the same sequence on all
-            ranks, it returns rank 0's state. Not called if nothing random is drawn. None: the
-            states are assumed to be equal.
+        from_rank0: makes the ranks draw the same order although their random states differ. It is
+            called at the start of each epoch with a key and this rank's state, and returns rank 0's
+            state. All ranks call it in the same sequence. Not called if nothing random is drawn.
+            None: the states are assumed to be equal.
         active_loops: the active loops over the loaders of the job. A loader adds and removes its
             own loops.
         batch_numbers: numbers the batches of all loaders of the job; see :class:`ActiveLoop`.
@@ -103,8 +103,8 @@ class DataParallelJob:
         synchronize_rng: gives ranks that share a batch the same random streams. Called before
             each iteration. Collective among these ranks.
         around_batches: wraps the iterator of batches of each iteration, to observe it.
-        warns_of_repetitions: returns whether to warn of a loop that has counted samples twice.
-            Called at the end of a loop.
+        warns_of_repetitions: called at the end of a loop. Returns whether to warn if the loop has
+            counted samples twice.
     """
 
     rank: int = 0
@@ -139,10 +139,14 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     of it, and the random states from which the order of the samples was drawn.
 
     Made by ``fabric.setup_dataloaders``. It iterates like the user's own loader; each ``iter()``
-    begins a new epoch. Attributes are read from and written to the prepared copy. A loader with a
-    ``state_dict`` of its own (torchdata's ``StatefulDataLoader``) uses it for an iterable dataset
-    and, on one process, if the sampler or the dataset has a state too; such a position loads only
-    on the same number of processes. Otherwise the position is fabric's.
+    begins a new epoch. Attributes are read from and written to the prepared copy.
+
+    The position is usually fabric's. torchdata's ``StatefulDataLoader`` has a ``state_dict`` of its
+    own, which is used in two cases. A position of its own loads only on the same number of
+    processes:
+
+    - The dataset is iterable.
+    - There is one process, and the sampler or the dataset has a ``state_dict``, too.
 
     Batches are moved to the device one by one, on request. For a CUDA device they are copied from
     pinned memory while it computes the step before, unless ``overlap_copies`` is false. On a CPU
@@ -218,7 +222,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         _check_arguments(loader, uneven)
         assert isinstance(loader, DataLoader), "another object was refused"
         prepared = copy.copy(loader)
-        # The copy must not reset or shut down the workers of the original.
+        # The copied iterator belongs to the original: the copy must not shut down its workers.
         reset_iterator(prepared)
         shard_request = ShardRequest(
             rank=job.rank,
@@ -229,20 +233,21 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             name=name,
         )
         spec = shard_loader(prepared, shard_request)
-        # The workers of rank 0 keep torch's streams. The workers of a sharded iterable dataset need
-        # the same streams on all ranks.
+        # Rank 0's workers keep torch's random streams, and the other ranks' workers get others. The
+        # workers of an iterable dataset that fabric shards need the same streams on all ranks.
         if seed_workers and job.rank > 0 and not spec.is_sharded_in_rounds:
             seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
-            # Past the __setattr__ of a user's class.
+            # torch's own __setattr__, and that of a user's class, may refuse the assignment.
             object.__setattr__(prepared, "worker_init_fn", seeding)
         dataset_keeps_position = _dataset_keeps_position(loader, spec)
         if dataset_keeps_position and spec.batch_size is not None:
+            # collate_fn sees all samples of a batch, and so whether the dataset has ended.
             collate_fn = _EndDetector(loader.collate_fn, spec.batch_size)
             object.__setattr__(prepared, "collate_fn", collate_fn)
-        # A stateful loader (torchdata's) keeps its own position, which is used unless fabric has
-        # replaced its sampler.
+        # torchdata's StatefulDataLoader keeps its own position. With a sampler of fabric, fabric
+        # keeps the position.
         is_stateful = hasattr(type(loader), "state_dict")
-        # Past the __setattr__ of this class, which sets attributes of the user's loader.
+        # Not ``self.loader = ...``: __setattr__ of this class sets attributes of ``loader``.
         vars(self).update(
             loader=prepared,
             original=loader,
@@ -272,8 +277,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     ) -> tuple[EpochPosition, Iterator[Any]]:
         """Begin an iteration. ``iter(loader)`` and ``iter(fabric.accumulate(...))`` call it.
 
-        The order of the steps matters: the user's ``set_epoch`` decides the epoch, and the other
-        ranks must learn of the iteration before anything is drawn or fetched.
+        The order of the steps matters. The user's ``set_epoch`` decides the epoch, so it is read
+        first. The other ranks learn of the iteration before anything is drawn or fetched, so that
+        an error about different loops comes before a wait for another rank.
 
         Args:
             marks_last_batch: whether ``position.is_final`` has to be true while the user has the
@@ -283,7 +289,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             The position, which the iteration updates, and the batches.
         """
         if self._spec.uneven == "longest":
-            # Raises if a repeated batch would enter statistics computed over all ranks.
+            # Raises if a module has a SyncBatchNorm, whose statistics would count repeated batches.
             self._job.lockstep.check_modules()
         self._follow_user_epoch()
         loaded_position = self._loaded_position
@@ -307,8 +313,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _begin_position(self, saved: Mapping[str, Any] | None) -> EpochPosition:
         """Return the position of a new iteration, and make it the latest.
 
-        Also passes the number of the epoch to the user's sampler and dataset, and the position to
-        the sharded sampler, which torch's ``iter()`` reads next.
+        Also passes the number of the epoch to the user's sampler and dataset. The sharded sampler
+        gets the position, and reads it when torch's ``iter()`` iterates the sampler.
 
         Args:
             saved: the saved position to continue from. None begins the next epoch.
@@ -317,7 +323,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             position = EpochPosition(self._next_epoch)
         else:
             skipped_entries = entries_to_skip(saved, self._spec)
-            # The same order is drawn again, from the random states before its first draw.
+            # The saved order is drawn again, from the random states that it was drawn from.
             position = EpochPosition(
                 saved["epoch"], skipped_entries, states_to_replay=saved["drawn"]
             )
@@ -331,18 +337,19 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _announce_iteration(self, position: EpochPosition) -> None:
         """Announce an iteration to the other ranks, before anything is drawn or fetched.
 
-        Ranks that share a batch get the same random streams: collective among these ranks. The
-        detector of uneven inputs gets the number of batches, which it compares between ranks.
+        The detector of uneven inputs compares the number of batches between ranks.
         """
+        # Ranks that share a batch get the same random streams. Collective among these ranks.
         self._job.synchronize_rng()
         if self._job.detector is None:
             return
         spec = self._spec
         has_equal_batches = spec.is_sharded_in_rounds or self._ends_in_lockstep()
         if has_equal_batches:
-            batch_count = 0  # a number that is the same on all ranks
+            batch_count = 0  # stands for "equal": only differences between ranks matter
         elif isinstance(spec.dataset, IterableDataset):
-            # Unknown. len() would make torch warn if the dataset yields more than its length.
+            # Unknown: len() is not called, since torch would then warn if the dataset yields more
+            # samples than its length.
             batch_count = None
         else:
             batch_count = length_of(self.loader)
@@ -354,33 +361,32 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _begin_batches(self) -> Iterator[Any]:
         """Return the loader's iterator for a new epoch.
 
-        If fabric shards an iterable dataset, the workers have the same base seed on all ranks, so
-        that all ranks iterate the same samples.
+        If fabric shards an iterable dataset, ``iter()`` is called with rank 0's random states on
+        all ranks. All ranks then iterate the same samples: torch draws the base seed of the workers
+        in ``iter()``, and a dataset may draw its order there.
         """
         worker_seed_streams = self._spec.worker_seed_streams
-        if worker_seed_streams is None:
+        is_sharded_in_rounds = worker_seed_streams is not None
+        if not is_sharded_in_rounds:
             return iter(self.loader)
-        # A loader with worker_seed_streams has a dataset of Fabric, which wraps the user's dataset.
+        # An InterleavedIterable, which wraps the user's dataset.
         dataset: Any = self.loader.dataset
-        # The user's dataset may draw its order when its first sample is read. Reading this sample
-        # in iter() makes all ranks draw the same order.
+        # A dataset that draws its order with its first sample then draws it in iter(), too.
         dataset.read_first_sample_in_iter(True)
-        # torch draws the base seed of the workers in iter(). draw() calls iter() with rank 0's
-        # random states, and also returns these states, which are not needed.
-        _, batches = worker_seed_streams.draw(partial(iter, self.loader))
+        _, batches = worker_seed_streams.run_synchronized(partial(iter, self.loader))
         if inspect.isgenerator(batches):
-            # The __iter__ of a user's loader may be a generator function. The generator has drawn
-            # nothing yet. It calls torch's iter() when it is asked for the first batch.
-            return _draw_with_first_batch(worker_seed_streams, batches)
+            # The __iter__ of a user's loader is a generator function, which has run no code yet. It
+            # calls torch's iter() when its first batch is asked for.
+            return _fetch_first_with_rank0_states(worker_seed_streams, batches)
         return batches
 
     def _resume_batches(self, position: EpochPosition) -> Iterator[Any]:
         """Return the loader's iterator for an iteration that continues at a loaded position.
 
-        torch's ``iter()`` draws the base seed of the workers. The saved run had drawn this seed
-        before it saved the position, so this draw must not change the streams, which are restored
-        after it. The generators of the order are not restored if the order is drawn again: they
-        continue from where the draw of the order leaves them.
+        torch's ``iter()`` draws the base seed of the workers from the random streams. The user
+        restores the streams to their states at the save, which was after this draw. So the streams
+        get their states back after ``iter()``. An exception are the generators from which the order
+        is drawn again: they continue from where this draw leaves them.
         """
         spec = self._spec
         replayed_generators: tuple[torch.Generator, ...] = ()
@@ -392,25 +398,25 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                 generators.append(generator)
         streams = RandomStreams(global_streams=("torch",), generators=tuple(generators))
         if spec.is_sharded_in_rounds:
-            # The dataset of Fabric, which wraps the user's dataset.
+            # An InterleavedIterable, which wraps the user's dataset.
             dataset: Any = self.loader.dataset
-            # Reading a sample would change the streams, and the dataset's own state would count it.
+            # A sample read in iter() would change the streams and the dataset's own state.
             dataset.read_first_sample_in_iter(False)
         states_before = streams.state()
         batches = iter(self.loader)
         streams.restore(states_before)
         if inspect.isgenerator(batches):
-            # A generator has drawn nothing yet. It calls torch's iter() when it is asked for the
-            # first batch.
-            return _draw_seed_apart(self.loader, batches)
+            # The __iter__ of a user's loader is a generator function, which has run no code yet. It
+            # calls torch's iter() when its first batch is asked for.
+            return _draw_seed_from_copy(self.loader, batches)
         return batches
 
     def _skip_remaining_epoch(self, batches: Iterator[Any], dataset_state: Any) -> Iterator[Any]:
         """Return no batches, for a position after the last batch of an iterable dataset.
 
-        After the last batch, some datasets say that they are at the end of an epoch. Iterating them
-        once yields nothing, and takes them to the next epoch. Other datasets say that they are at
-        the start of the next epoch already.
+        The dataset has to be at the start of its next epoch afterwards. Some datasets have saved
+        the end of the old epoch: iterating them once yields nothing, and takes them to the next
+        epoch. Other datasets have saved the start of the next epoch already.
 
         Args:
             batches: an iterator over the dataset.
@@ -420,7 +426,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         states_before = all_streams.state()
         first_batches = list(islice(batches, 1))
         if first_batches:
-            # A batch of the next epoch. The next iter() has to begin with it.
+            # The dataset was at the start of the next epoch already. Take it back there.
             self._spec.dataset.load_state_dict(dataset_state)
         all_streams.restore(states_before)
         return iter(())
@@ -430,8 +436,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     ) -> Iterator[Any]:
         """Return the batches, wrapped so that the end of the loop is known before it is reached.
 
-        A loop that ends on all ranks together has to look ahead, and so does a loop for which
-        ``marks_last_batch`` is true. For any other loop the batches are returned as they are.
+        This is needed for a loop that ends on all ranks together, and for a loop that marks its
+        last batch. For any other loop the batches are returned as they are.
         """
         in_lockstep = self._ends_in_lockstep()
         if not in_lockstep and not marks_last_batch:
@@ -463,7 +469,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the prepared copy. Called for a name that this object lacks."""
         # copy and pickle look up special methods, which must not be taken from the user's loader.
-        # They also look up names before this object has a loader, which would recurse.
+        # They also look up names before this object has a loader, so that reading it below would
+        # recurse.
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -586,13 +593,14 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             state,
             self._spec,
             # A single worker, or none, cannot change the order.
-            is_in_order=self.loader.num_workers <= 1 or self.loader.in_order,
-            keeps_dataset_state=self._dataset_keeps_position,
+            yields_in_order=self.loader.num_workers <= 1 or self.loader.in_order,
+            dataset_keeps_position=self._dataset_keeps_position,
         )
         if self._job.rank == 0:
             warn_of_other_batches(state, self._spec)
         is_inside = is_inside_epoch(state, self._spec)
-        # Fabric has put a sampler into every other loader whose position it keeps.
+        # Fabric keeps this loader's position, and has put a sampler into it unless the dataset is
+        # iterable.
         is_iterable = self._spec.sharded_sampler is None
         if is_inside and is_iterable:
             # The position in the dataset is part of the dataset's state.
@@ -645,9 +653,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _state_of_loader_or_dataset(self, position: EpochPosition) -> Any:
         """Return the state of the object of the user that keeps the position.
 
-        The object is a stateful loader or an iterable dataset, whose state is a ``DatasetState``.
-        None if fabric keeps the position.
-        If a batch was fetched ahead, the state is the one from before the fetch.
+        The object is a stateful loader or an iterable dataset. The state of a dataset is returned
+        as a ``DatasetState``. None if fabric keeps the position. If a batch was fetched ahead, the
+        state is from before the fetch.
         """
         if position.state_before_fetch is not None:
             return position.state_before_fetch
@@ -666,7 +674,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         The position counts a batch before the user gets it, so that a state saved in the body of
         the loop resumes after this batch.
         """
-        # Written through vars(), since __setattr__ would be a Python call for every batch.
+        # Written through vars(), since the __setattr__ of this class costs a call for every batch.
         attributes = vars(self)
         position = loop.position
         active_loops = self._job.active_loops
@@ -676,9 +684,10 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                 if not position.is_repeat:
                     position.received_batches += 1
                 attributes["_latest_position"] = position
-                if loop.number_before < 0:
+                is_first_batch = loop.previous_batch_number < 0
+                if is_first_batch:
                     active_loops.append(loop)
-                loop.number_before = loop.batch_number
+                loop.previous_batch_number = loop.batch_number
                 loop.batch_number = next(batch_numbers)
                 yield batch
             position.is_finished = True
@@ -696,8 +705,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _warn_of_repetitions(self, position: EpochPosition) -> None:
         """Warn once of an evaluation in which samples have counted twice.
 
-        Called by the generator of the batches at the end of a loop, in which nothing was gathered
-        without the repetitions.
+        Called by the generator of the batches at the end of a loop, unless
+        ``fabric.gather_for_metrics`` was called in the loop.
         """
         repeated = self._spec.repeated_entries(position)
         if self._has_warned or repeated == 0 or not self._job.warns_of_repetitions():
@@ -711,7 +720,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             "fabric.gather_for_metrics(results) returns the results of each sample once; "
             f'setup_dataloaders(loader, uneven="drop") leaves samples out instead; '
             "Fabric(check_training=False) if this is meant",
-            # The line of the loop: past this method and the generator of the batches.
+            # Names the line of the user's loop: above this method and the generator of the batches.
             stacklevel=3,
         )
 
@@ -726,7 +735,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _forward_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the user's sampler, batch sampler and dataset.
 
-        Their attributes ``epoch`` are recorded afterwards, for :meth:`_follow_user_epoch`.
+        Their attribute ``epoch`` is recorded afterwards. If it has changed at the next iteration,
+        the user has called ``set_epoch`` (:meth:`_follow_user_epoch`).
         """
         for target, _ in self._epoch_targets:
             target.set_epoch(epoch)
@@ -740,8 +750,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
 class _EndDetector:
     """A ``collate_fn`` that finds the short batch with which an iterable dataset ends.
 
-    torch asks the dataset for another sample after the last one of a short batch. The dataset has
-    ended then, and may have set its state to the start of the next epoch.
+    To find that a batch is short, torch has asked the dataset for a sample after the last one. The
+    dataset has ended then, and may have set its state to the start of the next epoch.
 
     Args:
         collate_fn: the function of the user's loader, which makes the batch.
@@ -762,17 +772,24 @@ class _EndDetector:
         return self._collate_fn(samples)
 
 
-def _draw_with_first_batch(streams: SynchronizedStreams, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a generator, which draws from rank 0's states until the first batch."""
-    _, first_batches = streams.draw(partial(list, islice(batches, 1)))
+def _fetch_first_with_rank0_states(
+    streams: SynchronizedStreams, batches: Iterator[Any]
+) -> Iterator[Any]:
+    """Yield batches, of which the first is fetched with rank 0's random states on all ranks.
+
+    ``batches`` is a generator that calls torch's ``iter()``, which draws the base seed of the
+    workers, when its first batch is asked for.
+    """
+    _, first_batches = streams.run_synchronized(partial(list, islice(batches, 1)))
     yield from chain(first_batches, batches)
 
 
-def _draw_seed_apart(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a generator over a loader, which draws no base seed from the streams.
+def _draw_seed_from_copy(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches, and let torch draw the base seed of the workers from a copy of its generator.
 
-    torch draws the base seed of the workers from the loader's generator. Until the first batch, the
-    loader has a generator of its own.
+    The states of the random streams were loaded, and must not change by this draw. ``batches`` is a
+    generator over ``loader`` that makes torch draw the seed when its first batch is asked for. For
+    that time the loader has the copy as its generator.
     """
     generator = loader.generator
     seed_generator = torch.Generator()

@@ -81,8 +81,7 @@ class RemainingBatches:
     def peek(self) -> Any:
         """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # This attribute still has the state from before the previous fetch. It is cleared,
-            # since _read_state() would return it.
+            # Still has the state from before the previous fetch, which _read_state() would return.
             self.position.state_before_fetch = None
             # Without a count, has_next() fetches a batch to know whether there is one.
             is_fetched_ahead = self.count is None
@@ -108,7 +107,7 @@ class RemainingBatches:
     def finish(self) -> None:
         """Raise a UsageError if a batch is left, although :meth:`has_next` is false.
 
-        This asks the loader for one more batch, which also ends the loader's workers.
+        Asks the loader for one more batch, which also ends the loader's workers.
         """
         if self.peek() is not _END_OF_BATCHES:
             _refuse_length("more")
@@ -174,8 +173,8 @@ class Lockstep:
     def check_modules(self) -> None:
         """Raise a UsageError if a module has a SyncBatchNorm.
 
-        Called at the start of a loop under ``"longest"``, in which a rank without batches repeats
-        its last batch.
+        Called at the start of a loop under ``uneven="longest"``. A repeated batch would count in
+        the statistics that SyncBatchNorm computes over all ranks.
         """
         for module in self._modules:
             if has_sync_batch_norm(module):
@@ -236,7 +235,7 @@ class Lockstep:
             else:
                 yield batch
             has_batch = _wait_for_next(next_exchange, batch_number, total, choose)
-        # If ``choose`` is min, this rank may have batches left. If it has none by its count,
+        # If ``choose`` is min, this rank may have batches left, which are not used. If not,
         # finish() checks that the loader has really ended.
         if not remaining.has_next():
             remaining.finish()
@@ -265,9 +264,10 @@ class Lockstep:
         """
         remaining_count = _UNKNOWN if remaining.count is None else remaining.count
         message = torch.tensor([loop, batch, remaining.has_next(), remaining_count])
-        # For errors and hang reports: the user's line that asked for the batch.
+        # The user's line that asked for the batch, for errors and hang reports.
         call = CallDescription("the next batch", call_site=user_call(sys._getframe(1)))
-        # Connects in the calling thread, so that all ranks create their groups in the same order.
+        # The first call creates a group. It runs in the calling thread, and not in the background
+        # thread, so that all ranks create their groups in the same order.
         group = self._flags_communicator()
         return self._thread.submit(_gather_flags, group, message, call)
 
@@ -297,7 +297,7 @@ class Lockstep:
 
     @contextmanager
     def _repeating(self, position: EpochPosition) -> Iterator[None]:
-        """Mark the batch as a repeat in the block, and undo what the block does to the state.
+        """Mark the batch as a repeat in the block, in which the user has the batch.
 
         The random streams and the buffers of the modules, such as running statistics, are restored
         afterwards, so that a repeat does not change the training.
@@ -314,8 +314,8 @@ class Lockstep:
             position.is_repeat = False
             set_rng_state(streams)
             for saved in buffers:
-                # The forward pass may have replaced the buffer by another tensor. This is the
-                # module's own dict of buffers.
+                # The forward pass may have replaced the buffer by another tensor, so the tensor
+                # itself is put back into the module's dict of buffers, too.
                 registered_buffers(saved.module)[saved.name] = saved.buffer
                 saved.buffer.detach().copy_(saved.values)
 
@@ -431,7 +431,8 @@ def without_repeats(
         )
     if not position.is_repeat:
         return loss, weight
-    # The loss of a repeat may be infinite, and zero times infinity is NaN.
+    # Infinite and NaN losses become 0 first, since their product with 0 is NaN. The product keeps
+    # the graph for the backward pass.
     zero_loss = torch.where(loss.isfinite(), loss, 0) * 0
     if weight is None:
         return zero_loss, None

@@ -76,12 +76,12 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     _check_counts(call_text, sent_by_rank)
     with ExitStack() as undo:
         for index, metric in enumerate(metrics_by_path.values()):
-            # zip() turns a list of tensors for each rank into a tuple of ranks for each tensor.
+            # From [rank][tensor] to [tensor][rank].
             tensors_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
             ranks_by_tensor = zip(*tensors_by_rank, strict=True)
             states = list(map(_GatheredState, sent[index], ranks_by_tensor))
             _use_gathered_states(metric, states, call_text=call_text, undo=undo)
-        # Within the block, at whose end the metrics get back their own collectives.
+        # At the end of the block the metrics get their own collectives back.
         return metrics.compute()
 
 
@@ -162,8 +162,8 @@ def load_rank_states(
     Args:
         state: the user's objects by name.
         saved: results of :func:`rank_states`, at least one. With the same number of ranks, the
-            first one is the result of this rank. With another number, these are the results of
-            some of the saved ranks. Together, the ranks check the results of all saved ranks.
+            first is the saved result of this rank. With another number, these are the results of
+            some saved ranks, and each saved rank's result is passed on some rank of this job.
         saved_size: the number of ranks at the save.
         size: the number of ranks now.
         strict: whether a metric that cannot be restored is an error. If not, it is unchanged.
@@ -172,14 +172,14 @@ def load_rank_states(
         CheckpointError: the states are of another number of ranks, or of other metrics.
     """
     is_same_size = size == saved_size
-    # All ranks have saved the same names.
+    # All ranks have saved the same names, so the first result has them all.
     for name in state.keys() & saved[0].keys():
         metrics = _metrics_in(state[name])
         if not metrics:
             continue
         states_by_rank = [rank_state[name] for rank_state in saved]
         problem = ""
-        # All ranks have saved the same metrics.
+        # All ranks have saved the same metrics, so the first result has their paths.
         if states_by_rank[0].keys() != metrics.keys():
             problem = (
                 f"it was saved with the metrics {sorted(states_by_rank[0])}, and has "
@@ -230,7 +230,7 @@ def _metrics_in(value: Any) -> dict[str, Any]:
     Empty for other objects. As a side effect, the states of all metrics of a ``MetricCollection``
     are brought up to date.
     """
-    # torchmetrics is optional. If there is a metric, the user has imported the package.
+    # torchmetrics is optional and not imported here. A user with a metric has imported it.
     torchmetrics: Any = sys.modules.get("torchmetrics")
     if torchmetrics is None or not isinstance(value, nn.Module):
         return {}
@@ -238,10 +238,10 @@ def _metrics_in(value: Any) -> dict[str, Any]:
     # Called on the class, since a subclass of nn.Module may override named_modules.
     for path, module in nn.Module.named_modules(value):
         if isinstance(module, torchmetrics.MetricCollection):
-            # Any, since torchmetrics is optional, and its types are unknown here.
+            # Any, since the types of torchmetrics are unknown here.
             collection: Any = module
             # Called for its side effect. Of the metrics in a compute group, torchmetrics updates
-            # only the first one. This call gives its states to the others.
+            # only the first metric. This call gives the states of the first to the others.
             collection.values(copy_state=False)
         elif isinstance(module, torchmetrics.Metric):
             metrics[path] = module
@@ -280,8 +280,8 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 def _tensors_to_gather(metric: Any) -> list[Tensor]:
     """Return copies of the tensors that a metric would gather, in the order of gathering.
 
-    For this the metric is synced, with a function that records the tensors and gathers nothing. The
-    metric is then unsynced, which restores its states.
+    ``metric.sync`` is called with a function that records the tensors instead of gathering them.
+    ``metric.unsync`` then restores the states of the metric.
 
     Raises:
         UsageError: the metric has a process group of its own.
@@ -319,7 +319,7 @@ def _gathered_tensors(
         UsageError: ``tensor`` is not the state that this rank sent.
     """
     state = next(states)
-    # NaNs are replaced, since they would differ from themselves.
+    # NaNs are replaced, since a NaN is not equal to itself.
     if not torch.equal(tensor.cpu().nan_to_num(), state.of_this_rank.nan_to_num()):
         raise UsageError(
             call_text,

@@ -17,7 +17,7 @@ __all__ = [
     "warn_of_other_batches",
 ]
 
-_FORMAT = 1  # raise it when the meaning of an entry changes
+_FORMAT = 1  # increase it when the meaning of a field changes
 
 
 class DatasetState(NamedTuple):
@@ -62,7 +62,7 @@ def saved_position(
 
 
 def check_saved_position(
-    saved: Any, spec: LoaderSpec, *, is_in_order: bool, keeps_dataset_state: bool
+    saved: Any, spec: LoaderSpec, *, yields_in_order: bool, dataset_keeps_position: bool
 ) -> None:
     """Raise if this loader would yield different samples from a saved position on.
 
@@ -71,31 +71,34 @@ def check_saved_position(
     Args:
         saved: the saved position.
         spec: the loader's spec.
-        is_in_order: whether the loader yields batches in the order in which they were requested.
-        keeps_dataset_state: whether the position in an iterable dataset is part of the dataset's
+        yields_in_order: whether the loader yields batches in the order in which it requested them.
+        dataset_keeps_position: whether the position in an iterable dataset is part of the dataset's
             state.
 
     Raises:
         CheckpointError: in one of these cases:
 
             - ``saved`` is not the state of a loader.
-            - A property differs. The number of ranks may differ, and the batch size too, unless
-              the entries of the order are batches.
-            - The position cannot be restored.
+            - The dataset, its length, the sampler or the number of generators differs.
+            - The batch size differs, and the sampler yields whole batches.
+            - The position cannot be restored, or not on this number of ranks.
     """
     _check_format(saved, spec)
     _check_same_samples(saved, spec)
-    # Called for its error: this number of ranks may be unable to continue at the saved position.
+    # Called for its error, for a number of ranks that cannot continue at the saved position.
     entries_to_skip(saved, spec)
     if is_inside_epoch(saved, spec):
-        has_dataset_state = keeps_dataset_state and saved["dataset"] is not None
-        _check_restorable(saved, spec, is_in_order=is_in_order, has_dataset_state=has_dataset_state)
+        has_dataset_state = dataset_keeps_position and saved["dataset"] is not None
+        _check_restorable(
+            saved, spec, yields_in_order=yields_in_order, has_dataset_state=has_dataset_state
+        )
 
 
 def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     """Warn if another number of ranks changes how many samples the ranks use in a step together.
 
-    The samples are the same, but the steps and the schedules that count steps are not.
+    The remaining samples are used nevertheless, but in another number of steps. Schedules that
+    count steps change, too.
 
     Args:
         saved: a saved position that has been checked.
@@ -112,7 +115,8 @@ def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     remedy = f"on {spec.num_replicas} processes no batch size keeps the steps as they were"
     batch_size_to_write, remainder = divmod(saved_global_batch_size, spec.num_replicas)
     if remainder == 0:
-        # A number, since the processes of a mesh that split a layer share their batches.
+        # The text shows a number and not a formula with the world size: in a mesh, processes that
+        # split a layer share a batch, so that the world size is not the number of batches.
         remedy = (
             "to keep the steps as they were, write "
             f"DataLoader(..., batch_size={batch_size_to_write})"
@@ -131,16 +135,16 @@ def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
 def is_inside_epoch(saved: Mapping[str, Any], spec: LoaderSpec) -> bool:
     """Return whether a saved position is inside an epoch.
 
-    At the start of an epoch, the loader can begin as usual, with nothing to replay.
+    If not, the loader begins the epoch as usual, and nothing is restored but its generators.
     """
     if spec.sharded_sampler is not None:
-        # The sampler has drawn its order once an iteration has begun, even before the first batch.
+        # Once an iteration has begun, the sampler has drawn an order, which has to be drawn again.
         return saved["begun"]
     return saved["cursor"] > 0
 
 
 def _check_format(saved: Any, spec: LoaderSpec) -> None:
-    """Raise a CheckpointError unless :func:`saved_position` made a value, in this format."""
+    """Raise a CheckpointError unless ``saved`` has the format of :func:`saved_position`."""
     needed = {"epoch", "begun", "cursor", "drawn", "generators", "dataset", *spec.summary()}
     is_saved_position = (
         isinstance(saved, Mapping) and saved.get("format") == _FORMAT and needed.issubset(saved)
@@ -157,9 +161,9 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     """Raise a CheckpointError unless the loader's order has the entries of the saved order.
 
     The number of ranks may differ: the remaining entries are sharded again. The batch size may
-    differ unless the order yields whole batches.
+    differ unless the sampler yields whole batches.
     """
-    # The states of the generators may differ. Only the number of generators is compared.
+    # Of the generators only their number is compared, since their states are loaded.
     saved_properties = {**saved, "generators": len(saved["generators"])}
     properties = {**spec.summary(), "generators": len(spec.generators)}
     may_differ = {"num_replicas"}
@@ -178,21 +182,21 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
 
 
 def _check_restorable(
-    saved: Mapping[str, Any], spec: LoaderSpec, *, is_in_order: bool, has_dataset_state: bool
+    saved: Mapping[str, Any], spec: LoaderSpec, *, yields_in_order: bool, has_dataset_state: bool
 ) -> None:
     """Raise a CheckpointError if this position inside an epoch cannot be restored.
 
     Args:
         saved: the saved position.
         spec: the loader's spec.
-        is_in_order: whether the loader yields batches in the order in which they were requested.
+        yields_in_order: whether the loader yields batches in the order in which it requested them.
         has_dataset_state: whether ``saved`` has a state of the dataset, which the dataset can load.
     """
-    # Without a sharded sampler, the dataset is iterable.
+    # A loader whose position fabric keeps has a sharded sampler unless the dataset is iterable.
     is_iterable = spec.sharded_sampler is None
     problem = ""
     suggestion = ""
-    if not is_in_order:
+    if not yields_in_order:
         problem = (
             "workers with in_order=False yield batches as soon as they are ready: it is not known "
             "which batches were received"
@@ -231,12 +235,14 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
             - Or the ranks shard the data themselves, and the number of ranks has changed.
     """
     cursor = saved["cursor"]
-    # 1 if fabric shards the order, which makes the remainder 0.
+    # The cursor counts the entries of all ranks. If fabric shards the order, there is a shard for
+    # each rank, and nothing is divided. Otherwise shard_count is 1, and the cursor is divided by
+    # the number of ranks.
     ranks_per_shard = spec.num_replicas // spec.shard_count
     entries, remainder = divmod(cursor, ranks_per_shard)
     is_known = remainder == 0
     if spec.is_sharded_by_user:
-        # Each rank reads a stream of its own, so only the same number of ranks can continue.
+        # Each rank reads data of its own, so only the same number of ranks can continue.
         is_known = cursor == 0 or saved["num_replicas"] == spec.num_replicas
     if is_known:
         return entries

@@ -28,9 +28,9 @@ _DRAW = "draw"
 class SynchronizedStreams:
     """Random streams from which all ranks draw the same numbers, although their own states differ.
 
-    Rank 0's states are published under ``loader/<name>/epoch/<n>``, where ``n`` counts the draws
-    of this loader in this process: one per epoch, and two for a sampler that draws in its
-    ``__iter__``.
+    All ranks draw from rank 0's states. Rank 0 publishes them under the key
+    ``loader/<name>/epoch/<n>``. ``n`` counts the draws of this loader: one in each epoch, or two
+    for a sampler that draws in its ``__iter__``.
 
     Args:
         streams: the streams to draw from.
@@ -44,34 +44,36 @@ class SynchronizedStreams:
         self.streams = streams
         self._from_rank0 = from_rank0
         self._name = name
-        # No itertools.count, which Python 3.14 cannot copy: samplers are copied by their users.
+        # Not an itertools.count, which Python 3.14 cannot copy: users copy samplers, and with them
+        # this object.
         self._num_draws = 0
 
-    def draw(self, action: Callable[[], T], saved: State | None = None) -> tuple[State, T]:
-        """Run ``action``, which draws numbers, from a saved state or from rank 0's state.
+    def run_synchronized(
+        self, action: Callable[[], T], saved: State | None = None
+    ) -> tuple[State, T]:
+        """Run ``action`` with the streams in a saved state, or in rank 0's state.
 
         All ranks call this method in the same sequence. Afterwards, the streams are as follows:
 
         - A generator continues from where ``action`` left it.
         - A global stream of the process (of torch, numpy or Python) does the same if its state was
           equal to rank 0's.
-        - A global stream whose state differed from rank 0's has its own earlier state again, since
+        - A global stream whose state differed from rank 0's has its earlier state again, since
           ranks may differ on purpose.
-        - After a draw from a saved state, all global streams have their earlier states again.
+        - If ``saved`` is given, all global streams have their earlier states again.
 
         Args:
-            action: draws the numbers.
-            saved: the state to draw from. None draws from rank 0's state.
+            action: draws random numbers.
+            saved: the state of the streams to draw from. None draws from rank 0's state.
 
         Returns:
-            The state drawn from, which can be passed as ``saved`` later, and the result of
-            ``action``.
+            The state of the streams before ``action``, which can be passed as ``saved`` later, and
+            the result of ``action``.
         """
         local_state = self.streams.state()
         if saved is not None:
             self.streams.restore(saved)
             result = action()
-            # All global streams get their earlier states again.
             self.streams.restore_global_streams(local_state)
             return saved, result
         # False if nothing random is drawn.
@@ -84,7 +86,7 @@ class SynchronizedStreams:
         state: State = pickle.loads(received)  # noqa: S301 - from a rank of this job
         self.streams.restore(state)
         result = action()
-        # The streams that were equal to rank 0's keep their position after the draw.
+        # A global stream whose state was equal to rank 0's is not restored: it has drawn.
         self.streams.restore_global_streams(local_state, unless=state)
         return state, result
 
@@ -95,11 +97,15 @@ class ShardedSampler:
     The *order* is what the user's sampler yields in one epoch. An *entry* is one item of the order:
     a sample or, from a batch sampler, a whole batch.
 
-    See ``[Note: Data]`` in ``position.py``. With one replica everything is drawn when torch's own
-    loop would draw it. With several, the order of a sampler with a length is drawn at once at the
-    start of the epoch. An order without a length is drawn round by round, from a private copy of
-    the streams. A *round* is ``num_replicas`` entries, one for each rank. Attributes are those of
-    the loader's own sampler or batch sampler: ``loader.sampler.set_epoch(n)`` reaches it.
+    See ``[Note: Data]`` in ``position.py``. A *round* is ``num_replicas`` entries, one for each
+    rank. The random numbers of the order are drawn at these times:
+
+    - With one replica, when torch's own loop would draw them.
+    - With several replicas, at the start of the epoch if the sampler has a length.
+    - Otherwise round by round, from a private copy of the streams.
+
+    Attributes that this object lacks are those of the user's own sampler or batch sampler:
+    ``loader.sampler.set_epoch(n)`` reaches it.
 
     Args:
         sampler: yields samples, or batches of samples.
@@ -135,7 +141,7 @@ class ShardedSampler:
         self._batch_sampler = batch_sampler
 
     def copy_without_batches(self, position: EpochPosition) -> "ShardedSampler":
-        """Return a copy for one iteration, which yields the entries without grouping them."""
+        """Return a copy for one iteration, which yields single entries instead of batches."""
         shard = copy.copy(self)
         shard.position = position
         shard._batch_sampler = None
@@ -150,7 +156,7 @@ class ShardedSampler:
         """Return the number of entries of this shard, after ``skipped_entries`` of the order.
 
         Raises:
-            TypeError: the sampler has no length. torch's samplers raise the same.
+            TypeError: the sampler has no length. torch's samplers raise a TypeError, too.
         """
         # Any, since torch declares no length for a sampler.
         sampler: Any = self.sampler
@@ -164,24 +170,24 @@ class ShardedSampler:
         """Return an iterator over this rank's entries, or over batches of them.
 
         torch's iterator calls it once at the start of an epoch. Random numbers are drawn in two
-        phases. Those that the sampler draws in its own ``__iter__`` are drawn now (``_BEGIN``). The
-        order is drawn when the first item is asked for (``_DRAW``). The random states before each
-        phase are recorded in the position.
+        phases. The numbers that the sampler draws in its own ``__iter__`` are drawn now
+        (``_BEGIN``). The others are drawn when the first item is asked for (``_DRAW``). The random
+        states before each phase are recorded in the position.
         """
         # The position is read now: before the first item is asked for, another iteration may begin
         # and replace the attribute.
         position = self.position
         has_drawn = _DRAW in position.drawn_states
         if has_drawn:
-            # The user iterates this object without the loader, or twice. The loader's position
-            # must not change.
+            # The loader sets a new position before it iterates this object. So the user iterates
+            # the object directly, which must not change the loader's position.
             position = EpochPosition(position.epoch)
         if self._batch_sampler is not None:
             return iter(self._batches(position))
-        # A copy with this position, so that later changes of this object do not touch the iterator.
+        # A copy, so that later changes of this object do not affect the iterator.
         shard = self.copy_without_batches(position)
-        # Some samplers draw their random numbers in __iter__. If __iter__ is a generator function,
-        # it runs no code before the first item, so that there is nothing to record yet.
+        # Some samplers draw random numbers in __iter__. If __iter__ is a generator function, its
+        # code first runs when the first item is asked for, and the phase _BEGIN draws nothing.
         sampler_iter = getattr(type(self.sampler), "__iter__", None)
         if inspect.isgeneratorfunction(sampler_iter):
             order = iter(self.sampler)
@@ -199,7 +205,8 @@ class ShardedSampler:
         Python calls it for a name that this object lacks.
         """
         # copy and pickle look up special methods, which must not be taken from the user's object.
-        # They also look up names before this object has any attributes, which would recurse.
+        # They also look up names before this object has ``_batch_sampler``, so that reading it
+        # below would recurse.
         is_being_copied = "_batch_sampler" not in vars(self)
         if name.startswith("__") or is_being_copied:
             raise AttributeError(name)
@@ -210,15 +217,15 @@ class ShardedSampler:
     def draw_entries_again(self, position: EpochPosition, count: int) -> list[Any]:
         """Return the first ``count`` entries of this rank in an iteration that has begun.
 
-        They are drawn from the random states that the iteration has recorded. The streams are left
-        as they are. Not a collective.
+        The order is drawn again from the random states that the iteration has recorded. The streams
+        have their present states again afterwards. Not a collective.
         """
-        again = EpochPosition(
+        replay = EpochPosition(
             position.epoch, position.skipped_entries, states_to_replay=position.drawn_states
         )
         streams = self._streams.streams
         present_state = streams.state()
-        entries = list(islice(self.copy_without_batches(again), count))
+        entries = list(islice(self.copy_without_batches(replay), count))
         streams.restore(present_state)
         return entries
 
@@ -230,34 +237,35 @@ class ShardedSampler:
         return batch_sampler
 
     def _draw_and_record(self, phase: str, action: Callable[[], T]) -> T:
-        """Run ``action``, which draws random numbers, and record the states that it draws from.
+        """Run ``action``, and record in the position the random states that it draws from.
 
-        If the position was loaded, the numbers are drawn again from the saved states of the phase.
+        If the position was loaded, ``action`` draws from the saved states of the phase.
 
         Args:
             phase: ``_BEGIN`` or ``_DRAW``.
             action: draws the numbers.
         """
         saved = self.position.states_to_replay.get(phase)
-        state, result = self._streams.draw(action, saved)
+        state, result = self._streams.run_synchronized(action, saved)
         self.position.drawn_states[phase] = state
         return result
 
     def _entries_of_rank(self, order: Iterator[Any]) -> Iterable[Any]:
         """Return this rank's entries of an order, without the entries that were received before.
 
-        Every random number that depends on the streams is drawn before this method returns,
-        since the caller replays or synchronizes the streams only for the time of this call.
+        The caller replays or synchronizes the random streams only during this call. So the order is
+        drawn before this method returns, even if the sampler would draw it later.
         """
         skipped = self.position.skipped_entries
         if self.num_replicas == 1:
-            # Read at least one entry: a lazy sampler draws its random order at the first entry.
+            # At least one entry is read: a sampler whose __iter__ is a generator function draws its
+            # order before its first entry.
             first_entries = list(islice(order, max(skipped, 1)))
             return chain(first_entries[skipped:], order)
         if length_of(self.sampler) is None:
             return self._entries_of_unsized(order)
-        # The indices of a sequential sampler are a range, which takes no memory. The type is
-        # compared exactly, since a subclass may yield other indices.
+        # The entries of a SequentialSampler are a range, which takes no memory, unlike a list. The
+        # type is compared exactly, since a subclass may yield other entries.
         if type(self.sampler) is SequentialSampler:
             entries = range(len(self.sampler))
         else:
@@ -268,7 +276,7 @@ class ShardedSampler:
         shard = entries[skipped + self.rank : end_of_full_rounds : self.num_replicas]
         has_incomplete_round = end_of_full_rounds < length
         if has_incomplete_round and self.pads:
-            # The last round has the entries that remain and then, past the end, entries from the
+            # The last round has the entries that remain. For the other ranks it continues at the
             # start of the order.
             last_entry = entries[(end_of_full_rounds + self.rank) % length]
             return chain(shard, [last_entry])
@@ -277,9 +285,9 @@ class ShardedSampler:
     def _entries_of_unsized(self, order: Iterator[Any]) -> Iterator[Any]:
         """Return this rank's entries of an order without a length, which may have no end.
 
-        The first rounds are drawn during this call, from the process's own streams, so that the
-        next epoch draws another order. Later rounds are drawn on request, from a private state of
-        the global streams.
+        The rounds up to the first one of this iteration are drawn during this call, from the
+        process's streams. This advances the streams, so that the next epoch draws another order.
+        Later rounds are drawn on request, from a private state of the global streams.
         """
         first_round = list(islice(order, self.num_replicas))
         remaining = islice(chain(first_round, order), self.position.skipped_entries, None)
@@ -304,12 +312,12 @@ class ShardedSampler:
     ) -> Iterator[Any]:
         """Yield this rank's entry of each round.
 
-        The streams have the private state only while the sampler draws a round, so that other
-        code, which draws from the same streams between rounds, does not change the order.
+        Between rounds, other code draws from the same global streams. So that this does not change
+        the order, the streams have the private state only while the sampler draws a round.
 
         Args:
             entries: the entries of the next round, which is incomplete at the end of the order.
-            remaining: the entries after the next round. There may be no end.
+            remaining: the entries after the next round. They may have no end.
             padding: the first round of the order, whose entries complete the last round.
             streams: the global streams that later rounds are drawn from.
             private_state: the state of the streams for the next draw.
@@ -319,8 +327,8 @@ class ShardedSampler:
             if is_complete:
                 yield entries[self.rank]
             elif self.pads:
-                # In a short order the first round itself may have few entries, down to one. It is
-                # always long enough if it is repeated num_replicas times.
+                # If the order is shorter than a round, the padding has fewer entries than the
+                # round needs, but at least one. Repeated num_replicas times it is long enough.
                 padded = entries + padding * self.num_replicas
                 yield padded[self.rank]
             global_state = streams.state()
@@ -333,31 +341,33 @@ class ShardedSampler:
 def _call_at_first_item(function: Callable[[], Iterable[T]]) -> Iterator[T]:
     """Return an iterator that calls a function when its first item is asked for.
 
-    The iterator yields what the function returns. It is a chain and not a generator function, since
-    Python would resume a generator for every item.
+    The iterator yields the items of the function's result. A generator with ``yield from`` would do
+    the same, but Python would resume it for every item.
     """
-    calls = (call() for call in [function])
-    return chain.from_iterable(calls)
+    # A generator of a single item, the function's result. The chain asks for it when it is asked
+    # for its own first item.
+    results = (call() for call in [function])
+    return chain.from_iterable(results)
 
 
 class InterleavedIterable(IterableDataset[Any]):
     """One rank's samples of an iterable dataset that every rank iterates.
 
     The samples are taken in rounds of ``num_replicas``, and each rank keeps one sample of a round.
-    Only complete rounds count, so that all ranks get equally many samples, unless
-    ``includes_incomplete``: to fill the last round, samples would have to be read ahead. With
-    worker processes each worker shards the samples that it iterates itself, so up to
-    ``num_replicas - 1`` samples are left out per worker. Every rank has to iterate the same samples
-    in the same order: shuffle by epoch (``set_epoch``), or with a generator of the dataset's own.
+    An incomplete last round is left out, so that all ranks get equally many samples. With
+    ``includes_incomplete`` it counts, and some ranks get one sample more. With worker processes,
+    each worker shards the samples that the worker iterates, so there is a last round for each
+    worker. Every rank has to iterate the same samples in the same order: shuffle by epoch
+    (``set_epoch``), or with a generator of the dataset's own.
 
-    Attributes are read from and written to the user's dataset, so that a ``worker_init_fn`` that
-    configures the copy in its worker (``get_worker_info().dataset.start = ...``) reaches it.
+    Attributes are read from and written to the user's dataset. So a ``worker_init_fn`` may
+    configure the copy of the dataset in its worker (``get_worker_info().dataset.start = ...``).
 
     Args:
         dataset: the user's dataset.
         rank: ``0 <= rank < num_replicas``.
         num_replicas: number of ranks that the samples are sharded over.
-        includes_incomplete: whether a last round in which only some ranks have a sample counts too.
+        includes_incomplete: whether an incomplete last round counts.
     """
 
     def __init__(
@@ -367,7 +377,7 @@ class InterleavedIterable(IterableDataset[Any]):
         num_replicas: int,
         includes_incomplete: bool = False,
     ) -> None:
-        # Past the __setattr__ of this class, which writes to the dataset.
+        # Not ``self._dataset = ...``: __setattr__ of this class writes to the user's dataset.
         vars(self).update(
             _dataset=dataset,
             _rank=rank,
@@ -380,29 +390,30 @@ class InterleavedIterable(IterableDataset[Any]):
     def read_first_sample_in_iter(self, is_enabled: bool) -> None:
         """Set whether ``iter()`` reads the first sample of the dataset.
 
-        A dataset whose ``__iter__`` is a generator function draws its order then. ``iter()`` is
-        called with the same random states on all ranks at the start of an epoch. Later samples are
-        read with the states of each rank.
+        At the start of an epoch, the loader calls ``iter()`` with the same random states on all
+        ranks. A dataset whose ``__iter__`` is a generator function draws its order when its first
+        sample is read. Reading the sample in ``iter()`` makes this order the same on all ranks.
         """
         vars(self).update(_reads_first_sample=is_enabled)
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over this rank's sample of each round."""
-        # iter(dataset) is called when torch calls iter: some datasets draw their order there. A
-        # generator function would call it later.
+        # Some datasets draw their order in __iter__. This method is not a generator function, so
+        # that they draw it while iter() runs, with the random states that all ranks share.
         samples = iter(self._dataset)
         if self._reads_first_sample:
+            # Other datasets draw their order with their first sample.
             first_samples = list(islice(samples, 1))
             samples = chain(first_samples, samples)
-        # zip takes one sample from each source for a round. The sources are one iterator, so a
-        # round has num_replicas samples that follow each other.
+        # zip makes a round of one sample from each source. All sources are the same iterator, so a
+        # round has num_replicas consecutive samples.
         sources = [samples] * self._num_replicas
         if self._includes_incomplete:
             rounds = zip_longest(*sources, fillvalue=_NO_SAMPLE)
         else:
             rounds = zip(*sources, strict=False)
         samples_of_rank = map(itemgetter(self._rank), rounds)
-        # Drops the filler of an incomplete round, if the round has no sample for this rank.
+        # Drops the filler, which an incomplete round has if it lacks a sample for this rank.
         return filter(partial(is_not, _NO_SAMPLE), samples_of_rank)
 
     def __len__(self) -> int:
@@ -419,7 +430,8 @@ class InterleavedIterable(IterableDataset[Any]):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's dataset. Called for a name that this object lacks."""
         # copy and pickle look up special methods, which must not be taken from the user's dataset.
-        # They also look up names before this object has a dataset, which would recurse.
+        # They also look up names before this object has a dataset, so that reading it below would
+        # recurse.
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
         return getattr(self._dataset, name)

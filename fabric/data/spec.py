@@ -76,7 +76,9 @@ class LoaderSpec:
         drop_last: whether the loader leaves an incomplete last batch out.
         order_source: the user's object that makes the order: a sampler, a batch sampler or an
             iterable dataset.
-        unit: what the cursor counts. See ``[Note: Data]`` in ``position.py``.
+        unit: what an entry is: one of the samples that the loader groups into batches
+            (``"samples"``), a sample of a loader without batching (``"single samples"``) or a whole
+            batch (``"batches"``).
         num_replicas: ranks that the order is sharded over, by fabric or by the sampler itself.
         order_streams: the random streams that the order is drawn from.
         generators: the generators of the loader and its sampler.
@@ -130,8 +132,8 @@ class LoaderSpec:
         sampler = self.order_source
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
-        # A subclass of DistributedSampler that inherits its length has the same length on all
-        # ranks.
+        # DistributedSampler has the same length on all ranks, and so has a subclass that inherits
+        # its __len__.
         is_distributed = getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
         # If fabric shards, it repeats or drops samples until all shards are equally long.
         is_sharded_by_fabric = self.shard_count > 1
@@ -183,7 +185,7 @@ class LoaderSpec:
         return list(chain.from_iterable(received))
 
     def repeated_entries(self, position: EpochPosition) -> int:
-        """Return how many entries an iteration repeats so that all shards are equally long."""
+        """Return how many entries an iteration repeats so that all ranks get equally many."""
         order_length = length_of(self.order_source)
         shard_length = self.shard_length(position)
         if self.shard_count == 1 or order_length is None or shard_length is None:
@@ -203,25 +205,23 @@ class LoaderSpec:
             # The last batch may be short.
             received_entries = min(received_entries, length)
         if self.shard_count == self.num_replicas:
-            # Fabric shards the order, so the skipped entries count the entries of all ranks
-            # already.
+            # Fabric shards the order: skipped_entries counts the entries of all ranks.
             return position.skipped_entries + received_entries * self.num_replicas
-        # The sampler or the dataset shards: both numbers count the entries of this rank.
+        # The sampler or the dataset shards: skipped_entries counts the entries of this rank.
         return (position.skipped_entries + received_entries) * self.num_replicas
 
     def summary(self) -> State:
         """Return the properties that are compared when a saved position is loaded.
 
-        They are part of each saved position, under these keys. A load accepts another
-        ``num_replicas``. It accepts another ``batch_size``, too, if the entries of the order are
-        samples and not batches.
+        Each saved position has them under these keys. When it is loaded, ``num_replicas`` may
+        differ, and ``batch_size`` may differ unless the entries of the order are whole batches.
         """
         batch_size = self.batch_size
         if self.unit == "batches":
             batch_size = getattr(self.order_source, "batch_size", None)
         dataset_length = None
         if self.sharded_sampler is not None and not self.is_sharded_by_user:
-            # A dataset without a length gives None, too: its sampler may not need the length.
+            # None for a dataset without a length, whose sampler does not need the length.
             dataset_length = length_of(self.dataset)
         return {
             "unit": self.unit,
@@ -243,15 +243,15 @@ class ActiveLoop:
         spec: the loader's spec.
         position: the position of the loop.
         batch_number: number of the latest batch. Before the first batch, number of the start.
-        number_before: number of the batch before the latest, or of the start. Negative before the
-            first batch.
-        is_gathered: whether results of a batch were gathered without repetitions.
+        previous_batch_number: number of the batch before the latest. At the first batch, number of
+            the start. Negative before the first batch.
+        is_gathered: whether ``fabric.gather_for_metrics`` was called in the loop.
     """
 
     spec: LoaderSpec
     position: EpochPosition
     batch_number: int
-    number_before: int = -1
+    previous_batch_number: int = -1
     is_gathered: bool = False
 
 
@@ -293,8 +293,8 @@ def shard(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     else:
         spec = _shard_order(loader, request)
     if not request.is_enabled and spec.ends_in_lockstep:
-        # The policy says that the data is sharded over all ranks: by the sampler, or else by the
-        # user in a way that fabric does not know.
+        # "shortest" and "longest" say that the data is sharded over all ranks: by the sampler, or
+        # else by the user in a way that fabric does not know.
         sampler_shards = _sampler_shard(spec.order_source) is not None
         return replace(
             spec, num_replicas=request.num_replicas, is_sharded_by_user=not sampler_shards
@@ -307,8 +307,9 @@ def _shard_iterable(
 ) -> LoaderSpec:
     """Shard the samples of an iterable dataset, unless the dataset shards by itself.
 
-    Fabric shards by rounds of samples, for which all ranks must iterate the same samples. So the
-    workers of all ranks need the same base seed, and the spec has ``worker_seed_streams``.
+    In each round of ``num_replicas`` samples, every rank keeps one. For this, all ranks must
+    iterate the same samples. So the workers need the same base seed on all ranks, which is drawn
+    from the ``worker_seed_streams`` of the spec.
 
     Args:
         loader: the prepared loader. Its dataset is replaced.
@@ -350,7 +351,7 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     """Shard the order of a map-style dataset, unless the sampler shards by itself.
 
     On one rank the sampler is replaced as well, so that fabric can save and replay the order. The
-    exception is a stateful loader, see :func:`_saves_more_than_order`.
+    exception is a loader that saves a state of its own, see :func:`_saves_more_than_order`.
 
     Args:
         loader: the prepared loader. Its sampler or batch sampler is replaced.
@@ -385,27 +386,27 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
 def _find_order(loader: DataLoader[Any]) -> _Order:
     """Return the sampler that makes the order of a loader, and the unit of the order.
 
-    - Without automatic batching, the sampler is used as it is.
-    - The batches of torch's batch sampler are taken apart, so that samples are sharded. This also
-      holds for a batch sampler of the user that has a ``sampler`` and came with a batch size.
-    - Any other batch sampler is sharded by whole batches.
+    - Without automatic batching (``batch_size=None``), the sampler's items are the entries.
+    - With a batch sampler that torch made for a ``batch_size``, the samples are the entries.
+    - With a batch sampler that the user passed, whole batches are the entries.
     """
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is None:
         yields_batches = isinstance(loader.sampler, BatchSampler)
         unit = "batches" if yields_batches else "single samples"
         return _Order(sampler=loader.sampler, unit=unit, batch_sampler=None)
-    # torch sets batch_size to None if the user passed a batch sampler.
+    # torch sets batch_size to None if the user passed a batch sampler. But a subclass of DataLoader
+    # may have replaced the batch sampler that torch made by one without a ``sampler``.
     if loader.batch_size is not None and hasattr(batch_sampler, "sampler"):
         return _Order(sampler=batch_sampler.sampler, unit="samples", batch_sampler=batch_sampler)
     return _Order(sampler=batch_sampler, unit="batches", batch_sampler=None)
 
 
 def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -> None:
-    """Raise a ConfigurationError if fabric cannot shard this order as requested.
+    """Raise a ConfigurationError if the order cannot be sharded as requested.
 
-    A sampler that shards by itself must do so for this rank and number of ranks. For any other
-    sampler, ``uneven`` must be a policy for data that fabric shards.
+    A sampler that shards by itself must do so for this rank and number of ranks. The order of any
+    other sampler is sharded by fabric, so ``uneven`` must be ``"pad"`` or ``"drop"``.
     """
     sampler_shard = _sampler_shard(sampler)
     rank = request.rank
@@ -452,9 +453,10 @@ def _build_sampler(
     shard_count = request.shard_count
     if _sampler_shard(order.sampler) is not None:
         shard_count = 1  # the sampler shards by itself
-    # The plain loop of a loader with drop_last leaves the incomplete last batch out, too.
+    # With drop_last, the plain loop leaves the samples of an incomplete last batch out. So fabric
+    # leaves an incomplete last round out and does not pad it.
     drops_last = order.batch_sampler is not None and loader.drop_last
-    # Without fabric's shards, the ranks need not draw the same order.
+    # Unless fabric shards the order, the ranks need not draw the same order.
     from_rank0 = request.from_rank0 if shard_count > 1 else None
     return ShardedSampler(
         order.sampler,
@@ -475,14 +477,14 @@ def _install_sampler(
         return
     _replace_attribute(loader, "batch_sampler", sharded_sampler)
     if sharded_sampler.num_replicas > 1 and order.batch_sampler is not None:
-        # torch iterates the batch sampler. Users and subclasses may read ``loader.sampler``, which
-        # is then sharded, too, as with a DistributedSampler.
+        # torch iterates only the batch sampler. ``loader.sampler`` is for users and subclasses that
+        # read it: it yields the samples of this rank, as a DistributedSampler does.
         sampler = sharded_sampler.copy_without_batches(EpochPosition(0))
         _replace_attribute(loader, "sampler", sampler)
 
 
 def _replace_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
-    # torch's __setattr__ refuses to replace what the constructor set.
+    # The __setattr__ of DataLoader refuses to replace what its constructor has set.
     object.__setattr__(loader, name, value)
 
 
