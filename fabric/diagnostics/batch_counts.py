@@ -16,7 +16,8 @@ class _PublishedCount(NamedTuple):
     Attributes:
         iteration: how many times the rank has begun to iterate over the loader.
         batches: the number of batches. None if unknown.
-        shuffles: whether the ranks share an order that is drawn anew in each iteration.
+        shuffles: whether the loader draws a new order in each iteration, as with ``shuffle=True``,
+            and divides it over the ranks.
     """
 
     iteration: int
@@ -32,15 +33,16 @@ class BatchCount:
         loader: the name of the loader, the same on all ranks.
         iteration: how many times this rank has begun to iterate over the loader.
         batches: the number of batches. None if unknown.
-        shuffles: whether the ranks share an order that is drawn anew in each iteration.
-        unread_ranks: the neighbors whose number of batches was not compared yet.
+        shuffles: whether the loader draws a new order in each iteration, as with ``shuffle=True``,
+            and divides it over the ranks.
+        uncompared_neighbors: the neighbors whose number of batches was not compared yet.
     """
 
     loader: str
     iteration: int
     batches: int | None
     shuffles: bool
-    unread_ranks: list[int]
+    uncompared_neighbors: list[int]
 
 
 class BatchCounts:
@@ -76,7 +78,8 @@ class BatchCounts:
         Args:
             loader: the name of the loader, the same on all ranks.
             batches: the number of batches in the iteration. None if unknown.
-            shuffles: whether the ranks share an order that is drawn anew in each iteration.
+            shuffles: whether the loader draws a new order in each iteration, as with
+                ``shuffle=True``, and divides it over the ranks.
 
         Raises:
             UsageError: a neighbor shuffles the loader, and this rank does not, or the other way
@@ -84,10 +87,10 @@ class BatchCounts:
         """
         iteration = self._iterations.get(loader, 0) + 1
         self._iterations[loader] = iteration
-        # Each iteration overwrites the count of the one before it, since the store is in the memory
-        # of one node and jobs may be long.
+        # This overwrites the count of the iteration before. The counts of a long job would fill the
+        # store, which is in the memory of one node.
         self._store.publish(_topic(loader), _PublishedCount(iteration, batches, shuffles))
-        # Whether a loader shuffles does not change after its first iteration.
+        # Compared once, since whether a loader shuffles does not change.
         if iteration == 1:
             self._check_shuffles(loader, shuffles)
         return BatchCount(
@@ -95,31 +98,31 @@ class BatchCounts:
             iteration=iteration,
             batches=batches,
             shuffles=shuffles,
-            unread_ranks=list(self._neighbors),
+            uncompared_neighbors=list(self._neighbors),
         )
 
     def compare(self, count: BatchCount) -> None:
         """Set ``may_differ`` if a neighbor has, or may have, another number of batches.
 
-        Neighbors that have not begun the iteration stay in ``count.unread_ranks``, for the next
-        call.
+        Neighbors that have not begun the iteration stay in ``count.uncompared_neighbors``, for the
+        next call.
 
         Args:
             count: the count of an iteration on this rank.
         """
-        # A number that this rank does not know may differ from any other.
         if count.batches is None:
+            # An unknown number may differ from any other.
             self.may_differ = True
-        published_counts = self._published_counts(count.loader, count.unread_ranks)
+        published_counts = self._published_counts(count.loader, count.uncompared_neighbors)
         for neighbor, published in published_counts.items():
             has_begun = published.iteration >= count.iteration
             if not has_begun:
                 continue
-            count.unread_ranks.remove(neighbor)
-            # A neighbor publishes only its latest count. If it is in a later iteration, its number
-            # of batches in this one is unknown.
-            is_later = published.iteration > count.iteration
-            if is_later or published.batches != count.batches:
+            count.uncompared_neighbors.remove(neighbor)
+            # The neighbor may be in a later iteration already. Its count of this iteration is then
+            # overwritten, and unknown.
+            is_overwritten = published.iteration > count.iteration
+            if is_overwritten or published.batches != count.batches:
                 self.may_differ = True
 
     def _published_counts(self, loader: str, ranks: Iterable[int]) -> dict[int, _PublishedCount]:
@@ -133,8 +136,8 @@ class BatchCounts:
     def _check_shuffles(self, loader: str, shuffles: bool) -> None:
         """Raise if a neighbor shuffles the loader and this rank does not, or the other way round.
 
-        The batches of the two ranks would be shares of different orders, so that samples would be
-        seen twice or never. A neighbor that has not begun its first iteration compares later.
+        The two ranks would take their batches from different orders, so that samples are seen twice
+        or never. A neighbor that has not published its count will read the count of this rank.
 
         Args:
             loader: the name of the loader.
@@ -157,4 +160,5 @@ class BatchCounts:
 
 
 def _topic(loader: str) -> str:
+    """Return the topic in the store under which the ranks publish their counts for a loader."""
     return f"batches/{loader}"

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -25,13 +25,13 @@ _FRAME_OF_STACK = re.compile(r'File "(?P<file>[^"]*)"')  # the beginning of a li
 class CallSite(NamedTuple):
     """The file and line of a call. Its ``str()`` is the text for an error.
 
-    Every collective makes a call site and few are shown, so the text is made only by ``str()``.
+    The text is made only by ``str()``, since every collective makes a call site and few are shown.
 
     Attributes:
         file: the path of the file.
         line: the number of the line.
-        function: the name of the function of fabric that the line calls. Empty if the line calls
-            torch, or if it is unknown.
+        function: the name of fabric's function that the line calls, such as ``"all_reduce"``. Empty
+            if the line calls torch, or if the function is unknown.
     """
 
     file: str
@@ -58,7 +58,9 @@ def user_call(frame: FrameType | None) -> CallSite | None:
         The line of ``frame`` if it is user code, or else of the nearest caller that is. None if no
         caller is user code, as in autograd's own threads, or if ``frame`` is None.
     """
-    called_code = None
+    # The code that the line of the user calls, if it is code of fabric or torch.
+    called_code: CodeType | None = None
+    # Like is_user_code(). A call would cost time in every collective.
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
         called_code = frame.f_code
         frame = frame.f_back
@@ -74,15 +76,18 @@ def _is_user_file(file: str) -> bool:
     """Return whether a file is not part of fabric, torch or Python itself."""
     if file.startswith(("<frozen", *_INTERNAL_PATHS)):
         return False
-    is_installed = "-packages" + os.sep in file  # a folder of packages in that of the library
-    return is_installed or not file.startswith(_STANDARD_LIBRARY)
+    # Installed packages count as the user's. Their folder, such as site-packages, is inside of the
+    # folder of the standard library.
+    is_installed_package = "-packages" + os.sep in file
+    return is_installed_package or not file.startswith(_STANDARD_LIBRARY)
 
 
 def user_line(frame: FrameType | None) -> CallSite | None:
-    """Return the innermost line of the user's code on a stack, for a report.
+    """Return the innermost line of the user's code on a stack, for a hang report.
 
-    Unlike :func:`user_call`, this function skips Python's own modules, too, in which a rank may
-    wait. It is slower. Without a line of the user, it returns what :func:`user_call` returns.
+    Unlike :func:`user_call`, this function also skips Python's own modules, since a rank may wait
+    in one of them, such as ``threading``. Without another line, it returns what :func:`user_call`
+    returns.
 
     Args:
         frame: the innermost frame of the stack.
@@ -96,7 +101,7 @@ def user_line(frame: FrameType | None) -> CallSite | None:
 
 
 def user_frames(stack: str) -> str:
-    """Return the lines of a stack that are frames of the user's code.
+    """Return the lines of a stack without the frames of fabric, torch and Python itself.
 
     Args:
         stack: the stack as faulthandler writes it, with one frame on each line.
@@ -104,6 +109,7 @@ def user_frames(stack: str) -> str:
     lines: list[str] = []
     for line in stack.splitlines():
         frame = _FRAME_OF_STACK.match(line)
+        # A line that is no frame, such as "...", stays.
         if frame is None or _is_user_file(frame["file"]):
             lines.append(line)
     return "\n".join(lines)

@@ -259,7 +259,7 @@ class UnevenInputDetector:
         # iterations.
         shares_order = is_first_step and latest.count.shuffles and not self._counts.may_differ
         iteration_of_step = self._iterations.of_step
-        if iteration_of_step is not None and iteration_of_step.count.unread_ranks:
+        if iteration_of_step is not None and iteration_of_step.count.uncompared_neighbors:
             self._counts.compare(iteration_of_step.count)
         # The first step of an iteration is always compared, since it shows whether a neighbor takes
         # the step in another loop. Other steps need it only if the numbers of batches differ.
@@ -330,7 +330,7 @@ class UnevenInputDetector:
         iteration_of_step = self._iterations.of_step
         if self._counts.may_differ or latest is None or iteration_of_step is None:
             return False
-        if iteration_of_step.count.unread_ranks:
+        if iteration_of_step.count.uncompared_neighbors:
             return False
         # Whether all ranks take a step has to be recorded for each step.
         if contract.is_sharded and not self._comparison.has_only_peers:
@@ -352,7 +352,7 @@ class UnevenInputDetector:
         has_unread_count = False
         for iteration in iterations:
             self._counts.compare(iteration.count)
-            has_unread_count |= bool(iteration.count.unread_ranks)
+            has_unread_count |= bool(iteration.count.uncompared_neighbors)
         # A neighbor that has not published its count may have more batches.
         if not self._counts.may_differ and not has_unread_count:
             return
