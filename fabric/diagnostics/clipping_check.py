@@ -32,34 +32,37 @@ _CLIPPING_FUNCTIONS = {
 
 
 class ClippingCheck:
-    """The check of a job's first steps. See ``[Note: Gradients before the step]``.
+    """A check that users do not clip gradients by torch before fabric has completed them.
+
+    Gradients are *incomplete* as long as they are multiplied by the loss scale, or are not divided
+    by the loss weights. See ``[Note: Gradients before the step]``.
 
     Args:
-        pending_change: returns what gradients of an optimizer still are before its step, such as
-            "multiplied by the loss scale". None if a step uses them as they are.
+        pending_change: returns why the gradients of an optimizer are incomplete, such as
+            "multiplied by the loss scale". None if they are complete.
     """
 
     def __init__(self, pending_change: Callable[[Optimizer], str | None]) -> None:
         """Start without gradients."""
         self._pending_change = pending_change
         # The norms of the gradients of each optimizer after the latest backward pass.
-        self._norms: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
+        self._recorded_norms: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
 
     def record(self, optimizers: Iterable[Optimizer]) -> None:
-        """Record the gradients after a backward pass."""
+        """Record the norms of the gradients. Called after each backward pass."""
         for optimizer in optimizers:
-            self._norms[optimizer] = _gradient_norms(optimizer)
+            self._recorded_norms[optimizer] = _gradient_norms(optimizer)
 
     def check(self, optimizer: Optimizer, request: str) -> None:
-        """Raise if gradients were clipped that a step does not use as they are.
+        """Raise if the user has clipped incomplete gradients.
 
         Args:
             optimizer: a set-up optimizer, before its step.
             request: the step, for the error.
 
         Raises:
-            UsageError: the gradients were changed, and the user's code names a clipping
-                function.
+            UsageError: incomplete gradients were changed since the latest backward pass, and the
+                code that makes the step names a clipping function.
         """
         pending_change = self._pending_change(optimizer)
         if pending_change is None or not self._has_changed(optimizer):
@@ -78,13 +81,18 @@ class ClippingCheck:
     def _has_changed(self, optimizer: Optimizer) -> bool:
         """Return whether gradients were changed since the latest backward pass, but not cleared."""
         norms = _gradient_norms(optimizer)
-        return any(norms) and norms != self._norms.get(optimizer, norms)
+        recorded_norms = self._recorded_norms.get(optimizer)
+        is_cleared = not any(norms)
+        if recorded_norms is None or is_cleared:
+            return False
+        return norms != recorded_norms
 
 
 def _gradient_norms(optimizer: Optimizer) -> list[float]:
-    """Return the norms of an optimizer's gradients on this rank, by device and dtype.
+    """Return the norms of an optimizer's gradients on this rank, one for each device and dtype.
 
-    Norms and not versions, since torch does not count changes of several DTensors in one call.
+    The versions of the tensors would not show all changes: torch does not count a change of several
+    DTensors in one call.
     """
     return [nn.utils.get_total_norm(grads).item() for grads in local_gradients(optimizer)]
 
@@ -93,13 +101,13 @@ def _named_clipping_function(frame: FrameType | None) -> str | None:
     """Return the clipping function that the user's code names. None if it names none.
 
     Args:
-        frame: where to begin. This frame and the frames outside of it are read.
+        frame: the innermost frame of a stack. All frames of the stack are searched.
     """
     while frame is not None:
         if is_user_code(frame):
             named_functions = _CLIPPING_FUNCTIONS & _names_in(frame)
             if named_functions:
-                return min(named_functions)
+                return min(named_functions)  # the same on all ranks
         frame = frame.f_back
     return None
 
@@ -107,11 +115,12 @@ def _named_clipping_function(frame: FrameType | None) -> str | None:
 def _names_in(frame: FrameType) -> set[str]:
     """Return the names in the code of a frame, and in the functions that this code names."""
     names = set(frame.f_code.co_names)
-    owner = type(frame.f_locals.get("self"))
+    # In a method, the code may also name other methods of its object.
+    class_of_self = type(frame.f_locals.get("self"))
     for name in frame.f_code.co_names:
-        for function in (frame.f_globals.get(name), getattr(owner, name, None)):
+        for function in (frame.f_globals.get(name), getattr(class_of_self, name, None)):
             if isinstance(function, FunctionType):
-                # The name of a function that was imported under another name.
+                # This name differs if the function was imported under another one.
                 names.add(function.__name__)
                 names.update(function.__code__.co_names)
     return names
