@@ -23,8 +23,8 @@ CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the pro
 def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks that can never go on. See ``[Note: Deadlocks]``.
 
-    All waiting ranks are candidates at first. Those that can still go on are taken out, until none
-    is left that can.
+    At first, all waiting ranks count as deadlocked. In each round, the ranks that can still go on
+    are taken out. The last round finds no such rank.
     """
     ended: set[int] = set()
     waiting: set[int] = set()
@@ -33,14 +33,15 @@ def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
             ended.add(rank)
         elif state.awaited is not None:
             waiting.add(rank)
-    # For each waiting rank, the ranks without which its call cannot end.
+    # For each waiting rank, the ranks that have not come to its call.
     absent_ranks = _absent_ranks(states, waiting)
     deadlocked = waiting
     while True:
         # A rank can go on if all ranks that it waits for may still come.
         may_go_on: set[int] = set()
+        never_come = deadlocked | ended
         for rank in deadlocked:
-            if absent_ranks[rank].isdisjoint(deadlocked | ended):
+            if absent_ranks[rank].isdisjoint(never_come):
                 may_go_on.add(rank)
         if not may_go_on:
             return deadlocked
@@ -51,7 +52,7 @@ def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
 def _absent_ranks(
     states: Mapping[int, RankState], waiting_ranks: Collection[int]
 ) -> dict[int, set[int]]:
-    """Return the ranks that each waiting rank waits for.
+    """Return the ranks that each waiting rank waits for, by the waiting rank.
 
     These are the awaited ranks that have not started its call, or make another call in its place.
 
@@ -64,7 +65,7 @@ def _absent_ranks(
     absent_by_call: dict[object, set[int]] = {}
     for rank in waiting_ranks:
         state = states[rank]
-        awaited = tuple(state.awaited or states)
+        awaited = tuple(state.awaited or states)  # an empty sequence stands for all ranks
         call = (state.key, state.number, state.call, awaited)
         if call not in absent_by_call:
             missing = missing_ranks(states, state, awaited)
@@ -75,16 +76,16 @@ def _absent_ranks(
 
 
 def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[int]) -> str:
-    """Return the last lines of a report that proves that ranks can never go on.
+    """Return the text at the end of a hang report that says why ranks can never go on.
 
     Args:
         states: the states of all ranks, by rank.
         deadlocked: the ranks that :func:`deadlocked_ranks` has found.
     """
-    awaited: set[int] = set()
+    absent_ranks: set[int] = set()
     for absent in _absent_ranks(states, deadlocked).values():
-        awaited |= absent
-    ended = [rank for rank in sorted(awaited) if states[rank].has_ended]
+        absent_ranks |= absent
+    ended = [rank for rank in sorted(absent_ranks) if states[rank].has_ended]
     waiting = ranks_in_words(deadlocked)
     if ended:
         return f"{CANNOT_GO_ON} {waiting} cannot go on after the end of {ranks_in_words(ended)}"
@@ -101,7 +102,7 @@ def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[in
 
 
 def verdict(report: str) -> str:
-    """Return the end of a report that proves a deadlock, as :func:`describe_deadlock` wrote it."""
+    """Return the text of :func:`describe_deadlock` from the end of a report that has it."""
     return report[report.index(CANNOT_GO_ON) :].strip()
 
 
@@ -115,7 +116,8 @@ def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> l
         deadlocked: the ranks that :func:`deadlocked_ranks` has found.
     """
     groups = sorted(_ranks_by_call(states, deadlocked).values(), key=len)
-    if len(groups) < 2 or len(groups[0]) == len(groups[1]):
+    has_smallest_group = len(groups) > 1 and len(groups[0]) < len(groups[1])
+    if not has_smallest_group:
         return []
     return groups[0]
 
@@ -123,7 +125,10 @@ def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> l
 def _ranks_by_call(
     states: Mapping[int, RankState], deadlocked: Collection[int]
 ) -> dict[str, list[int]]:
-    """Return the deadlocked ranks in each call, by what they do in it and where."""
+    """Return the deadlocked ranks in each call, by the text of their activity.
+
+    The text names the call and its line, such as ``"in all_reduce at train.py:1"``.
+    """
     ranks_by_call: dict[str, list[int]] = {}
     for rank in sorted(deadlocked):
         ranks_by_call.setdefault(states[rank].activity, []).append(rank)

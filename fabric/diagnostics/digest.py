@@ -25,8 +25,8 @@ __all__ = ["combined_digests", "digests"]
 _ROW_WORDS = 1024
 _ROW_BYTES = 8 * _ROW_WORDS
 _SMALL_BYTES = 1 << 16  # of a tensor that combined_digests() concatenates with others
-# The rows that are mixed at a time. On the CPU their 512 KiB stay in the cache. On other devices a
-# larger part makes fewer calls.
+# The rows that are mixed at a time. On the CPU their 512 KiB stay in the cache. On other devices
+# larger chunks need fewer calls.
 _CPU_ROWS = 64
 _DEVICE_ROWS = 1 << 14
 # The factor and the offset of a generator of pseudorandom numbers: Knuth's MMIX.
@@ -37,8 +37,7 @@ _OFFSET = 1442695040888963407
 def digests(tensors: Iterable[Tensor]) -> list[int]:
     """Return a 64-bit number for each tensor, which depends on all bits and their positions.
 
-    Of a DTensor, the part on this rank counts. Waits for the device only once, however many tensors
-    there are.
+    Of a DTensor, the part on this rank counts. This waits for the device, once for all tensors.
     """
     numbers: list[Tensor] = []
     weights: dict[torch.device, Tensor] = {}
@@ -49,39 +48,43 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
         numbers.append(_digest(local, weights[local.device]))
     if not numbers:
         return []
-    # The tensors may be on several devices, so all digests are moved to the device of the first.
+    # Move the digests to one device, and read them together. The tensors may be on several devices.
     first_device = numbers[0].device
     return torch.stack([number.to(first_device) for number in numbers]).tolist()
 
 
 def combined_digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Return some numbers for all tensors together, which depend on all bits and their positions.
+    """Return digests of all tensors together, which depend on all bits and their positions.
 
-    Takes a fraction of the time of :func:`digests` for many small tensors, which are concatenated.
-    The tensors must not be DTensors. Waits for the device only once.
+    Small tensors of one device and dtype are concatenated and have one digest, so that this takes a
+    fraction of the time of :func:`digests`. This waits for the device, once for all tensors.
+
+    Args:
+        tensors: the tensors, none of which is a DTensor.
     """
     large: list[Tensor] = []
-    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    small_groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() > _SMALL_BYTES:
             large.append(tensor)
         else:
-            group = small.setdefault((tensor.device, tensor.dtype), [])
+            group = small_groups.setdefault((tensor.device, tensor.dtype), [])
             group.append(tensor.detach().flatten())
-    concatenated = [torch.cat(group) for group in small.values()]
+    concatenated = [torch.cat(group) for group in small_groups.values()]
     return digests([*large, *concatenated])
 
 
 def _digest(tensor: Tensor, word_weights: Tensor) -> Tensor:
     """Return the digest of a tensor, as an int64 scalar on the tensor's device.
 
-    See ``[Note: Digests]`` for the computation.
+    The bytes are summed in rows of words, and then the sums of the rows. See ``[Note: Digests]``.
 
     Args:
         tensor: the tensor, which is no DTensor.
         word_weights: ``_odd_numbers(_ROW_WORDS, tensor.device)``, the weights of the words in a
             row.
     """
+    # Conjugated and negated views only have a flag. resolve_conj() and resolve_neg() apply it.
     octets = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     is_aligned = octets.storage_offset() % 8 == 0
     if not is_aligned:
@@ -89,46 +92,48 @@ def _digest(tensor: Tensor, word_weights: Tensor) -> Tensor:
         octets = octets.clone()
     full_rows = octets.numel() // _ROW_BYTES
     rows = octets[: full_rows * _ROW_BYTES].view(torch.int64).view(-1, _ROW_WORDS)
-    # The remaining bytes are one more row, which zeros fill up. Without remaining bytes the row is
-    # all zeros, and its sum is 0.
+    # The remaining bytes are one more row, which zeros fill up.
     remaining = octets[full_rows * _ROW_BYTES :]
     last_row = octets.new_zeros(_ROW_BYTES)
     last_row[: remaining.numel()] = remaining
 
     rows_at_a_time = _CPU_ROWS if octets.device.type == "cpu" else _DEVICE_ROWS
-    # All parts use the same scratch memory. New memory takes longer than the digest itself, since
+    # All chunks use the same scratch memory. To allocate memory takes longer than the digest, since
     # the system fills each page with zeros.
     scratch = torch.empty_like(rows[:rows_at_a_time])
     row_sums: list[Tensor] = []
-    for part in rows.split(rows_at_a_time):
-        row_sums.append(_weighted_sums(part, word_weights, scratch[: part.shape[0]]))
+    for chunk in rows.split(rows_at_a_time):
+        row_sums.append(_weighted_sums(chunk, word_weights, scratch[: chunk.shape[0]]))
     last_words = last_row.view(torch.int64).view(1, _ROW_WORDS)
     row_sums.append(_weighted_sums(last_words, word_weights, torch.empty_like(last_words)))
-    # The sums of the rows are the words of a single row, which is summed in the same way.
+    # The sums of the rows are the words of a single row, which is summed like the others.
     sums = torch.cat(row_sums).view(1, -1)
     row_weights = _odd_numbers(sums.numel(), octets.device)
     return _weighted_sums(sums, row_weights, torch.empty_like(sums))[0]
 
 
 def _weighted_sums(rows: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
-    """Return the sum of the mixed words of each row, each times the weight of its position.
+    """Return the weighted sum of the mixed words of each row. All arithmetic is modulo 2**64.
 
     Args:
         rows: words, of shape ``(rows, words)``.
-        weights: odd numbers, of shape ``(words,)``. A product with an odd number modulo 2**64 keeps
-            every difference of two words. An even number would lose the top bit.
+        weights: the weight of each position in a row, of shape ``(words,)``. The weights are odd,
+            so that different words have different products. An even weight would lose the top bit.
         scratch: memory for the mixed words, of the shape of ``rows``. It is overwritten.
     """
+    # Mix each word: add its upper bits to its lower bits. The note at the top says why.
     mixed = torch.bitwise_right_shift(rows, 29, out=scratch)
     mixed += rows
     if mixed.device.type == "cpu":
-        return torch.mv(mixed, weights)  # three times as fast as the line below
-    mixed *= weights  # torch multiplies matrices of integers on the CPU alone
+        # Three times as fast as the other way. On other devices, torch has no mv() of integers.
+        return torch.mv(mixed, weights)
+    mixed *= weights
     return mixed.sum(1)
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return pseudorandom odd numbers, the same in every call and on every device."""
+    # Any function that scatters the bits of 0, 1, 2 and so on would do.
     numbers = torch.arange(count, dtype=torch.int64, device=device)
     numbers = (numbers * _FACTOR + _OFFSET) * _FACTOR
     numbers = (numbers ^ (numbers >> 32)) * _FACTOR

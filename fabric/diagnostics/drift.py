@@ -26,7 +26,7 @@ _SAVE_BY_RANK = (
 
 
 class Kind(IntEnum):
-    """The kinds of replicas. Of all that differ, an error names one of the first kind."""
+    """The kinds of replicas. If several replicas differ, an error names one of the lowest kind."""
 
     PARAMETER = 0
     BUFFER = 1
@@ -37,16 +37,18 @@ class Kind(IntEnum):
 
 
 class ReplicaDetails(NamedTuple):
-    """What a rank holds of a replica that differs between ranks.
+    """What a rank sends about a replica that may differ between ranks.
+
+    A *replica* is a tensor or a number that should be equal on several ranks.
 
     Attributes:
         key: identifies the replica. It is the same on all ranks that hold it.
         name: the name for errors.
         kind: the kind.
-        ranks: the ranks that should hold the same.
-        value: a number as text, or the digest of a tensor.
-        sums: see :func:`position_sums`. Empty if the replica is no tensor.
-        gradient: the digest of the gradient of a parameter. None if it has none.
+        ranks: the ranks that should hold the same value.
+        value: a number as text, or the digest of a tensor as text.
+        sums: the result of :func:`position_sums`. Empty if the replica is no tensor.
+        gradient: the digest of the gradient of a parameter. None without a gradient.
     """
 
     key: str
@@ -59,13 +61,13 @@ class ReplicaDetails(NamedTuple):
 
 
 class RankDetails(NamedTuple):
-    """The details that a rank sends.
+    """What a rank sends about all of its replicas that may differ between ranks.
 
     Attributes:
         steps: the number of optimizer steps that the rank has made since the latest comparison.
-        has_state: whether an optimizer of the rank has a state.
+        has_state: whether any optimizer of the rank has a state.
         replicas: some of the replicas that may differ.
-        truncated_kinds: the kinds of which the rank has more such replicas than it sends.
+        truncated_kinds: the kinds of which the rank has further replicas that may differ.
     """
 
     steps: int
@@ -75,11 +77,13 @@ class RankDetails(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """A replica that differs, with what each rank holds.
+    """A replica that differs between ranks.
 
     Attributes:
-        details: the details of the first rank that holds the replica.
-        values: the digest, text or ``"missing"`` of each rank.
+        details: the details of the first rank that holds the replica. All ranks have the same key,
+            name, kind and ranks in their details.
+        values: the value of each rank as text. For a tensor, its digest. ``"missing"`` for a rank
+            that does not hold the replica.
         by_rank: the details of each rank that holds the replica.
     """
 
@@ -88,12 +92,20 @@ class _Difference(NamedTuple):
     by_rank: dict[int, ReplicaDetails]
 
     @property
+    def is_tensor(self) -> bool:
+        """Whether the replica is a tensor, and not a number."""
+        return bool(self.details.sums)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether some rank does not hold the replica."""
+        return _MISSING in self.values.values()
+
+    @property
     def groups(self) -> list[list[int]]:
-        """The ranks that agree with each other, the largest group first."""
-        ranks_of_value: dict[str, list[int]] = {}
-        for rank, value in self.values.items():
-            ranks_of_value.setdefault(value, []).append(rank)
-        return sorted(ranks_of_value.values(), key=len, reverse=True)
+        """Groups of ranks that hold the same value, the largest group first."""
+        groups = _ranks_by_value(self.values).values()
+        return sorted(groups, key=len, reverse=True)
 
 
 def describe_drift(ranks: Sequence[RankDetails], *, may_shard_states: bool) -> list[str]:
@@ -101,11 +113,11 @@ def describe_drift(ranks: Sequence[RankDetails], *, may_shard_states: bool) -> l
 
     Args:
         ranks: the details of all ranks.
-        may_shard_states: whether each rank may hold a part of an optimizer's state. If so, states
-            are not reported if every rank lacks the state of some parameter.
+        may_shard_states: whether an optimizer may keep only a part of its state on each rank. If
+            so, states are not reported if every rank lacks the state of some parameter.
 
     Returns:
-        The sentences. Empty if no rank holds another value than a rank that should hold the same.
+        The sentences. Empty if no replica differs.
     """
     differences = _find_differences(ranks)
     if may_shard_states:
@@ -119,43 +131,62 @@ def describe_drift(ranks: Sequence[RankDetails], *, may_shard_states: bool) -> l
 
 
 def _find_differences(ranks: Sequence[RankDetails]) -> list[_Difference]:
-    """Return the replicas that differ, in the order of their kinds and of the first rank."""
-    # The shards of a tensor have the same key, but each shard belongs to other ranks. So the ranks
-    # are a part of the identity: different shards are not compared.
+    """Return the replicas that differ, ordered by their kinds."""
+    # The shards of a DTensor have the same key, and are not compared with each other. Each shard
+    # has its own ranks, so the ranks tell the shards apart.
     replicas: dict[tuple[str, tuple[int, ...]], dict[int, ReplicaDetails]] = {}
     for rank, details_of_rank in enumerate(ranks):
         for details in details_of_rank.replicas:
             replicas.setdefault((details.key, details.ranks), {})[rank] = details
     differences: list[_Difference] = []
     for details_by_rank in replicas.values():
-        # All ranks that hold a replica give it the same key, name, kind and ranks.
-        details = next(iter(details_by_rank.values()))
-        values: dict[int, str] = {}
-        for rank in details.ranks:
-            if rank in details_by_rank:
-                values[rank] = details_by_rank[rank].value
-            # Only the state of an optimizer counts as missing. Any other replica may belong to a
-            # model that the user has dropped, and that this rank's garbage collector has freed.
-            elif details.kind is Kind.STATE and Kind.STATE not in ranks[rank].truncated_kinds:
-                values[rank] = _MISSING
+        values = _values_of_ranks(details_by_rank, ranks)
         if len(set(values.values())) > 1:
-            differences.append(_Difference(details, values, details_by_rank))
-    # The sort is stable, so that replicas of a kind stay in the order of the first rank.
+            first_details = next(iter(details_by_rank.values()))
+            differences.append(_Difference(first_details, values, details_by_rank))
     return sorted(differences, key=_kind_of)
 
 
+def _values_of_ranks(
+    details_by_rank: Mapping[int, ReplicaDetails], ranks: Sequence[RankDetails]
+) -> dict[int, str]:
+    """Return the value of a replica on each rank that should hold it.
+
+    The state of an optimizer is ``"missing"`` on a rank that does not hold it. Other replicas are
+    left out for such a rank: the user may have dropped their model, which only this rank has
+    collected as garbage so far.
+
+    Args:
+        details_by_rank: the details of the ranks that hold the replica.
+        ranks: the details of all ranks.
+    """
+    details = next(iter(details_by_rank.values()))
+    values: dict[int, str] = {}
+    for rank in details.ranks:
+        # A rank may hold a state, and not send it.
+        are_states_complete = Kind.STATE not in ranks[rank].truncated_kinds
+        if rank in details_by_rank:
+            values[rank] = details_by_rank[rank].value
+        elif details.kind is Kind.STATE and are_states_complete:
+            values[rank] = _MISSING
+    return values
+
+
 def _without_sharded_states(differences: list[_Difference], size: int) -> list[_Difference]:
-    """Return the differences without states, if each of the ``size`` ranks lacks some state."""
-    lacking: set[int] = set()
-    others: list[_Difference] = []
+    """Leave out the differences of states, if each of the ``size`` ranks lacks some state.
+
+    An optimizer that shards its own state leaves each rank without the states of other ranks.
+    """
+    ranks_without_state: set[int] = set()
+    without_states: list[_Difference] = []
     for difference in differences:
         if difference.details.kind is not Kind.STATE:
-            others.append(difference)
+            without_states.append(difference)
         for rank, value in difference.values.items():
             if value == _MISSING:
-                lacking.add(rank)
-    if len(lacking) == size:
-        return others
+                ranks_without_state.add(rank)
+    if len(ranks_without_state) == size:
+        return without_states
     return differences
 
 
@@ -164,11 +195,13 @@ def _kind_of(difference: _Difference) -> Kind:
 
 
 def _describe_groups(difference: _Difference) -> str:
-    """Return which ranks agree, or the value of each group of ranks if it is a number."""
+    """Return which ranks agree, such as ``"ranks 0, 1 agree; rank 2 differs"``.
+
+    For a number, the text has the value of each group of ranks: ``"0.1 on rank 0; 0.2 on rank 1"``.
+    """
     groups = difference.groups
     are_all_different = len(groups) == len(difference.values)
-    is_tensor = bool(difference.details.sums) and _MISSING not in difference.values.values()
-    if are_all_different and is_tensor:
+    if are_all_different and difference.is_tensor and not difference.is_missing:
         return f"{ranks_in_words(difference.values)} all hold other values"
     texts: list[str] = []
     for group in groups:
@@ -176,7 +209,7 @@ def _describe_groups(difference: _Difference) -> str:
         value = difference.values[group[0]]
         if value == _MISSING:
             texts.append(f"{words} without it")
-        elif not difference.details.sums:
+        elif not difference.is_tensor:
             texts.append(f"{value} on {words}")
         elif len(group) > 1:
             texts.append(f"{words} agree")
@@ -186,33 +219,43 @@ def _describe_groups(difference: _Difference) -> str:
 
 
 def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -> Iterator[str]:
-    """Yield sentences about what may have happened, as far as it shows."""
+    """Yield sentences about what may have happened. None if nothing shows.
+
+    Different numbers of steps or different options explain different tensors. So the tensors are
+    explained only if the steps and options are equal.
+
+    Args:
+        ranks: the details of all ranks.
+        differences: the replicas that differ. The text before these sentences has described the
+            first of them.
+    """
     steps = {rank: str(details.steps) for rank, details in enumerate(ranks)}
     if len(set(steps.values())) > 1:
         yield f"the number of optimizer steps since then differs: {_describe_values(steps)}"
         return
-    has_other_option = False
+    has_different_option = False
     for difference in differences:
         if difference.details.kind in (Kind.OPTION, Kind.LOSS_SCALE):
-            has_other_option = True
-            if difference is not differences[0]:  # which is described before
+            has_different_option = True
+            is_described = difference is differences[0]
+            if not is_described:
                 yield f"{difference.details.name} differs: {_describe_values(difference.values)}"
-    if not has_other_option:
+    if not has_different_option:
         explanation = _explain_tensors(differences, has_state=ranks[0].has_state)
         if explanation:
             yield explanation
 
 
 def _explain_tensors(differences: Sequence[_Difference], *, has_state: bool) -> str:
-    """Return what may have happened to the tensors of the replicas. Empty if nothing shows.
+    """Return what may have happened to replicas that are tensors. Empty if nothing shows.
 
     Args:
-        differences: the replicas that differ. No numbers are among them.
-        has_state: whether optimizers have a state.
+        differences: the replicas that differ. No options are among them.
+        has_state: whether any optimizer has a state.
     """
     parameters = _differences_of_kind(differences, Kind.PARAMETER)
     states = _differences_of_kind(differences, Kind.STATE)
-    if any(_MISSING in difference.values.values() for difference in states):
+    if any(difference.is_missing for difference in states):
         return (
             "only some ranks have the state of the optimizer: it was loaded on these ranks alone, "
             f"or the optimizer shards its own state ({_SAVE_BY_RANK})"
@@ -251,15 +294,19 @@ def _differences_of_kind(differences: Sequence[_Difference], kind: Kind) -> list
 
 def _describe_values(values: Mapping[int, str]) -> str:
     """Return each value with its ranks, such as ``0.1 on ranks 0, 2; 0.05 on rank 1``."""
-    ranks_of_value: dict[str, list[int]] = {}
+    groups = _ranks_by_value(values)
+    texts: list[str] = []
+    for value in sorted(groups, key=lambda value: len(groups[value]), reverse=True):
+        texts.append(f"{value} on {ranks_in_words(groups[value])}")
+    return "; ".join(texts)
+
+
+def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that hold each value, from the values by rank."""
+    ranks_by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
-        ranks_of_value.setdefault(value, []).append(rank)
-    groups = sorted(ranks_of_value.items(), key=_group_size, reverse=True)
-    return "; ".join([f"{value} on {ranks_in_words(group)}" for value, group in groups])
-
-
-def _group_size(group: tuple[str, list[int]]) -> int:
-    return len(group[1])
+        ranks_by_value.setdefault(value, []).append(rank)
+    return ranks_by_value
 
 
 def _has_different_gradients(difference: _Difference) -> bool:
@@ -272,11 +319,12 @@ def _has_different_gradients(difference: _Difference) -> bool:
 
 
 class _Element(NamedTuple):
-    """The only element that differs.
+    """The only element of a tensor that differs between two groups of ranks.
 
     Attributes:
-        position: its position in the flattened part of the tensor on this rank.
-        bit: text about the only bit that differs, or an empty text.
+        position: its position in the flattened tensor, from 0. Of a DTensor, the part of the rank
+            counts.
+        bit: text about the only bit that differs. Empty if several bits differ.
     """
 
     position: int
@@ -284,13 +332,14 @@ class _Element(NamedTuple):
 
 
 def _find_single_element(difference: _Difference) -> _Element | None:
-    """Return the only element that differs between the two groups of ranks, or None.
+    """Return the only element that differs between two groups of ranks. None if there is none.
 
-    If one integer at position ``p`` differs by ``d``, the sums differ by ``d``, ``p * d`` and
-    ``p * p * d``. Other differences do not, or only by a strange accident.
+    If only the integer at position ``p`` differs, by ``d``, the three sums of
+    :func:`position_sums` differ by ``d``, ``p * d`` and ``p * p * d``. If several integers differ,
+    it is very unlikely that the sums differ in this way.
     """
     groups = difference.groups
-    if len(groups) != 2 or not difference.details.sums:
+    if len(groups) != 2 or not difference.is_tensor:
         return None
     sums = difference.by_rank[groups[0][0]].sums
     other_sums = difference.by_rank[groups[1][0]].sums
@@ -300,15 +349,18 @@ def _find_single_element(difference: _Difference) -> _Element | None:
     position = first_moment // delta
     if position < 1 or (second_moment - position * position * delta) % _MODULUS != 0:
         return None
+    # Positions are counted from 1.
+    index = position - 1
     integers_per_element = sums[3]
     magnitude = abs(delta)
     bit = ""
     is_power_of_two = magnitude & (magnitude - 1) == 0
     if is_power_of_two:
-        # A single bit differs. An element of several integers has 32 bits in each of them.
-        offset = (position - 1) % integers_per_element
-        bit = f", by bit {magnitude.bit_length() - 1 + 32 * offset}: a bit may have flipped"
-    return _Element((position - 1) // integers_per_element, bit)
+        # A single bit differs. Each integer of an element that has several is one of 32 bits.
+        bits_before = 32 * (index % integers_per_element)
+        bit_number = bits_before + magnitude.bit_length() - 1
+        bit = f", by bit {bit_number}: a bit may have flipped"
+    return _Element(index // integers_per_element, bit)
 
 
 def _signed_difference(number: int, other_number: int) -> int:
@@ -320,10 +372,13 @@ def _signed_difference(number: int, other_number: int) -> int:
 
 
 def position_sums(tensor: Tensor) -> tuple[int, ...]:
-    """Return three sums of a tensor's bits as integers, and the integers of each element.
+    """Return three sums from which :func:`describe_drift` finds a single element that differs.
 
-    The sums are those of the integers, of the integers times their positions from 1, and of the
-    integers times the squares of their positions, modulo 2**64.
+    The bits of the tensor are read as integers. An integer ``n`` at position ``p``, counted from 1,
+    adds ``n``, ``n * p`` and ``n * p * p`` to the sums, modulo 2**64.
+
+    Returns:
+        The three sums, and the number of integers in an element of the tensor.
     """
     integer_type = _INTEGERS[tensor.element_size()]
     integers = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
