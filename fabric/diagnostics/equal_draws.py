@@ -42,9 +42,10 @@ class _Draws(NamedTuple):
 
     Attributes:
         replica: index of the replica.
-        process: id of its process. Ranks that are threads of one process share their streams.
-        streams: digests of the streams that numbers were drawn from, by name.
-        outputs: digests of the outputs. Empty if the forward pass itself drew.
+        process: id of its process.
+        streams: digests of the streams that numbers were drawn from, by name. Two replicas with
+            equal digests draw the same numbers.
+        outputs: digests of the outputs. Empty if the forward pass itself drew numbers.
     """
 
     replica: int
@@ -54,21 +55,25 @@ class _Draws(NamedTuple):
 
 
 class EqualDrawsCheck:
-    """Warns if two replicas draw the same random numbers, or compute the same results.
+    """Warns if two replicas of the model draw the same random numbers, or do the same work.
 
-    See ``[Note: Equal draws]`` and ``[Note: Equal work]``.
+    Only the first passes of replicas 0 and 1 are checked: a mistake shows in any two replicas. See
+    ``[Note: Equal draws]`` and ``[Note: Equal work]``.
 
     Args:
         store: the store in which the replicas compare their streams.
         replica: index of the data-parallel replica of this rank.
         loaders: the set-up loaders. Later ones are seen, too.
         backward: the hooks around backward passes.
+
+    Attributes:
+        has_warned: whether this replica has warned. One warning is enough.
     """
 
     def __init__(
         self, store: JobStore, replica: int, loaders: Collection[object], backward: Hooks
     ) -> None:
-        """Add a function that ends the check after the first backward passes."""
+        """Add a function to the hooks around backward passes. :meth:`watch` adds others."""
         self.store = store
         self.replica = replica
         self.has_warned = False
@@ -79,7 +84,8 @@ class EqualDrawsCheck:
         self._module_count = 0
         self._backwards = 0
         self._is_closed = False
-        # The keys are weak, since the hooks hold the model, which the user may drop.
+        # By the hooks around the module's forward pass. These hold the model, so that the keys are
+        # weak: the user may drop the model.
         self._passes: WeakKeyDictionary[Hooks, _TrainingPasses] = WeakKeyDictionary()
         self._backward = backward
         backward.after.append(self._after_backward)
@@ -92,9 +98,9 @@ class EqualDrawsCheck:
             title: the class of the module, for the warning.
             forward: the hooks around its forward pass.
         """
+        # All ranks set up their modules in the same order, so the number is the same on all ranks.
         number = self._module_count
         self._module_count += 1
-        # Two replicas are enough: a mistake in the seeds shows in any two.
         if self._is_closed or self.replica not in _COMPARED_REPLICAS:
             return
         passes = _TrainingPasses(self, module, title, key=f"equal draws/{number}")
@@ -118,6 +124,7 @@ class EqualDrawsCheck:
             self._outputs += digests(_tensors_in(output))
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        """Record the loss, and end the check after enough passes. A function of ``Hooks.after``."""
         self._backwards += 1
         if error is None and not self._loaders and self.replica in _COMPARED_REPLICAS:
             self._losses += digests([loss])
@@ -126,13 +133,17 @@ class EqualDrawsCheck:
             self.close()
 
     def _compare_work(self) -> None:
-        """Warn if the other replica has computed the same results in all first passes."""
-        # Losses that do not change are no training, and may be equal for any reason.
+        """Warn if the other replica has computed the same results in all first passes.
+
+        Does nothing before the last checked pass.
+        """
+        # Training changes the loss. Losses that stay the same may be equal for any reason.
         has_trained = len(set(self._losses)) == _CHECKED_PASSES
         if not has_trained or not self._outputs or self.has_warned:
             return
         results = [*self._outputs, *self._losses]
         content = json.dumps([self.replica, results]).encode()
+        # Writes these results if the other replica has written none. Returns those in the store.
         first_replica, first_results = json.loads(self.store.set_if_absent("equal work", content))
         if first_replica == self.replica or first_results != results:
             return
@@ -151,7 +162,10 @@ class EqualDrawsCheck:
 
 
 class _TrainingPasses:
-    """The first training passes of one module.
+    """The first training passes of one module, in which two replicas compare their random draws.
+
+    A *stream* is a generator of random numbers, such as torch's. It has drawn numbers if its digest
+    has changed.
 
     Args:
         check: the check of all modules.
@@ -174,7 +188,7 @@ class _TrainingPasses:
 
     def before(self) -> None:
         """Record the streams before a training pass. A function of ``Hooks.before``."""
-        self._streams_before = None
+        self._streams_before = None  # stays None if this pass is not checked
         module = self._module()
         is_checked = self._count < _CHECKED_PASSES and not self._check.has_warned
         is_training = module is not None and module.training and torch.is_grad_enabled()
@@ -182,7 +196,11 @@ class _TrainingPasses:
             self._streams_before = stream_digests()
 
     def after(self, output: Any, error: BaseException | None) -> None:
-        """Compare what was drawn with the other replica. A function of ``Hooks.after``."""
+        """Compare what was drawn with the other replica. A function of ``Hooks.after``.
+
+        If only code between the passes has drawn, such as code that adds noise to the batch, the
+        outputs are compared, too: the pass may have used the numbers or not.
+        """
         streams_before = self._streams_before
         self._streams_before = None
         if streams_before is None or error is not None:
@@ -206,18 +224,21 @@ class _TrainingPasses:
         """Warn if the other replica has drawn the same numbers in this pass.
 
         Args:
-            streams: the digests of the streams that were drawn from, by name.
+            streams: the digests of the streams that were drawn from, before they were, by name.
             outputs: the digests of the outputs, if the numbers were drawn outside of the pass.
+                Otherwise an empty list.
         """
         check = self._check
         draws = _Draws(check.replica, os.getpid(), streams, outputs)
         key = f"{self._key}/{self._count}"
-        # Writes this replica's numbers if no rank has written any. Returns those in the store.
+        # Writes this replica's draws if no rank has written any. Returns those in the store.
         content = check.store.set_if_absent(key, json.dumps(draws).encode())
         first = _Draws(*json.loads(content))
-        is_other_process = first.replica != draws.replica and first.process != draws.process
+        # Ranks of one replica draw the same numbers by design. Ranks that are threads of one
+        # process share their streams.
+        is_other_replica = first.replica != draws.replica and first.process != draws.process
         has_equal_draws = first.streams == streams and first.outputs == outputs
-        if not is_other_process or not has_equal_draws:
+        if not is_other_replica or not has_equal_draws:
             return
         check.has_warned = True
         effect = "which gives them equal outputs"
@@ -236,10 +257,7 @@ class _TrainingPasses:
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors in the output of a forward pass, without sparse and nested ones.
-
-    The bytes of these cannot be read in one piece.
-    """
+    """Return the tensors in an output, except sparse and nested ones, which have no digest."""
     leaves, _ = flatten(output)
     tensors: list[Tensor] = []
     for leaf in leaves:
@@ -249,7 +267,7 @@ def _tensors_in(output: Any) -> list[Tensor]:
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """Return the streams in ``before`` that have another state in ``after``."""
+    """Return the streams whose digest has changed, with their digests in ``before``."""
     changed: dict[str, str] = {}
     for name, digest in before.items():
         if after.get(name) != digest:
