@@ -91,7 +91,7 @@ class Call(NamedTuple):
         if collective.call is not None:
             arguments = collective.call.arguments()
         if collective.operation in (Operation.SEND, Operation.RECV):
-            # One rank sends and the other one receives, so the operation is not compared.
+            # The facts without the operation: one rank sends, and the other one receives.
             source, destination = entry.members
             facts = {
                 "from": str(source),
@@ -109,12 +109,15 @@ class Call(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """Return the call for an error, with its arguments or else its other facts."""
+        """Return the call for an error: the operation, its arguments, and the location.
+
+        If this rank has no arguments, the other facts are shown instead of them.
+        """
         arguments = _window(self.arguments, start=0, length=_MAX_SHOWN_CHARACTERS)
         if not arguments:
             facts = []
             for name, value in self.facts.items():
-                # The operation is shown before the arguments.
+                # The operation is shown first. "collective" is what it runs inside of fabric.
                 if name not in ("operation", "collective"):
                     facts.append(f"{name}={value}")
             arguments = ", ".join(facts)
@@ -128,8 +131,8 @@ class _Record(NamedTuple):
 
     Attributes:
         started: the number of calls that the rank has started, by group.
-        calls: the call in which the rank is, or its latest call. A rank that is in calls in several
-            threads has one for each thread.
+        calls: the call in which the rank is, or its latest call. If several threads of the rank are
+            in calls, the calls of all of them, the latest one last.
         end_reason: why the rank makes no further calls. Empty while it makes calls.
     """
 
@@ -138,6 +141,7 @@ class _Record(NamedTuple):
     end_reason: str
 
     def count(self, group: str) -> int:
+        """Return the number of calls that the rank has started in a group."""
         return self.started.get(group, 0)
 
 
@@ -146,11 +150,11 @@ _NO_CALLS = _Record(started={}, calls=(), end_reason="")
 
 
 class CollectiveChecker:
-    """Compares the calls of this rank with those of the others; see ``[Note: Progress]``.
+    """Compares the calls of this rank with those of the other ranks, before data is sent.
 
     Each rank publishes a *record*: the number of calls that it has started in each group, and its
     latest call. A rank waits in a call until the records of all members of the group show the same
-    call.
+    call. See ``[Note: Progress]``.
 
     After the first error the ranks are out of sync, so every further call on this rank raises.
 
@@ -169,12 +173,11 @@ class CollectiveChecker:
         self._timeout = timeout.total_seconds()
         # Guards the changes of _record, which collectives of several threads make.
         self._lock = threading.Lock()
-        # The record of this rank. It has also been published, except that a call that has ended is
-        # removed only by the next call.
+        # The record of this rank. The published one may still have calls that have ended.
         self._record = _NO_CALLS
-        self._latest: Call | None = None
+        self._latest_call: Call | None = None
         self._error: CollectiveMismatchError | None = None
-        # Other ranks on this node see by the process id when this process has ended.
+        # Other ranks on this node look by this id whether the process has ended.
         self._store.publish("process", [node(), os.getpid()])
 
     def check(self, entry: Entry, collective: Collective) -> None:
@@ -198,7 +201,7 @@ class CollectiveChecker:
                 request = f"{full_call} (rank {self._rank} of {self._size})"
                 problem = f"this rank makes no further collectives: {record.end_reason}"
                 raise CollectiveMismatchError(request, problem=problem) from self._error
-            self._latest = published_call
+            self._latest_call = published_call
             started = {**record.started, entry.group: entry.number}
             self._publish(_Record(started, (*record.calls, published_call), end_reason=""))
         # The wait is outside of the lock, so that other threads can make calls meanwhile.
@@ -208,16 +211,17 @@ class CollectiveChecker:
             host = "the process that hosted it, rank 0 as a rule"
             self._raise_and_close(full_call, f"the store of the job is gone, and {host}: {error}")
         with self._lock:
-            # The shorter record is not published: the other ranks need this call until this rank
-            # starts its next call. The call is found by identity, since another thread may be in an
-            # equal call.
+            # Removed by identity, since another thread may be in an equal call.
             calls = [call for call in self._record.calls if call is not published_call]
+            # Not published: slower members still have to read the call. The next call of this rank
+            # publishes the record.
             self._record = self._record._replace(calls=tuple(calls))
 
     def check_phase(self, phase: str) -> None:
         """Wait until all ranks start a phase, as :meth:`check` waits for a call.
 
-        In a phase, such as a backward pass, torch issues collectives by itself.
+        In a phase, such as a backward pass, torch issues collectives by itself. The flight recorder
+        calls this method before each phase that all ranks must start.
 
         Raises:
             CollectiveMismatchError: a rank makes another call or phase instead, or ends.
@@ -228,15 +232,20 @@ class CollectiveChecker:
             number=self._record.count(_PHASES) + 1,
             operation=phase,
             name="",
-            # Skips the frames of fabric and torch, and finds the user's line.
+            # The line of the user that has led to this call.
             call_site=user_call(sys._getframe(1)),
         )
-        # A barrier has no facts but its operation, which is the name of the phase here.
+        # The phase is compared like a barrier of its name, since a barrier has no other facts.
         collective = Collective(Operation.BARRIER, call=CallDescription(phase))
         self.check(entry, collective)
 
     def check_wait_for_rank0(self, entry: Entry) -> None:
         """Wait until rank 0 has started to store a value. Rank 0 itself waits for no rank.
+
+        The flight recorder calls this method on every rank, before ranks wait for the value.
+
+        Args:
+            entry: the entry of the wait. Its members are all ranks.
 
         Raises:
             CollectiveMismatchError: rank 0 makes another call, or ends.
@@ -254,17 +263,21 @@ class CollectiveChecker:
                 default, means that the rank has finished, or has raised the current error.
         """
         with self._lock:
-            if self._record.end_reason:
+            is_closed = self._record.end_reason != ""
+            if is_closed:
                 return
             end_reason = reason or exit_reason()
-            if self._latest is not None:
-                end_reason = f"{end_reason}; its latest call was {self._latest}"
+            if self._latest_call is not None:
+                end_reason = f"{end_reason}; its latest call was {self._latest_call}"
             # If the process that hosts the store has ended, no rank can read the reason anyway.
             with suppress(dist.DistError):
                 self._publish(self._record._replace(end_reason=end_reason))
 
     def _wait_for_members(self, call: Call, number: int) -> None:
         """Wait until all members have started the same call as this rank.
+
+        Each round reads the records of the members. If the wait takes long, a round is a *search*
+        for the reason: it reads the records of all ranks, and looks for ended processes.
 
         Args:
             call: the call of this rank, which is published.
@@ -276,41 +289,39 @@ class CollectiveChecker:
         start_time = monotonic()
         pause = _MIN_PAUSE
         next_search = start_time + _SEARCH_INTERVAL
-        # A short wait reads only the records of the members. A search for the reason of a long wait
-        # reads the records of all ranks, and looks whether the processes of missing ranks have
-        # ended.
-        is_searching = False
+        is_search = False
         missing: list[int] = []
         while True:
             ended_processes: dict[int, int] = {}
             ranks_to_read: Collection[int] = call.members
-            if is_searching:
-                # This comes before the records are read. In the other order, the last record of a
-                # process could be missed.
+            if is_search:
+                # Before the records are read: a process that has ended by now writes no further
+                # record, so that its last one is read.
                 ended_processes = self._ended_processes(missing)
                 ranks_to_read = range(self._size)
             records = self._read(ranks_to_read)
             calls = _calls_with_number(records, call.group, number)
-            if difference(calls):  # an empty text if the calls agree
+            are_different = difference(calls) != ""
+            if are_different:
                 self._raise_difference(call, number)
-            if is_searching:
+            if is_search:
                 self._check_cycle(call, records)
             # The members that have not started the call.
             missing = [rank for rank in call.members if records[rank].count(call.group) < number]
-            # A member may have ended before the call or, as after an error, in the call.
+            # The members that make no further calls. One in `calls` has raised in this call.
             stopped = [rank for rank in (*missing, *calls) if records[rank].end_reason]
             if not missing and not stopped:
                 return
-            # The records are read one after the other. A first read may miss the record of the rank
-            # that raised first, so the error is raised only after a search.
-            if stopped and is_searching:
+            # If several members have stopped, the error should name the first. Only a search reads
+            # the records again, with that of a member that this round has read too early.
+            if stopped and is_search:
                 self._raise_for_ended_member(call, stopped[0], records)
             self._raise_if_process_ended(call, missing, ended_processes, records)
             now = monotonic()
             if missing and now - start_time > self._timeout:
                 self._raise_timeout(call, missing, records)
-            is_searching = bool(stopped) or now > next_search
-            if is_searching:
+            is_search = bool(stopped) or now > next_search
+            if is_search:
                 next_search = now + _SEARCH_INTERVAL
             else:
                 sleep(pause)
@@ -344,9 +355,9 @@ class CollectiveChecker:
             records: the records, by rank.
         """
         for rank, pid in ended_processes.items():
-            # A rank may have started the call just before its process ended.
+            # A rank that is not missing has started the call just before its process ended.
             if rank in missing:
-                latest = _latest(records[rank])
+                latest = _describe_latest_call(records[rank])
                 problem = f"rank {rank} does not call: its process (pid {pid}) has ended; {latest}"
                 self._raise_and_close(call, problem)
 
@@ -373,7 +384,7 @@ class CollectiveChecker:
             missing: the members that have not made it.
             records: the records, by rank. The error shows the latest calls in them.
         """
-        latest_calls = _table({rank: _latest(records[rank]) for rank in missing})
+        latest_calls = _table({rank: _describe_latest_call(records[rank]) for rank in missing})
         ranks = ranks_in_words(missing)
         problem = f"after {self._timeout:g} s {ranks} did not call:{latest_calls}"
         self._raise_and_close(call, problem)
@@ -381,16 +392,16 @@ class CollectiveChecker:
     def _raise_difference(self, call: Call, number: int) -> NoReturn:
         """Raise the error for calls that differ.
 
-        The records have only the beginning of long arguments. So this rank publishes its full call,
-        and waits for ``_ANSWER_TIMEOUT`` until the other ranks, which see the difference too, have
-        published theirs. The error shows the calls that are published by then.
+        The published calls have only the beginning of long arguments. So each rank that sees the
+        difference publishes its full call, and waits for the full calls of the others. The error
+        shows what is published after ``_ANSWER_TIMEOUT`` seconds.
 
         Args:
             call: the call of this rank, with its full arguments.
             number: the number of the call in its group.
         """
         with self._lock:
-            # The record has a shortened copy of this call, which is found by its group.
+            # Replace the shortened copy of this call. It is the call of the group in the record.
             full_calls = []
             for open_call in self._record.calls:
                 is_this_call = open_call.group == call.group
@@ -400,10 +411,10 @@ class CollectiveChecker:
         calls: dict[int, Call] = {}
         while monotonic() < deadline:
             calls = _calls_with_number(self._read(call.members), call.group, number)
-            has_digests = any(
+            has_shortened_call = any(
                 _DIGEST_PREFIX in member_call.arguments for member_call in calls.values()
             )
-            if len(calls) == len(call.members) and not has_digests:
+            if len(calls) == len(call.members) and not has_shortened_call:
                 break
             sleep(_MIN_PAUSE)
         ranks = ranks_in_words(call.members)
@@ -429,14 +440,13 @@ class CollectiveChecker:
             # Raises a CycleError if there is a cycle. The order is not used.
             waiting_graph.prepare()
         except CycleError as error:
-            # The second argument of the error is the list of the ranks in the cycle. Each rank in
-            # the list waits for the rank before it, and the first rank is also the last one. In
-            # reversed order, each rank waits for the next one.
+            # args[1] is the list of the ranks in the cycle. Each waits for the rank before it, and
+            # the first rank is also the last one. In reversed order, each waits for the next one.
             cycle = error.args[1][::-1]
         else:
             return
-        # The records were read one after the other. If none has changed until a second read, all of
-        # them were valid at the same moment, and the ranks cannot continue.
+        # The records were read at different moments, so the cycle may never have existed. If none
+        # of them has changed until a second read, the ranks do wait for each other.
         second_records = self._read(cycle)
         is_unchanged = all(second_records[rank].started == records[rank].started for rank in cycle)
         if is_unchanged:
@@ -455,19 +465,21 @@ class CollectiveChecker:
     def _waiting_ranks(self, records: Mapping[int, _Record]) -> dict[int, list[int]]:
         """Return the graph of ranks that wait, as far as it can be reached from this rank.
 
+        Args:
+            records: the records of all ranks.
+
         Returns:
-            For this rank, for each rank that it waits for, for each rank that such a rank waits
-            for, and so on: the ranks that the rank waits for.
+            The ranks that a rank waits for, by that rank.
         """
-        awaited_by: dict[int, list[int]] = {}
+        awaited_by_rank: dict[int, list[int]] = {}
         pending = [self._rank]
         while pending:
             rank = pending.pop()
-            awaited_by[rank] = _awaited_ranks(rank, records)
-            for awaited_rank in awaited_by[rank]:
-                if awaited_rank not in awaited_by:
+            awaited_by_rank[rank] = _awaited_ranks(rank, records)
+            for awaited_rank in awaited_by_rank[rank]:
+                if awaited_rank not in awaited_by_rank:
                     pending.append(awaited_rank)
-        return awaited_by
+        return awaited_by_rank
 
     def _raise_and_close(
         self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION
@@ -476,14 +488,14 @@ class CollectiveChecker:
 
         Args:
             call: the call of this rank.
-            problem: why the call cannot be made. The other ranks get its first line.
+            problem: why the call cannot be made. The errors of other ranks show its first line.
             expected: what is valid.
             suggestion: what to write instead.
         """
         summary = problem.splitlines()[0].rstrip(":")
         self.close(f"it raised CollectiveMismatchError: {summary}")
         request = f"{call} (rank {self._rank} of {self._size})"
-        # Kept, so that the errors of later calls show it as their cause.
+        # Kept as the cause of the errors of later calls.
         self._error = CollectiveMismatchError(
             request, problem=problem, expected=expected, suggestion=suggestion
         )
@@ -497,23 +509,22 @@ class CollectiveChecker:
     def _read(self, ranks: Collection[int]) -> dict[int, _Record]:
         """Return the latest records of some ranks, which are read one after the other.
 
-        The result has an entry for every rank. A rank that has published no record has no calls.
+        A rank that has published none has a record without calls.
         """
         other_ranks = [rank for rank in ranks if rank != self._rank]
         records = {self._rank: self._record}
         for rank, published in self._store.read("record", other_ranks).items():
-            # The record has travelled as JSON, which has turned the named tuples into lists.
-            started, call_fields, end_reason = published
-            calls = tuple(Call(*fields) for fields in call_fields)
+            # JSON has made lists of the named tuples.
+            started, calls_as_lists, end_reason = published
+            calls = tuple(Call(*fields) for fields in calls_as_lists)
             records[rank] = _Record(started, calls, end_reason)
         return {rank: records.get(rank, _NO_CALLS) for rank in ranks}
 
 
 def _with_digest(call: Call) -> Call:
-    """Return a call whose arguments are short, so that a record stays small.
+    """Return a copy of a call with short arguments, so that a record stays small.
 
-    Long arguments become their beginning and a digest. Two shortened texts are equal exactly if the
-    arguments are equal.
+    Long arguments become their beginning and a digest. So different arguments stay different.
     """
     if len(call.arguments) <= _MAX_RECORDED_CHARACTERS:
         return call
@@ -530,8 +541,9 @@ def _awaited_ranks(rank: int, records: Mapping[int, _Record]) -> list[int]:
         records: the records of all ranks.
     """
     record = records[rank]
-    if len(record.calls) != 1:
-        # The rank is in no call, or it is in calls of several threads and may continue in any.
+    # A rank in calls of several threads may continue in one of them, so it does not count.
+    waits_in_one_call = len(record.calls) == 1
+    if not waits_in_one_call:
         return []
     call = record.calls[0]
     number = record.count(call.group)
@@ -547,17 +559,17 @@ def difference(calls: Mapping[int, Call]) -> str:
     Returns:
         For example ``"op: sum on rank 0; mean on rank 1"``. Empty if the calls agree.
     """
-    # The facts are compared in this order. Other operations have other arguments, so the operation
-    # comes first. The arguments come second: they say more than the buffers that are made of them.
-    # To the user, the arguments are the data of the call.
+    # The operation is compared first, since different operations have different arguments, too. The
+    # arguments come next, named "data": they say more than the buffers that are made of them. The
+    # other facts follow in their own order.
     values_by_fact: dict[str, dict[int, str]] = {
-        "operation": {},  # filled in below, as a fact of the calls
+        "operation": {},  # filled in by the loop, if the calls have this fact
         "data": _windows_around_difference(calls),
     }
     # A dict and not a set, to keep the order of the facts.
     names = dict.fromkeys(name for call in calls.values() for name in call.facts)
     for name in names:
-        # A call without the fact has the value "none", so it differs from a call with the fact.
+        # A call without the fact differs from a call with the fact.
         values_by_fact[name] = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
     for name, values in values_by_fact.items():
         if len(set(values.values())) > 1:
@@ -577,12 +589,13 @@ def _values_in_words(values: Mapping[int, str]) -> str:
 
 
 def _windows_around_difference(calls: Mapping[int, Call]) -> dict[int, str]:
-    """Return the window of each call's arguments around their first difference, by rank.
+    """Return a part of each call's arguments, around their first difference, by rank.
 
-    Ranks without arguments are left out. The windows are equal if the arguments are.
+    Ranks without arguments are left out. The parts are equal if the arguments are.
     """
     texts = {rank: call.arguments for rank, call in calls.items() if call.arguments}
     common = os.path.commonprefix(list(texts.values()))  # noqa: RUF071 - of texts, not of paths
+    # The first difference is in the middle.
     start = len(common) - _DIFFERENCE_CHARACTERS // 2
     return {rank: _window(text, start, _DIFFERENCE_CHARACTERS) for rank, text in texts.items()}
 
@@ -624,7 +637,7 @@ def _calls_with_number(records: Mapping[int, _Record], group: str, number: int) 
     return calls
 
 
-def _latest(record: _Record) -> str:
+def _describe_latest_call(record: _Record) -> str:
     """Return a sentence about the latest call of a rank, for an error."""
     if not record.calls:
         return "it has made no checked call (are calls checked on every rank?)"
