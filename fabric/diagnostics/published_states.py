@@ -9,17 +9,23 @@ __all__ = ["read_states", "reasons_of_ended_ranks"]
 
 
 def read_states(store: JobStore, number: int) -> dict[int, RankState]:
-    """Return the state of every rank for a report.
+    """Return the state of every rank for a hang report.
 
-    A rank that has not published a state gets one from what can be read of its process.
+    The state of a rank that has published none comes from what can be read of its process.
+
+    Args:
+        store: the store of the job.
+        number: the number of the report.
     """
     ranks = range(store.size)
-    # A state for this report takes precedence over the state of a rank that closed later.
+    # A rank that makes no further calls has published its last state under "closed". The state that
+    # it may have published for this report before is preferred.
     closed = store.read("closed", ranks)
     published = closed | store.read(f"state/{number}", ranks)
     states = {}
     for rank in ranks:
         if rank in published:
+            # JSON has made a list of the named tuple.
             states[rank] = RankState(*published[rank])
         else:
             states[rank] = _read_unresponsive_state(store, rank)
@@ -28,26 +34,26 @@ def read_states(store: JobStore, number: int) -> dict[int, RankState]:
 
 def _read_unresponsive_state(store: JobStore, rank: int) -> RankState:
     """Return a state for a rank that has published none, with its stack if it can be read."""
+    # A rank publishes its address at the start of its hang reporter.
     address = store.read("address", [rank]).get(rank)
     if address is None:
         return RankState("it has not started")
-    # The first line of the text says what is known of the process. The other lines are the
-    # stack.
     stack_address = StackAddress(*address)
+    # The first line of the text says what is known of the process. The other lines are the stack.
     activity, _, stack = read_stack(stack_address).partition("\n")
-    is_gone = has_ended(stack_address.node, stack_address.pid)
-    return RankState(activity, stack=stack, has_ended=is_gone)
+    has_process_ended = has_ended(stack_address.node, stack_address.pid)
+    return RankState(activity, stack=stack, has_ended=has_process_ended)
 
 
 def reasons_of_ended_ranks(store: JobStore) -> list[str]:
-    """Return a line for each of the first ranks that make no further calls."""
+    """Return why ranks make no further calls, one line for each of the first such ranks."""
     ranks = range(store.size)
     reasons: dict[int, str] = {}
     for rank, address in store.read("address", ranks).items():
         stack_address = StackAddress(*address)
         if has_ended(stack_address.node, stack_address.pid):
             reasons[rank] = f"its process (pid {stack_address.pid}) has ended"
-    # What a rank has published comes before what is seen of its process.
+    # A reason that a rank has published says more, and replaces the other one.
     for rank, state in store.read("closed", ranks).items():
         reasons[rank] = RankState(*state).activity
     lines = [f"  rank {rank}: {reasons[rank]}" for rank in sorted(reasons)]

@@ -4,7 +4,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 
 from fabric._torch import awaited_worker, is_compiling
@@ -25,19 +25,20 @@ _TORCH_COLLECTIVE = re.compile(
 
 
 class RankObserver:
-    """Watches the flight recorder and the thread of this rank, and describes the rank.
+    """Watches the flight recorder and the user's thread of this rank, and describes the rank.
 
-    Made in the thread that makes the calls. Its methods are called in the thread that reports.
+    The *user's thread* is the one that trains and makes the calls. It creates this object. The
+    thread that makes hang reports calls the methods.
 
     Args:
         recorder: the flight recorder of this process.
         size: the number of ranks.
-        idle_threshold: after how many seconds without CPU time the thread counts as idle.
+        idle_threshold: after how many seconds without CPU time the user's thread counts as idle.
         is_asynchronous: whether the device runs collectives in the background. If so, a rank may
             wait for a collective anywhere, not only in a collective or phase.
 
     Attributes:
-        stacks: reads the stack of the thread that makes the calls.
+        stacks: reads the stack of the user's thread.
         unchanged_since: when the flight recorder changed last, or when the rank was seen to
             compile, on the monotonic clock.
     """
@@ -56,18 +57,18 @@ class RankObserver:
         self._snapshot: object = None
 
     def update(self, now: float) -> bool:
-        """Look at the rank again, and return whether it has made progress since the latest call.
+        """Return whether the flight recorder has changed since the latest call of this method.
 
-        Progress is a change of the flight recorder.
+        Also notice whether the user's thread has used the CPU. Called several times a minute.
 
         Args:
             now: the monotonic time.
         """
         self._idle_timer.update(now)
         recorder = self._recorder
-        # The ids of the threads are copied, since other threads change the dict.
-        open_threads = list(recorder.open_collectives)
-        snapshot = (recorder.phase, sum(recorder.counts.values()), open_threads)
+        # Copied, since other threads change the dict.
+        threads_in_collectives = list(recorder.open_collectives)
+        snapshot = (recorder.phase, sum(recorder.counts.values()), threads_in_collectives)
         if snapshot == self._snapshot:
             return False
         self._snapshot = snapshot
@@ -75,9 +76,14 @@ class RankObserver:
         return True
 
     def seconds_waited(self, now: float) -> float:
-        """Return for how long this rank may have waited. Zero if the rank cannot be waiting."""
+        """Return for how many seconds this rank may have waited. Zero if it cannot be waiting.
+
+        Args:
+            now: the monotonic time.
+        """
         is_inside = bool(self._recorder.phase or self._recorder.open_collectives)
-        if not is_inside and not self._is_asynchronous:
+        may_wait = is_inside or self._is_asynchronous
+        if not may_wait:
             return 0.0
         return now - self.unchanged_since
 
@@ -90,8 +96,7 @@ class RankObserver:
         else:
             key = recorder.phase or recorder.latest_key
         latest = call or recorder.latest_collective
-        # The members of a group of all ranks are left out, to keep the state small. If the key is
-        # that of a phase, all ranks must start it.
+        # No members stand for all ranks. This keeps the state small, and is right for a phase.
         members: Sequence[int] = ()
         if latest is not None and latest.group == key and len(latest.members) < self._size:
             members = tuple(latest.members)
@@ -99,6 +104,7 @@ class RankObserver:
         if call is None:
             history += self._describe_latest()
         stack = self.stacks.dump()
+        # Two ranks in one message make different calls: one sends, and the other receives.
         compared_call = ""
         if call is not None and not call.is_message:
             compared_call = call.title
@@ -118,52 +124,66 @@ class RankObserver:
         )
 
     def _awaited_ranks(self, stack: str) -> Sequence[int] | None:
-        """Return the ranks without which this rank cannot go on. See ``RankState.awaited``.
+        """Return the ranks without which this rank cannot go on, as :class:`RankState` has them.
 
         Args:
-            stack: the stack of the thread that makes the calls.
+            stack: the stack of the user's thread.
+
+        Returns:
+            The ranks. Empty if the rank waits for all ranks. None if it is not known to wait.
         """
         recorder = self._recorder
         if self._is_asynchronous:
             return None
-        open_collectives = dict(recorder.open_collectives)
+        open_collectives = dict(recorder.open_collectives)  # a copy, since other threads change it
         if open_collectives:
-            # A rank with calls in other threads may go on in one of them.
-            is_in_main_thread = list(open_collectives) == [recorder.thread]
-            awaited = next(iter(open_collectives.values())).awaited_ranks
-            if not is_in_main_thread or not awaited:
-                return None
-            # An empty sequence stands for all ranks, to keep the state small.
-            if len(awaited) == self._size:
-                return ()
-            return tuple(awaited)
+            return self._awaited_in_collective(open_collectives)
         if not recorder.phase or not recorder.phases_need_all_ranks:
             return None
-        # The rank may also compute in the phase. It waits only if it uses no CPU time in a
-        # collective of torch.
+        # In a phase the rank may also compute. It waits for all ranks if it is in a collective of
+        # torch and uses no CPU time.
         idle_seconds = monotonic() - self._idle_timer.idle_since
         is_idle = idle_seconds > self._idle_threshold
-        is_in_torch = _TORCH_COLLECTIVE.match(stack) is not None
-        if is_idle and is_in_torch:
+        is_in_torch_collective = _TORCH_COLLECTIVE.match(stack) is not None
+        if is_idle and is_in_torch_collective:
             return ()
         return None
+
+    def _awaited_in_collective(self, open_collectives: Mapping[int, Entry]) -> Sequence[int] | None:
+        """Return the ranks without which this rank cannot leave its collective.
+
+        Args:
+            open_collectives: the collective that each thread is in, at least one.
+
+        Returns:
+            See :meth:`_awaited_ranks`.
+        """
+        # A rank that is in calls of several threads may go on in any of them.
+        is_only_user_thread = list(open_collectives) == [self._recorder.thread]
+        if not is_only_user_thread:
+            return None
+        awaited = open_collectives[self._recorder.thread].awaited_ranks
+        if not awaited:  # unknown, as in a gather
+            return None
+        if len(awaited) == self._size:
+            return ()
+        return tuple(awaited)
 
     def activity(self) -> str:
         """Return what this rank is doing now, and where, as text that follows "rank 1"."""
         return self._describe_activity(self._current_call())
 
     def _current_call(self) -> Entry | None:
-        """Return the collective in which the user's thread is, or else another thread.
+        """Return the collective that the user's thread is in, or else one of another thread.
 
         Returns:
             The collective. None if no thread is in a collective.
         """
-        open_collectives = self._recorder.open_collectives
-        call = open_collectives.get(self._recorder.thread)
-        if call is None:
-            # The values are copied into a list, since other threads change the dict.
-            call = next(iter(list(open_collectives.values())), None)
-        return call
+        # A copy, since other threads change the dict.
+        open_collectives = dict(self._recorder.open_collectives)
+        if self._recorder.thread in open_collectives:
+            return open_collectives[self._recorder.thread]
+        return next(iter(open_collectives.values()), None)
 
     def _describe_activity(self, call: Entry | None) -> str:
         """Return what this rank is doing, and where, as text that follows "rank 1".
@@ -191,48 +211,55 @@ class RankObserver:
         return text
 
     def _describe_latest(self) -> str:
-        """Return what a rank that is not in a collective did last, as text that ends a sentence."""
+        """Return what this rank, which is not in a collective, did last, as the end of a sentence.
+
+        An example is ``"; its latest collective was barrier at train.py:1"``.
+        """
         recorder = self._recorder
         latest = recorder.latest_collective
         text = ""
         if latest is not None:
             text += f"; its latest collective was {latest.public_title} at {latest.call_site}"
-        # The latest key is a group or, after a phase, the name of the phase.
+        # The key is the group of the latest collective, or a phase that started after it.
         latest_key = recorder.latest_key
-        is_latest_a_phase = latest_key != "" and (latest is None or latest.group != latest_key)
-        if is_latest_a_phase and not recorder.phase:
+        has_newer_phase = latest_key != "" and (latest is None or latest.group != latest_key)
+        if has_newer_phase and not recorder.phase:
             text += f"; its latest phase was {latest_key}"
         return text
 
 
 class _IdleTimer:
-    """Measures since when the thread that creates the timer has used no CPU time.
+    """Tracks how long a thread has been idle. Created by that thread, updated by any thread.
 
     Attributes:
-        idle_since: when the thread was last seen to use the CPU, on the monotonic clock. Always the
-            present time on systems that do not measure the CPU time of a thread.
+        idle_since: when :meth:`update` last saw that the thread had used the CPU, on the monotonic
+            clock. On a system without CPU clocks of threads, the time of the latest update.
     """
 
     def __init__(self) -> None:
-        self._clock: int | None = None
+        # The clock of the CPU time that this thread uses. None if the system has no such clock.
+        self._cpu_clock_id: int | None = None
         if hasattr(time, "pthread_getcpuclockid"):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._latest_update = monotonic()
+            self._cpu_clock_id = time.pthread_getcpuclockid(threading.get_ident())
+        # When update() was called last, and the CPU time of the thread then.
+        self._updated_at = monotonic()
         self._cpu_seconds = 0.0
-        self.idle_since = self._latest_update
+        self.idle_since = self._updated_at
 
     def update(self, now: float) -> None:
-        """Notice whether the thread has used the CPU since the latest update, from any thread.
+        """Set ``idle_since`` if the thread has used the CPU since the latest update.
 
         Args:
             now: the monotonic time.
         """
-        if self._clock is None:
+        if self._cpu_clock_id is None:
             self.idle_since = now
             return
-        cpu_seconds = time.clock_gettime(self._clock)
-        idle_limit = _MAX_IDLE_LOAD * (now - self._latest_update)
-        if cpu_seconds - self._cpu_seconds > idle_limit:
+        cpu_seconds = time.clock_gettime(self._cpu_clock_id)
+        # An idle thread uses a little CPU time, too.
+        idle_limit = _MAX_IDLE_LOAD * (now - self._updated_at)
+        is_busy = cpu_seconds - self._cpu_seconds > idle_limit
+        if is_busy:
             self.idle_since = now
         self._cpu_seconds = cpu_seconds
-        self._latest_update = now
+        self._updated_at = now

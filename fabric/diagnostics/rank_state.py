@@ -18,19 +18,19 @@ class RankState(NamedTuple):
         is_inside: whether the rank is in a collective, or in a phase in which torch issues
             collectives.
         seconds_waited: seconds since the flight recorder of the rank changed.
-        key: the key in ``counts`` of the collective or phase that the rank is in, or else of the
-            one that started last. The keys are groups and phases.
+        key: the name of the group of the collective that the rank is in, or the name of the phase.
+            If the rank is in neither, the key of what it started last.
         members: the global ranks that must make the same call. Empty means all ranks.
-        counts: how many collectives of each group and how many phases the rank has started. See
-            :class:`fabric.diagnostics.recorder.FlightRecorder`.
+        counts: how many collectives of each group and how many phases of each name the rank has
+            started, by key.
         stack: the stack of the rank, innermost frame first. Empty if unknown.
         call: the operation of the collective that the rank is in, which must be the same on all
-            members. Empty for other ranks, and for a message.
-        awaited: the global ranks of which none can be missing, if the rank is to go on. Empty means
-            all ranks. None, the default, if the rank is not known to wait.
+            members. Empty outside of collectives, and for a send or recv.
+        awaited: the global ranks without which the rank cannot go on. Empty means all ranks. None,
+            the default, if the rank is not known to wait.
         has_ended: whether the rank makes no further calls.
-        step: the number of the current optimizer step, or outside of steps of the next one, from 1.
-            0, the default, if unknown.
+        step: the number of the current optimizer step, from 1. Outside of a step, that of the next
+            one. 0, the default, if unknown.
         pid: the id of the process of the rank. 0, the default, if unknown.
     """
 
@@ -50,14 +50,14 @@ class RankState(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of the call or phase that the rank is in, among those with its key."""
+        """The number of the call or phase that the rank is in, among those with the same key."""
         return self.counts.get(self.key, 0)
 
     def makes_another_call_than(self, other: "RankState") -> bool:
-        """Return whether two ranks are in calls that should be the same call, and are not."""
+        """Return whether two ranks are in different calls that should be the same call."""
         are_in_calls = self.call != "" and other.call != ""
-        is_same_place = self.key == other.key and self.number == other.number
-        return are_in_calls and is_same_place and self.call != other.call
+        have_same_number = self.key == other.key and self.number == other.number
+        return are_in_calls and have_same_number and self.call != other.call
 
 
 def missing_ranks(
@@ -70,7 +70,7 @@ def missing_ranks(
         waiting: the state of the waiting rank.
         members: the ranks that must make the call.
     """
-    # A rank has started the call if it has counted as many calls with this key.
+    # A rank has started the call number n of a group if it has counted n calls of the group.
     number = waiting.number
     return [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
 
@@ -78,8 +78,11 @@ def missing_ranks(
 def differing_ranks(
     states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
 ) -> list[int]:
-    """Return the ranks that make another call in the place of the call in which a rank waits.
+    """Return the ranks that make another call instead of the call in which a rank waits.
 
-    See :func:`missing_ranks` for the arguments.
+    Args:
+        states: the states of all ranks, by rank.
+        waiting: the state of the waiting rank.
+        members: the ranks that must make the call.
     """
     return [rank for rank in members if states[rank].makes_another_call_than(waiting)]

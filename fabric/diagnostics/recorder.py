@@ -22,7 +22,7 @@ __all__ = ["HEADING", "JOB", "Entry", "FlightRecorder", "RecordedCommunicator", 
 
 JOB = "job"  # the name of the group of all ranks
 RANK0 = "rank 0"  # the group under which the waits for values of rank 0 are counted
-STEP = "optimizer step"  # the name of the phase
+STEP = "optimizer step"  # the name of the phase of a step
 HEADING = "where each rank is:"  # a line of every hang report
 # The error of a collective that timed out has one of these texts, depending on the backend.
 _TIMEOUT_TEXTS = ("timed out", "timeout", "did not call")
@@ -42,8 +42,9 @@ class Entry(NamedTuple):
         number: the number of this collective in its group, from 1.
         operation: the name of the operation, as the user called it.
         name: the name of a barrier, else empty.
-        call_site: where the user made the call; ``str()`` of it is the text.
-        kind: the collective that the operation makes here.
+        call_site: where the user made the call. Its ``str()`` is the text for errors.
+        kind: the kind of collective by which the operation transfers data. For example, an
+            operation on objects makes an all-gather of their bytes.
         peer: the source or destination as a rank of the group. None if the collective has none.
     """
 
@@ -65,17 +66,17 @@ class Entry(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether the call is a send or a recv, which have the same number on their two ranks."""
+        """Whether the call is a send or a recv."""
         return self.kind in (Operation.SEND, Operation.RECV)
 
     @property
     def awaited_ranks(self) -> Sequence[int]:
-        """The global ranks without which this call cannot end, as far as they are known."""
+        """The global ranks without which this call cannot end. Empty if unknown."""
         if self.kind in (Operation.BROADCAST, Operation.SCATTER) and self.peer is not None:
             # The source may send and go on without the others.
             return [self.members[self.peer]]
         if self.kind is Operation.GATHER:
-            # Ranks other than the destination may send and go on without the others.
+            # The destination waits for all members. The others may send and go on.
             return []
         return self.members
 
@@ -88,7 +89,10 @@ class Entry(NamedTuple):
 
     @property
     def public_title(self) -> str:
-        """The title, after the function that the user called, if this one made the collective."""
+        """The function of fabric that the user called, with the title: ``"save (barrier)"``.
+
+        Only the title if the user called the operation itself, or if the function is unknown.
+        """
         function = getattr(self.call_site, "function", "")
         is_public = function != "" and not function.startswith("_")
         if is_public and function != self.operation:
@@ -110,11 +114,12 @@ def ranks_in_words(ranks: Collection[int]) -> str:
 
 
 def _no_report() -> str:
+    """Return an empty text, which stands for no report and for no explanation."""
     return ""
 
 
 def _ignore_param_groups(optimizer: torch.optim.Optimizer) -> None:
-    pass
+    """Do nothing. The default of ``FlightRecorder.on_param_groups_changed``."""
 
 
 class FlightRecorder:
@@ -175,7 +180,7 @@ class FlightRecorder:
 
         # The record, which only this class and RecordedCommunicator change.
         self.phase: str | None = None
-        # The values of `phase` to return to, since phases nest: a loss may run a forward pass.
+        # Phases nest. These are the values of `phase` after the end of each open phase.
         self._outer_phases: list[str | None] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.latest_key = ""
@@ -202,11 +207,11 @@ class FlightRecorder:
     def enter_phase(self, phase: str) -> None:
         """Record the start of a phase. Each call is followed by one call of :meth:`exit_phase`."""
         self.counts[phase] += 1
-        # The current phase may still be STEP, for two reasons: exit_step() does not run after a
-        # step that raised, and a step may call its closure, which runs this phase. In both cases
-        # torch issues no collectives in the rest of the step. So exit_phase() sets no phase
-        # afterwards.
-        outer_phase = None if self.phase == STEP else self.phase
+        outer_phase = self.phase
+        if outer_phase == STEP:
+            # Either the step runs this phase in its closure, and issues no collectives afterwards.
+            # Or the step has raised, and torch has not called exit_step().
+            outer_phase = None
         self._outer_phases.append(outer_phase)
         self.phase = phase
         self.latest_key = phase
@@ -220,13 +225,13 @@ class FlightRecorder:
                 with what each rank is doing.
         """
         if error is not None:
-            # Called before the phase ends, since the report says in which phase this rank is.
+            # Before the phase ends, since the note says in which phase this rank is.
             self.annotate(error)
         self.phase = self._outer_phases.pop()
 
     @property
     def step(self) -> int:
-        """The number of the current optimizer step, or outside of steps of the next one, from 1."""
+        """The number of the current optimizer step, from 1. Outside of steps, of the next one."""
         started_steps = self.counts.get(STEP, 0)
         if self.phase == STEP:
             return started_steps
@@ -235,17 +240,16 @@ class FlightRecorder:
     def enter_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Record the start of an optimizer's step. Called by torch as a pre-hook of the step.
 
-        If the user has added parameter groups since the latest step, the new parameters are passed
-        to ``on_param_groups_changed``, which checks them.
+        If the user has added parameter groups since the latest step, ``on_param_groups_changed``
+        checks the optimizer.
         """
         self.phase = STEP
         self.latest_key = STEP
         self.counts[STEP] += 1
-        # The recorded number is that at the optimizer's setup, or at its latest step.
         group_count = len(optimizer.param_groups)
         if group_count != self.param_group_counts.get(id(optimizer)):
             self.on_param_groups_changed(optimizer)
-            # Recorded only now: if the call raises, the next step calls it again.
+            # After the call: if the call raises, the next step makes it again.
             self.param_group_counts[id(optimizer)] = group_count
 
     def exit_step(self, *_: object) -> None:
@@ -254,7 +258,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def record_phase(self, phase: str, needs_all_ranks: bool = False) -> Iterator[None]:
-        """Record a block as a phase. The block must be one that waits for the device.
+        """Record a block, which waits for the device, as a phase.
 
         Args:
             phase: the name of the phase.
@@ -290,9 +294,9 @@ class FlightRecorder:
     def record_wait_for_rank0(self, title: str, size: int) -> Iterator[None]:
         """Record a block in which rank 0 stores a value, for which the other ranks wait.
 
-        Every rank runs the blocks in the same order. A rank that waits in its block number n has
-        read the n - 1 values before. So if rank 0 has started fewer than n blocks, it has not
-        stored the value, and a hang report can prove that the rank waits for rank 0.
+        Every rank runs these blocks in the same order. If this rank waits in its block number n and
+        rank 0 has started fewer than n blocks, rank 0 has not stored the value. A hang report
+        compares these numbers.
 
         Args:
             title: the value, as text that follows "waits for".
@@ -309,7 +313,7 @@ class FlightRecorder:
             operation=title,
             name="",
             call_site=user_call(sys._getframe(1)),
-            # As in a broadcast, rank 0 may store the value and go on without the others.
+            # A hang report treats the wait like a broadcast from rank 0, which does not wait.
             kind=Operation.BROADCAST,
             peer=0,
         )
@@ -320,14 +324,14 @@ class FlightRecorder:
                 check(entry)
             yield
         except UsageError as error:
-            # The error of a store whose value did not come within the timeout.
+            # JobStore.from_rank0() raises it if the value does not come within the timeout.
             self._add_report(error)
             raise
         finally:
             del self.open_collectives[thread]
 
     def check_signatures(self) -> None:
-        """Compare the ranks' signatures of the latest calls, which are still on the device.
+        """Compare the signatures of the latest calls between ranks, which are on the device.
 
         This waits for the device. Call it only where the program waits for the device anyway.
 
@@ -339,8 +343,8 @@ class FlightRecorder:
     def annotate(self, error: BaseException) -> None:
         """Add a note to the error of a collective that timed out or has lost another rank.
 
-        The note is a hang report, or says why another rank has ended. An error that already has
-        such a note is not changed: several functions on the way of an error call this method.
+        The note is a hang report, or says why another rank has ended. Several functions call this
+        method as an error passes through them. Only the first call adds a note.
         """
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         has_note = HEADING in text or _LOST_HEADING in text
@@ -356,14 +360,15 @@ class FlightRecorder:
                 error.add_note(f"{_LOST_HEADING}\n{explanation}")
 
     def _add_report(self, error: BaseException) -> None:
-        """Add a note with a hang report to an error, and what to do about it."""
+        """Add a note to an error: a hang report, and what to do about it."""
         report = self._report()
-        if report:
-            remedy = (
-                "look at the stack of the missing rank first; Fabric(timeout=7200), in seconds, if "
-                "a collective may take longer"
-            )
-            error.add_note(f"{report}\n  {remedy}")
+        if not report:
+            return
+        remedy = (
+            "look at the stack of the missing rank first; Fabric(timeout=7200), in seconds, if a "
+            "collective may take longer"
+        )
+        error.add_note(f"{report}\n  {remedy}")
 
 
 class RecordedCommunicator(Communicator):
@@ -395,7 +400,7 @@ class RecordedCommunicator(Communicator):
         self._name = name
         # A range takes as little memory in a job of thousands of ranks as in one of two.
         self._ranks = range(inner.size) if ranks is None else ranks
-        # The number of groups made from this one, which is the same on all ranks.
+        # The number of groups made from this group. It is the same on all ranks.
         self._subgroup_count = 0
 
     @override
@@ -409,13 +414,13 @@ class RecordedCommunicator(Communicator):
         self._checked.close()
 
     def _new_group(self, collective: Collective) -> "RecordedCommunicator | None":
-        """Make a group of some ranks of this group, which is recorded too.
+        """Make a group of some ranks of this group. Its collectives are recorded, too.
 
         Returns:
             The communicator of the new group. None on a rank that is not a member.
         """
-        # All ranks count the new groups, also those that are not members. So the members of a group
-        # agree on its name without communication.
+        # Ranks that are no members count the group, too. So all ranks give the next group the same
+        # name without communication.
         self._subgroup_count += 1
         name = f"{self._name}/{self._subgroup_count}"
         # The buffer of this operation has the members' ranks in this group.
@@ -426,12 +431,13 @@ class RecordedCommunicator(Communicator):
         return RecordedCommunicator(inner, self._recorder, name, global_ranks)
 
     def _record(self, collective: Collective) -> Any:
-        """Run a collective, and record it while it runs. Returns the result of the collective.
+        """Run a collective, and record it while it runs. Return the result of the collective.
 
         The recorder's checks run before the collective sends data, and raise if it must not run.
         """
         recorder = self._recorder
-        if os.getpid() != recorder.process:
+        is_forked_child = os.getpid() != recorder.process
+        if is_forked_child:
             raise self._forked_process_error(collective)
         entry = self._new_entry(collective)
         thread = threading.get_ident()
@@ -454,10 +460,7 @@ class RecordedCommunicator(Communicator):
             del recorder.open_collectives[thread]
 
     def _forked_process_error(self, collective: Collective) -> UsageError:
-        """Return the error of a collective in a forked child, where it would wait for ever.
-
-        Such a child is a worker of a DataLoader, for example.
-        """
+        """Return the error of a collective in a forked child, such as a worker of a DataLoader."""
         process = self._recorder.process
         operation = collective.user_operation
         return UsageError(
@@ -476,7 +479,8 @@ class RecordedCommunicator(Communicator):
         group = self._name
         members = self._ranks
         if collective.operation in (Operation.SEND, Operation.RECV):
-            # Only two ranks make the call, so each pair of ranks has its own count and members.
+            # Only two ranks make the call, so each source and destination have a group of their
+            # own.
             message = collective.message(self.rank)
             group = f"{group} {message.source}>{message.destination}"
             members = [self._ranks[message.source], self._ranks[message.destination]]
