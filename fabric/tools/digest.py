@@ -78,43 +78,41 @@ class DigestTables:
         Returns:
             ``2 + SKETCH_SIZE`` numbers of dtype int64, for :func:`unpack_digest`.
         """
-        with torch.no_grad():
-            elements = _flat_elements(chunk, shape)
-            elements_table, blocks_table = self._tables(elements.values.device)
-            hash_sum = torch.zeros((), dtype=torch.int64, device=elements.values.device)
-            # The squared norm, and then the dot products of the sketch.
-            sums = torch.zeros(1 + SKETCH_SIZE, dtype=torch.float64, device=hash_sum.device)
-            for piece in elements.pieces():
-                scrambled = _scrambled_bits(piece.values)
-                values = piece.values.to(torch.float64)
-                keys = elements_table.keys[piece.positions]
-                block_keys = blocks_table.keys[piece.blocks]
-                weights = elements_table.weights[:, piece.positions]
-                block_weights = blocks_table.weights[:, piece.blocks]
-                if isinstance(piece.blocks, int):
-                    # All elements of the piece are in one block, whose entries are scalars.
-                    hash_sum += (scrambled * keys).sum() * block_keys
-                    sums[1:] += (weights @ values) * block_weights
-                else:
-                    hash_sum += (scrambled * keys * block_keys).sum()
-                    sums[1:] += (weights * block_weights) @ values
-                sums[0] += values.square().sum()
-            return torch.cat([hash_sum.view(1), sums.view(torch.int64)])
+        elements = _flat_elements(chunk, shape)
+        elements_table, blocks_table = self._tables(elements.values.device)
+        hash_sum = torch.zeros((), dtype=torch.int64, device=elements.values.device)
+        # The squared norm, and then the dot products of the sketch.
+        sums = torch.zeros(1 + SKETCH_SIZE, dtype=torch.float64, device=hash_sum.device)
+        for piece in elements.pieces():
+            scrambled = _scrambled_bits(piece.values)
+            values = piece.values.to(torch.float64)
+            keys = elements_table.keys[piece.positions]
+            block_keys = blocks_table.keys[piece.blocks]
+            weights = elements_table.weights[:, piece.positions]
+            block_weights = blocks_table.weights[:, piece.blocks]
+            if isinstance(piece.blocks, int):
+                # All elements of the piece are in one block, whose entries are scalars.
+                hash_sum += (scrambled * keys).sum() * block_keys
+                sums[1:] += (weights @ values) * block_weights
+            else:
+                hash_sum += (scrambled * keys * block_keys).sum()
+                sums[1:] += (weights * block_weights) @ values
+            sums[0] += values.square().sum()
+        return torch.cat([hash_sum.view(1), sums.view(torch.int64)])
 
     def row_hashes(self, tensor: Tensor) -> Tensor:
         """Return a hash of each row of a dense tensor, with dtype int64 on the tensor's device.
 
         The hash of a row depends on the bits of the row, but not on its position.
         """
-        with torch.no_grad():
-            rows = _real_values(tensor).flatten(1)
-            elements_table, blocks_table = self._tables(rows.device)
-            hashes = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-            for number, columns in enumerate(rows.split(_BLOCK, dim=1)):
-                scrambled = _scrambled_bits(columns)
-                keys = elements_table.keys[: columns.shape[1]]
-                hashes += (scrambled * keys).sum(dim=1) * blocks_table.keys[number % _MAX_BLOCKS]
-            return hashes
+        rows = _real_values(tensor).flatten(1)
+        elements_table, blocks_table = self._tables(rows.device)
+        hashes = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        for number, columns in enumerate(rows.split(_BLOCK, dim=1)):
+            scrambled = _scrambled_bits(columns)
+            keys = elements_table.keys[: columns.shape[1]]
+            hashes += (scrambled * keys).sum(dim=1) * blocks_table.keys[number % _MAX_BLOCKS]
+        return hashes
 
     def _tables(self, device: torch.device) -> tuple[_Table, _Table]:
         """Return the tables of elements and of blocks on a device."""
@@ -212,7 +210,10 @@ def _with_real_parts(tensor: Tensor, start: int, indices: Tensor | None) -> _Ele
 
 
 def _real_values(tensor: Tensor) -> Tensor:
-    """Return a plain tensor of numbers that are not complex, which may share its memory."""
+    """Return a plain tensor of numbers that are not complex, without a gradient.
+
+    The result may share its memory with the argument.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type == "mps":
         # It has no numbers of 64 bits.
