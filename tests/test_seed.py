@@ -146,6 +146,12 @@ def test_the_digest_of_a_stream_changes_with_the_stream_alone(
     assert after == before
 
 
+def test_a_process_without_numpy_saves_no_state_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    assert "numpy" not in rng_state()
+    assert "numpy" not in stream_digests()
+
+
 def test_seeding_does_not_import_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     seed_everything(1, rank=1, per_rank=True)
@@ -166,6 +172,28 @@ def test_streams_that_differ_are_restored_and_equal_streams_go_on() -> None:
     random.random()
     streams.restore_global_streams(saved, unless=saved)
     assert random.getstate() != saved["python"]
+
+
+def test_generators_are_restored_and_go_on_without_a_saved_state() -> None:
+    generators = (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2))
+
+    def draw_from_generators() -> list[float]:
+        return [torch.rand((), generator=generator).item() for generator in generators]
+
+    streams = RandomStreams(generators=generators)
+    saved = streams.state()
+    first = draw_from_generators()
+    second = draw_from_generators()
+    streams.restore(saved)
+    assert draw_from_generators() == first
+    streams.restore({})
+    assert draw_from_generators() == second
+
+
+def test_random_streams_are_true_if_there_are_any() -> None:
+    assert not RandomStreams()
+    assert RandomStreams(("python",))
+    assert RandomStreams(generators=(torch.Generator(),))
 
 
 def test_the_stream_of_a_sample_depends_on_seed_epoch_and_index_alone() -> None:

@@ -58,6 +58,18 @@ def restore_a_process_that_had_no_devices(_: DeviceModule) -> None:
     assert stream_digests() == before
 
 
+def restore_a_process_that_had_devices_where_there_are_none(module: DeviceModule) -> None:
+    state = rng_state()
+    drawn_from_state = draw(module)
+    with (
+        patch.object(module, "is_available", return_value=False),
+        patch.object(module, "device_count", return_value=0),
+    ):
+        set_rng_state(state)
+    for number, number_from_state in zip(draw(module), drawn_from_state, strict=True):
+        assert number != number_from_state, "the streams go on"
+
+
 def compare_digests(module: DeviceModule) -> None:
     before = stream_digests()
     current, other = module.generators
@@ -84,6 +96,7 @@ def main() -> None:
     restore_a_process_that_had_more_devices(module)
     restore_a_process_that_had_fewer_devices(module)
     restore_a_process_that_had_no_devices(module)
+    restore_a_process_that_had_devices_where_there_are_none(module)
     compare_digests(module)
     compare_digests_while_a_graph_is_captured(module)
 
