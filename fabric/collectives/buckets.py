@@ -41,8 +41,8 @@ __all__ = [
     "pack_chunks",
 ]
 
-# The dtype in which another dtype travels. Every value survives the way there and back. For bool,
-# min is "all" and max is "any". uint64 wraps around on both ways, as its sums and products do.
+# The dtype in which another dtype travels, since backends do not carry all dtypes. A conversion to
+# it and back returns every value. For uint64, large values become negative int64 values and back.
 WIRE_DTYPES = {
     torch.bool: torch.uint8,
     torch.int16: torch.int32,
@@ -51,7 +51,8 @@ WIRE_DTYPES = {
     torch.uint64: torch.int64,
     **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
 }
-# The dtype in which another dtype travels if its mean is taken.
+# The dtype in which another dtype travels if its mean is taken, which begins with a sum. The sum of
+# 16-bit floats may overflow.
 MEAN_WIRE_DTYPES = {
     **WIRE_DTYPES,
     torch.float16: torch.float32,
@@ -122,11 +123,10 @@ class Bucket:
             numbers, the shape is ``(num_chunks, n)``, and row i has chunk i of every tensor.
         """
         wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
-        # The tables name another dtype where a backend does not carry the dtype, or where the sum
-        # that a mean is computed from may overflow. Other dtypes travel as they are.
+        # A dtype that is not in the table travels as it is.
         wire_dtype = wire_dtypes.get(self.dtype, self.dtype)
         if self.stacked_tensors is not None:
-            # This tensor is a copy already. No one reads its values later, so the caller may write
+            # This tensor is a copy already. Nothing reads its values later, so the caller may write
             # to it.
             return self.stacked_tensors.to(device, wire_dtype)
         has_only_numbers = not self.tensors
@@ -155,8 +155,7 @@ class Bucket:
             self._unpack_stacked(buffer, leaves, num_ranks)
             return
         sections = self._split(buffer)
-        # Copies, since results must not share memory with each other. A single result may keep the
-        # memory of the buffer.
+        # Each result is a copy, since results must not share memory. A single result may be a view.
         has_several_results = len(sections) > 1
         # Not strict: if the bucket has numbers, there is one more section, which holds them.
         for position, tensor, section in zip(
@@ -190,9 +189,9 @@ class Bucket:
     def _number_tensor(self, op: Reduce | None) -> Tensor:
         """Return the Python numbers as a one-dimensional tensor on the CPU, in the bucket's dtype.
 
-        For a sum of integers (``op``), the numbers are followed by their upper 32 bits. The sum
-        over ranks may exceed 64 bits and wrap around, whereas the sum of the upper bits does not.
-        ``_exact_sum`` computes the true sum from both.
+        For a sum of integers, the tensor also has the upper 32 bits of each number, after all
+        numbers. The sum of the numbers over the ranks may wrap around at 64 bits, but the sum of
+        the upper bits does not. :func:`_exact_sum` computes the true sum from both.
         """
         numbers = self.numbers
         if op is Reduce.SUM and self.dtype is torch.int64:
@@ -244,7 +243,8 @@ class Bucket:
 
         Args:
             section: the section of the numbers, of shape ``(n,)``, or ``(num_ranks, n)``.
-            num_ranks: if it is not None, each result is the list of the values of all ranks.
+            num_ranks: the number of ranks whose values are in the section. Each result is then the
+                list of their values. None if the section has one value for each number.
         """
         if self.dtype is torch.bool:
             section = section.bool()  # booleans travel as uint8
@@ -253,10 +253,11 @@ class Bucket:
             section = section.t()
         results = section.tolist()
         count = len(self.numbers)
-        if len(results) == count:
+        has_upper_sums = len(results) > count
+        if not has_upper_sums:
             return results
-        # The second half of the results are sums of upper 32 bits, which _number_tensor() has
-        # appended for a sum of integers.
+        # This is a sum of integers. _number_tensor() has appended the upper 32 bits of each number,
+        # so the second half of the results has the sums of the upper 32 bits.
         return list(map(_exact_sum, results[:count], results[count:]))
 
 
@@ -268,15 +269,15 @@ def pack(
 ) -> list[Bucket]:
     """Sort leaves into one bucket for each dtype, in the order in which the dtypes first occur.
 
-    Not a collective. The buckets hold the leaves themselves, not copies.
+    Not a collective. The buckets refer to the leaves and do not copy them.
 
     Args:
         leaves: the leaves of a collection. Tensors and Python numbers travel. Other leaves are not
             in any bucket.
         structure: the structure of the collection, for error texts.
         sends_numbers: whether Python numbers travel. Default: True.
-        allows_opaque: whether to accept leaves that look like data and do not travel: arrays of
-            other libraries, and containers that are not taken apart. Default: False.
+        allows_opaque: whether to skip leaves that look like data but are not packed, such as numpy
+            arrays and containers of unknown types. If false, the default, they raise an error.
 
     Raises:
         ConfigurationError: a leaf cannot travel, or looks like data and would not travel.
@@ -355,16 +356,16 @@ def describe(
     shows_gradients: bool = False,
     is_ragged: bool = False,
 ) -> str:
-    """Return a text of everything that must be the same on all ranks, which the ranks compare.
+    """Return a text of everything in a collection that must be the same on all ranks.
 
-    The text has the keys of the collection. Then, in the order of the leaves, it has the dtype and
-    shape of each tensor, and the dtype of each number. Equal leaves that follow each other are
-    counted: ``"loss, weights: 1 float64, 2 float32[3, 4]"``.
+    The text has the keys of the collection, the dtype and shape of each tensor, and the dtype of
+    each number. Equal leaves that follow each other are counted:
+    ``"loss, weights: 1 float64, 2 float32[3, 4]"``.
 
     Args:
         structure: the structure of the collection.
-        leaves: the leaves of the collection. Only their number counts.
-        buckets: the buckets of the leaves.
+        leaves: the leaves of the collection. Only the length of the list is used.
+        buckets: the buckets of the leaves, which have the tensors and numbers.
         shows_gradients: whether the text says which tensors require a gradient. A rank whose tensor
             does not require a gradient would not take part in the collective of the backward pass.
             Default: False.
@@ -374,9 +375,11 @@ def describe(
     keys = describe_keys(structure)
     leaf_texts = _describe_leaves(len(leaves), buckets, shows_gradients, is_ragged)
     leaf_texts = leaf_texts.replace("torch.", "")
-    if keys and leaf_texts:
-        return f"{keys}: {leaf_texts}"
-    return keys or leaf_texts  # without keys or without leaves, only the other part
+    if not keys:  # the collection is a single leaf, or has no keys
+        return leaf_texts
+    if not leaf_texts:
+        return keys
+    return f"{keys}: {leaf_texts}"
 
 
 def _describe_leaves(
@@ -388,7 +391,7 @@ def _describe_leaves(
     bucket has an empty description. See :func:`describe` for the arguments.
     """
     if len(buckets) == 1:
-        # Shortcuts for a collection of a thousand metrics. The loop below returns the same texts.
+        # Shortcuts for a thousand leaves of one kind. The code below returns the same texts.
         bucket = buckets[0]
         if len(bucket.numbers) == num_leaves:
             return f"{num_leaves} {bucket.dtype}"
@@ -424,8 +427,8 @@ def _describe_tensor(tensor: Tensor, shows_gradients: bool, is_ragged: bool) -> 
 def _as_number(leaf: Leaf) -> _Number | None:
     """Return a leaf as a Python number, or None if it is not a number.
 
-    Numbers of other libraries, such as numpy, are converted. Members of an ``IntEnum`` are not
-    numbers here, since a result would not be a member.
+    Numbers of other libraries, such as numpy, are converted. The members of an enum, even of an
+    ``IntEnum``, are no numbers here, since a sum of members is not a member.
     """
     dtype = _NUMBER_DTYPES.get(type(leaf))
     if dtype is not None:
@@ -458,25 +461,27 @@ def _exact_sum(wrapped_sum: int, upper_sum: int) -> int:
         wrapped_sum: the sum of the integers, modulo ``2**64``.
         upper_sum: the sum of the upper 32 bits of the integers (``number >> 32``).
     """
-    # The sum is least_sum plus the sum of the lower halves. With fewer than 2**32 ranks, the sum
-    # of the lower halves is at least 0 and less than 2**64, so its value modulo 2**64 is exact.
-    least_sum = upper_sum << 32
-    return least_sum + (wrapped_sum - least_sum) % 2**64
+    # Each integer is its upper half times 2**32, plus its lower half, which is not negative. With
+    # fewer than 2**32 ranks, the sum of the lower halves is less than 2**64. So the sum of the
+    # lower halves is known exactly from its value modulo 2**64.
+    sum_without_lower_halves = upper_sum << 32
+    lower_sum = (wrapped_sum - sum_without_lower_halves) % 2**64
+    return sum_without_lower_halves + lower_sum
 
 
 def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
     """Pack leaves that are all floats, or all 0-dim tensors of one dtype, in a few steps.
 
-    This is a shortcut of :func:`pack`, which takes several steps for each leaf. For a collection
-    of a thousand metrics, this function saves a millisecond.
+    This is a shortcut of :func:`pack`, which takes several steps for each leaf. It saves about a
+    millisecond for a collection of a thousand metrics.
 
     Args:
         leaves: all leaves of a collection.
         sends_numbers: whether Python numbers travel. If false, floats are not packed.
 
     Returns:
-        The bucket of all leaves. None if the leaves are not alike, or cannot be sent: ``pack`` then
-        takes them one by one.
+        The bucket of all leaves. None if the leaves are not alike or cannot be sent. Then ``pack``
+        handles the leaves one by one, and raises an error that names the leaf.
     """
     types = set(map(type, leaves))
     positions = list(range(len(leaves)))
@@ -486,7 +491,7 @@ def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
     if types != {Tensor}:
         return None
     dtypes = {tensor.dtype for tensor in leaves}
-    # The first tensor is enough here: torch.stack() raises if the shapes of the tensors differ.
+    # Only the first tensor is looked at: torch.stack() raises if the shapes of the tensors differ.
     has_dimensions = leaves[0].dim() > 0
     if has_dimensions or len(dtypes) > 1:
         return None
@@ -495,9 +500,7 @@ def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
         # One check for all tensors. It raises, for example, for sparse tensors.
         check_can_send(stacked, structure=None, position=0)
     except (RuntimeError, ConfigurationError):
-        # The tensors differ in shape or device, or cannot be sent. pack() takes them one by one,
-        # and its errors name the tensor.
-        return None
+        return None  # the tensors differ in shape or device, or cannot be sent
     return Bucket(
         stacked.dtype, tensors=leaves[:], tensor_positions=positions, stacked_tensors=stacked
     )

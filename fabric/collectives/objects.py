@@ -46,8 +46,8 @@ class TensorMeta:
     Attributes:
         shape: the shape.
         dtype: the dtype.
-        is_on_cpu: whether the tensor is on the CPU, and not on an accelerator.
-        requires_grad: whether a gradient has to flow back to the tensor.
+        is_on_cpu: whether the sender's tensor is on the CPU, and not on an accelerator.
+        requires_grad: whether the sender's tensor requires a gradient, and gradients are enabled.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -230,8 +230,8 @@ def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) ->
     sections = [to_tensor(prefix + pickled).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
-        # as_strided() and not reshape(): a tensor with fewer than two elements is contiguous with
-        # any strides, reshape() keeps such strides, and the view as bytes needs a stride of 1.
+        # The view as bytes needs a stride of 1. reshape() would not change the stride of a tensor
+        # with one element, which may be any number.
         flat_values = values.as_strided((values.numel(),), (1,))
         sections.append(flat_values.view(torch.uint8))
     return torch.cat(sections)
@@ -267,8 +267,8 @@ def _check_parts(parts: Any, communicator: Communicator) -> None:
     """Check the argument ``parts`` of :func:`scatter`, on the sender only.
 
     Raises:
-        ArgumentTypeError: it is not a sequence. Text is not a sequence here.
-        ConfigurationError: it does not have one object for each rank.
+        ArgumentTypeError: ``parts`` is not a sequence. Text is not a sequence here.
+        ConfigurationError: ``parts`` does not have one object for each rank.
     """
     call_text = f"scatter(parts, ...) on rank {communicator.rank}"
     expected = f"a list or tuple of {communicator.size} objects, by rank"

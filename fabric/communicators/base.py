@@ -122,26 +122,27 @@ class Operation(StrEnum):
 
 
 def _no_arguments() -> str:
-    """Return the arguments of a call that need not be the same on all ranks."""
+    """Return an empty text: the call has no arguments that must be the same on all ranks."""
     return ""
 
 
 class CallDescription(NamedTuple):
-    """A call of the user, for diagnostics. It may make several collectives, or none.
+    """A call of the user, for errors, reports and signatures. It may make several collectives.
 
     Attributes:
         operation: the name of the operation, for example ``"all_reduce"``.
-        arguments: returns a text of everything that must be the same on all ranks: the reduction,
-            the source or destination, the structure of the collection with the shape and dtype of
-            each leaf. The text is empty where nothing must be the same, as on ranks that only
-            receive. The function is called only when somebody reads the text.
-        text: the text from which the signature is computed that travels with the call's first
-            message: see ``[Note: Signatures]`` in ``checked.py``. It has everything that must be
-            the same on all ranks. Empty if this rank could not make its call. None, the default,
-            if the call is not compared by a signature.
-        reads_result: whether this rank waits for the values that it receives. Default: False.
-        call_site: where the user made the call. Needed only for a call that another thread makes.
-            None, the default, means that it is found in the stack.
+        arguments: returns the arguments of the call as a text for reports, for example
+            ``"mean of loss: 1 float32[]"``. Checked mode also compares this text between the ranks.
+            The text is empty if no argument must be the same on all ranks. The function is called
+            only when the text is needed.
+        text: the text that the ranks compare by a signature, which is a checksum of it. It has
+            everything that must be the same on all ranks. Empty if this rank could not make its
+            call. None, the default, if the call has no signature. See ``[Note: Signatures]`` in
+            ``checked.py``.
+        reads_result: whether this rank reads the result at once, and so waits for the device.
+            Default: False.
+        call_site: where the user made the call, if another thread makes the collectives. None, the
+            default, if the user's call is in the stack of this thread.
     """
 
     operation: str
@@ -203,16 +204,17 @@ class Collective(NamedTuple):
     def facts(self) -> dict[str, str]:
         """The properties that must be the same on all ranks, by name, as texts for errors.
 
-        They are in the order of their importance: checked mode reports the first one that differs.
+        Checked mode reports the first property that differs, so the most important ones come first.
         """
         facts: dict[str, str] = {"operation": self.user_operation}
+        # One call of the user may make several kinds of collectives.
         if self.operation.value != self.user_operation:
             facts["collective"] = self.operation.value
         if self.reduce is not None:
             facts["op"] = self.reduce.value
         if self.peer is not None:
-            # The name of the argument in the user's call. Checked mode does not read this fact for
-            # a send or recv.
+            # The name of the argument in the user's call. Checked mode does not compare the peers
+            # of send and recv, so these two need no case here.
             peer_name = "dst" if self.operation is Operation.GATHER else "src"
             facts[peer_name] = str(self.peer)
         if self.name:
@@ -288,7 +290,7 @@ class Communicator(ABC):
 
         - For broadcast_object, the pickled object of the source, as bytes.
         - For gather_objects, a list of the pickled objects of all ranks, as bytes.
-        - For new_group, None on a rank that is not a member.
+        - For new_group, None on a rank that is not a member of the new group.
         """
 
     def close(self) -> None:
@@ -394,7 +396,7 @@ class Communicator(ABC):
         return self._run_with_peer(Operation.RECV, buffer, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called this. ``name`` appears in the error of a barrier."""
+        """Wait until every rank has called this method. ``name`` is shown if the barrier fails."""
         self.run(Collective(Operation.BARRIER, name=name or "unnamed"))
 
     def broadcast_object(
@@ -418,8 +420,8 @@ class Communicator(ABC):
                 not pickle. Every rank raises the error.
         """
         self.check_rank(Operation.BROADCAST, src)
-        # A single process gets its own object, and not a copy. If it passes an error, from_pickle()
-        # below raises the error.
+        # A single process gets its own object, not a copy. An error goes the usual way, since
+        # from_pickle() raises it.
         if self.size == 1 and error is None:
             return value
         is_source = self.rank == src
@@ -443,8 +445,8 @@ class Communicator(ABC):
                 passed, or an ArgumentTypeError if the value of the rank does not pickle. Every rank
                 raises the error.
         """
-        # A single process gets its own object, and not a copy. If it passes an error, from_pickle()
-        # below raises the error.
+        # A single process gets its own object, not a copy. An error goes the usual way, since
+        # from_pickle() raises it.
         if self.size == 1 and error is None:
             return [value]
         message = _to_pickle_or_error(value, error)
@@ -514,9 +516,8 @@ class LocalCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        """Return the result of a call in a group of one rank, which sends to itself only."""
-        # What this rank sends: a tensor, a pickled object, or None. See Collective.
-        buffer = collective.buffer
+        """Return the result of a collective in a group of one rank."""
+        buffer = collective.buffer  # a tensor, a pickled object, or None
         # all_reduce, broadcast and scatter write into the buffer and return it. The results of the
         # other operations on tensors are copies, as in a group of several ranks.
         match collective.operation:
@@ -534,8 +535,8 @@ class LocalCommunicator(Communicator):
                 assert collective.rows is not None, "rank src of a scatter has no rows"
                 return buffer.copy_(collective.rows[0])
             case _:
-                # An all_reduce or broadcast over one rank does not change the buffer. The buffer of
-                # a barrier is None.
+                # all_reduce, broadcast and broadcast_object over one rank do not change the buffer.
+                # The buffer of a barrier is None.
                 return buffer
 
 
@@ -591,11 +592,11 @@ def from_pickle(message: bytes, src: int) -> Any:
 
 
 def as_fabric_error(error: Exception) -> FabricError:
-    """Return the error that all ranks raise if this rank cannot take a collection apart.
+    """Return an error of this rank in a form that pickles, so that all ranks can raise it.
 
     Args:
-        error: the error that this rank has caught. A FabricError is returned unchanged. Any other
-            error might not pickle, so a new error with its text is returned.
+        error: the error that taking a collection apart has raised. A FabricError pickles and is
+            returned unchanged. Any other error becomes an ArgumentTypeError with its text.
     """
     if isinstance(error, FabricError):
         return error
@@ -621,7 +622,7 @@ def peer_mismatch_error(request: str, peers: Sequence[int]) -> CollectiveMismatc
 def _to_pickle_or_error(value: Any, error: FabricError | None) -> bytes:
     """Pickle a value or an error with :func:`to_pickle`. If that raises, pickle the raised error.
 
-    So this rank takes part in the collective in any case, and every rank raises the error.
+    So this rank always has a message to send, and the other ranks do not wait for it.
     """
     try:
         return to_pickle(value, error)

@@ -39,13 +39,14 @@ __all__ = [
 _CPU = torch.device("cpu")
 _MAX_SHOWN_CHARACTERS = 200  # of a call's text in an error
 _MAX_PENDING = 256  # signatures that may stay on the device
-_FAILED = 1 << 32  # the checksum of a rank that cannot make its call. Every crc32 is smaller.
-# The layout of a row: the checksum as an int64, padding up to 16 bytes that aligns complex128, and
-# then the data, if it fits.
+# The checksum of a rank that cannot make its call. Every crc32 is smaller.
+_CHECKSUM_OF_FAILED_CALL = 1 << 32
+# The layout of a row: the checksum as an int64, padding up to byte 16, then the data, if it fits.
+# At byte 16 the data is aligned for every dtype, including complex128.
 _ROW_BYTES = 8192
+_DATA_START = 16
 # The largest buffer of tensors, in bytes, for which rows are kept for the next call.
 _MAX_REUSED_BYTES = 512
-_DATA_START = 16
 _MAX_GATHERED_GROUP = 16  # larger groups reduce their checksums instead of gathering rows
 _MAX_UNUSED_ROWS = 16  # that a communicator keeps for later calls
 # The operations whose result each rank can compute from the data of all ranks.
@@ -53,11 +54,11 @@ _WITH_RESULT_FROM_ROWS = (Operation.ALL_REDUCE, Operation.ALL_GATHER)
 
 
 class _PendingSignature(NamedTuple):
-    """A signature that was not read yet.
+    """The checksums of one call, which were not read yet.
 
     Attributes:
-        checksums: see :func:`checksums_agree`.
-        call_text: the text of the call for an error.
+        checksums: the checksum of each rank, or two numbers. See :func:`checksums_agree`.
+        call_text: the call of this rank, for an error.
     """
 
     checksums: Tensor
@@ -77,9 +78,9 @@ class PendingSignatures:
         """Keep the checksums of all ranks until :meth:`check`.
 
         Args:
-            checksums: see :func:`checksums_agree`. They are copied, since a view would keep in
-                memory the gathered rows, which also have the data of the ranks.
-            call_text: the text of the call for an error.
+            checksums: the checksum of each rank, or two numbers. See :func:`checksums_agree`. They
+                are copied, since they may be a view, which would keep the gathered rows in memory.
+            call_text: the call of this rank, for an error.
         """
         self._pending.append(_PendingSignature(checksums.clone(), call_text))
 
@@ -104,31 +105,32 @@ class PendingSignatures:
 class _Rows:
     """The rows of the signed messages of one call, and views of them.
 
-    See ``[Note: Signatures]``. A call in a loop uses the same rows again, since to make the views
-    takes longer than to copy a few numbers.
+    A row has the checksum of a call, and then the data of the call if the data fits. See
+    ``[Note: Signatures]``. A call in a loop uses its rows again, since making the views takes
+    longer than copying a few numbers.
 
     Args:
-        text: everything in which the ranks have to agree.
-        buffer: a buffer of the call. Its dtype and device count.
+        text: everything that must be the same on all ranks.
+        buffer: a buffer with the dtype and device of the data.
         num_elements: the number of elements that a row carries. 0 if it carries no data.
         group_size: the number of ranks.
 
     Attributes:
-        copies: the row of this rank, once for each rank. Of 64-bit integers.
+        copies: the row of this rank, once for each rank, as 64-bit integers.
         row: the first of the copies.
-        copied_data: the data in ``copies``, of shape ``(group_size, num_elements)``.
-        received: the rows of all ranks, in rank order.
-        checksums: the checksum of each rank in ``received``.
-        data: the data of each rank in ``received``, of shape ``(group_size, num_elements)``.
-        data_by_rank: the rows of ``data``.
+        copied_data: the view of the data in ``copies``, of shape ``(group_size, num_elements)``.
+        received: the rows of all ranks, in rank order, as 64-bit integers.
+        checksums: the view of the checksum of each rank in ``received``.
+        data: the view of the data in ``received``, of shape ``(group_size, num_elements)``.
+        data_by_rank: the views of the rows of ``data``.
     """
 
     def __init__(self, text: str, buffer: Tensor, num_elements: int, group_size: int) -> None:
         """Allocate rows with the checksum and without data. Not a collective."""
         shape = (group_size, _ROW_BYTES // 8)
-        # The data begins at a multiple of the size of every dtype.
+        # The column where the data begins if the rows are viewed in the dtype of the data.
         start = _DATA_START // buffer.itemsize
-        # Tensors of inference mode could not be written to outside of it.
+        # A tensor made in inference mode could not be written to by a later call outside of it.
         with torch.inference_mode(False):
             self.copies = torch.zeros(shape, dtype=torch.int64, device=buffer.device)
             self.copies[:, 0].fill_(_checksum(text))
@@ -149,7 +151,8 @@ class CheckedCommunicator(Communicator):
 
     Args:
         inner: the communicator that transfers the data.
-        pending: the signatures of this process that were not read yet, of all its groups.
+        pending: the signatures that this process did not read yet. All its communicators share
+            this object.
     """
 
     def __init__(self, inner: Communicator, pending: PendingSignatures) -> None:
@@ -161,7 +164,7 @@ class CheckedCommunicator(Communicator):
         self._pending = pending
         # Reading a checksum waits for an accelerator, but not for the CPU.
         self._is_on_cpu = inner.device == _CPU
-        # Rows that are not in use, by the text of the call and the dtype and length of the data.
+        # Rows of earlier calls, by the text of the call and the dtype and length of the data.
         self._unused_rows: dict[tuple[str, torch.dtype, int], _Rows] = {}
 
     @override
@@ -176,6 +179,7 @@ class CheckedCommunicator(Communicator):
         if call is None or call.text is None:
             return self._inner.run(collective)
         if self.size > _MAX_GATHERED_GROUP:
+            # A row from each rank would take much memory here. Two numbers are reduced instead.
             self._compare(collective, self._reduce_checksums(collective, call.text))
             return self._inner.run(collective)
         return self._run_with_rows(collective, call.text)
@@ -185,25 +189,27 @@ class CheckedCommunicator(Communicator):
         self._inner.close()
 
     def _run_with_rows(self, collective: Collective, text: str) -> Any:
-        """Gather a row of each rank, and run the collective unless the rows carry its data.
+        """Gather a row from each rank, compare the checksums, and return the collective's result.
+
+        If the rows carry the data, the result is computed from them. Otherwise the collective runs.
 
         Args:
             collective: the collective of this rank.
-            text: everything in which the ranks have to agree.
+            text: everything that must be the same on all ranks.
         """
         buffer = collective.buffer
         has_result_from_rows = collective.operation in _WITH_RESULT_FROM_ROWS
-        carries_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
-        num_elements = buffer.numel() if carries_data else 0
+        rows_carry_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
+        num_elements = buffer.numel() if rows_carry_data else 0
         key = (text, buffer.dtype, num_elements)
         rows = None
-        are_rows_reused = self._can_reuse_rows(collective)
-        if are_rows_reused:
+        can_reuse_rows = self._can_reuse_rows(collective)
+        if can_reuse_rows:
             # Removed while in use, since another thread may make the same call at the same time.
             rows = self._unused_rows.pop(key, None)
         if rows is None:
             rows = _Rows(text, buffer, num_elements, self.size)
-        if carries_data:
+        if rows_carry_data:
             rows.copied_data.copy_(buffer)
         gather = Collective(
             Operation.ALL_GATHER,
@@ -213,44 +219,48 @@ class CheckedCommunicator(Communicator):
             call=collective.call,
         )
         received = self._inner.run(gather)
+        # The inner communicator may return a new tensor instead of writing to `output`.
         if received is not rows.received:
             rows.received.copy_(received)
         self._compare(collective, rows.checksums)
-        if not carries_data:
+        if not rows_carry_data:
             result = self._inner.run(collective)
         elif collective.reduce is None:
             # This is an all_gather. The result is a copy, since the rows are used again.
             result = rows.data.clone()
         else:
             result = fold(collective.reduce, rows.data_by_rank)
-        if are_rows_reused:
+        if can_reuse_rows:
+            # Bounds the memory of a program that makes many different calls.
             if len(self._unused_rows) == _MAX_UNUSED_ROWS:
                 self._unused_rows.clear()
             self._unused_rows[key] = rows
         return result
 
     def _can_reuse_rows(self, collective: Collective) -> bool:
-        """Return whether rows may serve this call and later calls like this one."""
+        """Return whether the rows of this call may be kept for later calls with the same text."""
         buffer = collective.buffer
         if isinstance(buffer, FakeTensor):
             return False  # rows that are made in a dry run have no values
-        # Rows are kept for Python numbers and for small tensors, such as metrics, where the time
-        # counts. Kept for activations, they would take memory that fabric.plan does not know of.
+        # Kept rows save time for metrics: small tensors, or Python numbers, whose results are read
+        # at once. For large tensors they would only take memory, which fabric.plan does not count.
         has_numbers = collective.call is not None and collective.call.reads_result
         if buffer.nbytes > _MAX_REUSED_BYTES and not has_numbers:
             return False
-        # On an accelerator, calls in several streams would use the same rows at the same time. And
-        # a transform of torch.func cannot write to rows that were made outside of it.
-        return self._is_on_cpu and current_transform() is None
+        # On an accelerator, calls in several streams would use the rows at the same time.
+        if not self._is_on_cpu:
+            return False
+        # A transform of torch.func cannot write to rows that were made outside of it.
+        return current_transform() is None
 
     def _reduce_checksums(self, collective: Collective, text: str) -> Tensor:
         """Return the largest checksum of the ranks, and the negative of the least one.
 
         Args:
             collective: the collective of this rank.
-            text: everything in which the ranks have to agree.
+            text: everything that must be the same on all ranks.
         """
-        # Filled in place, since a tensor made from Python numbers would wait for an accelerator.
+        # torch.full() and not torch.tensor(), which would wait for an accelerator.
         checksums = torch.full((2,), _checksum(text), device=collective.buffer.device)
         checksums[1].neg_()
         reduction = Collective(Operation.ALL_REDUCE, checksums, Reduce.MAX, call=collective.call)
@@ -261,17 +271,20 @@ class CheckedCommunicator(Communicator):
 
         On the CPU they are compared at once. On an accelerator, where reading them waits for the
         device, they are compared at once only if this call waits for the device anyway, or if too
-        many signatures are pending. The comparison raises a CollectiveMismatchError.
+        many signatures are pending.
 
         Args:
             collective: the collective of this rank.
-            checksums: see :func:`checksums_agree`.
+            checksums: the checksum of each rank, or two numbers. See :func:`checksums_agree`.
+
+        Raises:
+            CollectiveMismatchError: the checksums that were compared differ.
         """
         # In a dry run there are no other ranks, and the checksums have no values.
         if isinstance(checksums, FakeTensor):
             return
-        # The usual case comes first, since making the text for an error takes longer than
-        # comparing.
+        # A shortcut, since making the text for an error takes longer than comparing. A mismatch on
+        # the CPU is raised by check() below.
         if self._is_on_cpu and checksums_agree(checksums):
             return
         call = collective.call
@@ -310,7 +323,7 @@ def checksums_agree(checksums: Tensor) -> bool:
 def _checksum(text: str) -> int:
     """Return the checksum of a text. The empty text has a checksum that no other text has."""
     if not text:
-        return _FAILED
+        return _CHECKSUM_OF_FAILED_CALL
     # Names may contain lone surrogates, which strict UTF-8 refuses.
     return crc32(text.encode(errors="surrogatepass"))
 
@@ -322,7 +335,7 @@ def _mismatch_error(call_text: str) -> CollectiveMismatchError:
         call_text: the call of this rank, with the line of the user's code.
     """
     suggestion = "FABRIC_CHECK=1 python ... to see what the others call"
-    # The usual mistake in an all_gather are lengths that differ.
+    # The usual mistake in an all_gather is a first dimension whose length differs between ranks.
     if call_text.startswith("all_gather"):
         ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ"
         suggestion = f"{ragged}; {suggestion}"
