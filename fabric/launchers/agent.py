@@ -63,7 +63,7 @@ _NOTICE_TIME = 10.0
 _CONNECT_TIMEOUT = 2.0
 
 RestartRule = Callable[[float, Sequence[float]], bool]
-"""A function of the present time and of the times of all restarts: whether to restart again."""
+"""A function of the present time and the times of all restarts. Returns whether to restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class AgentConfig:
         address: the host name of machine 0.
         port: the port of machine 0 on which the agents meet.
         node_timeout: how long to wait for a machine that is missing, in seconds.
-        restart_limit: how many restarts are allowed, in words. Machine 0 decides.
-        allows_restart: whether another restart is allowed.
+        restart_limit: how many restarts are allowed, as a text for messages.
+        allows_restart: returns whether another restart is allowed. Only machine 0 calls it.
     """
 
     node_rank: int
@@ -131,20 +131,22 @@ class _NodeEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _NodeStatus:
-    """What an agent publishes about itself.
+    """What an agent publishes about itself. The coordinator reads it.
 
     Attributes:
-        agent_id: the random name of the agent.
+        agent_id: the random id of the agent.
         host: the host name.
         process: identifies the process of the agent, see :func:`_read_process_identity`.
         num_nodes: the number of machines that the agent expects.
         num_processes: the number of ranks that the agent starts.
         beat: changes with each message, which shows that the agent is alive.
-        ended_agent: the name of the earlier agent of this machine, if its process has ended.
-        seen_generation: the generation of the latest state that the agent has read.
+        ended_agent: the id of the earlier agent of this machine, if this agent has seen that the
+            process of the earlier agent has ended. Else empty.
+        seen_generation: the generation in the latest :class:`_JobState` that the agent has read.
         generation: the latest generation that the agent has started. -1 before the first.
-        is_running: whether the ranks of this generation run, or are about to start.
-        end: how the ranks have ended, as a list of the items of a :class:`_NodeEnd`. None before.
+        is_running: whether the ranks of ``generation`` run, or are about to start.
+        end: how the ranks of ``generation`` have ended: the fields of a :class:`_NodeEnd`, as a
+            list, since JSON has no tuples. None as long as they have not ended.
         has_read_end: whether the agent knows how the job has ended.
     """
 
@@ -162,10 +164,10 @@ class _NodeStatus:
     has_read_end: bool = False
 
     def read_end(self) -> _NodeEnd | None:
-        """Return how the ranks have ended, or None."""
+        """Return how the ranks of the latest generation have ended. None if they have not ended."""
         if self.end is None:
             return None
-        return _NodeEnd(*self.end)  # pyright: ignore[reportArgumentType] (written by report())
+        return _NodeEnd(*self.end)  # pyright: ignore[reportArgumentType] (the fields, in order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +177,9 @@ class _JobState:
     Attributes:
         beat: changes with each message, which shows that machine 0 is alive.
         generation: the number of the generation that runs, or that is to start next.
-        port: the port of the ranks' store. None until the generation may start.
-        notice: a text that every agent prints once.
-        cause_node: the machine whose error has ended the generation before. None if there is none.
+        port: the port of the ranks' store if the generation runs. None if it is still to start.
+        notice: a text that every agent prints once. Empty if there is none.
+        cause_node: the machine whose error has ended the last generation. None if no error has.
         exit_code: the exit code of the job. None while the job goes on.
     """
 
@@ -196,7 +198,7 @@ class _Node:
     Attributes:
         last_seen: when the latest message arrived. Before the first, when the coordinator started.
         status: the latest status of the admitted agent. None if no agent has been admitted.
-        newcomer: the name of another agent that wants to be admitted.
+        newcomer: the id of the latest agent that has asked to be admitted. Empty before the first.
         newcomer_since: when the newcomer was noticed.
     """
 
@@ -206,14 +208,14 @@ class _Node:
     newcomer_since: float = 0.0
 
     def read_end(self) -> _NodeEnd | None:
-        """Return how the ranks of this machine have ended, or None."""
+        """Return how the latest ranks of this machine have ended. None if they have not ended."""
         if self.status is None:
             return None
         return self.status.read_end()
 
 
 class _CauseKind(IntEnum):
-    """The kind of a cause. A lower kind is more likely the root cause."""
+    """The kind of a cause. A cause of a lower kind is more likely the root cause."""
 
     OWN_ERROR = 0
     """An error of a rank that no other rank has caused."""
@@ -227,11 +229,11 @@ class _Cause(NamedTuple):
     """A reason for the end of a generation.
 
     Attributes:
-        time: when the coordinator noticed it, on the monotonic clock.
+        time: when the coordinator noticed the cause, on the monotonic clock.
         kind: how likely this is the root cause.
-        exit_code: the exit code of the job if it does not restart.
+        exit_code: the exit code of the job if the job does not restart.
         text: what happened, in words.
-        node_rank: the machine.
+        node_rank: the machine where it happened.
     """
 
     time: float
@@ -274,17 +276,20 @@ class _Coordinator:
         self._state = _JobState()
         # The store of the ranks, which is served as long as this object refers to it.
         self._rank_store: dist.TCPStore | None = None
-        # Why the latest generation has ended or is about to, in the order in which the causes were
-        # noticed. Empty once the next one may start.
+        # The reasons why the latest generation has to end, in the order in which they were noticed.
+        # Empty while a generation runs without a failure, and while the next one is to start.
         self._causes: list[_Cause] = []
         self._restart_times: list[float] = []
-        # Since when the next generation may start, if all machines are there.
+        # Since when the coordinator waits for all machines, to start the next generation.
         self._waiting_since = now
         # The number of the latest generation that has started. -1 before the first.
         self._started_generation = -1
 
     def update(self) -> None:
-        """Read all messages, decide, and publish the state. Do not wait."""
+        """Read all messages, decide, and publish the state. Does not wait for any machine.
+
+        The thread of the agent calls this method ten times a second.
+        """
         now = time.monotonic()
         self._read_statuses(now)
         self._admit_newcomers(now)
@@ -294,7 +299,7 @@ class _Coordinator:
         self._store.publish("job", asdict(self._state))
 
     def is_done(self) -> bool:
-        """Return whether the job has ended, and all agents that are left know how."""
+        """Return whether the job has ended, and all agents that are not lost know how."""
         if self._state.exit_code is None:
             return False
         now = time.monotonic()
@@ -315,7 +320,10 @@ class _Coordinator:
         return _Phase.STARTING
 
     def _is_lost(self, node: _Node, now: float) -> bool:
-        """Return whether a machine has sent no message for so long that its ranks have ended."""
+        """Return whether a machine has sent no message for the time of its lease.
+
+        The ranks of a lost machine have ended: its agent ends them after half of this time.
+        """
         return now - node.last_seen > self._config.lease
 
     def _title(self, node_rank: int) -> str:
@@ -330,7 +338,7 @@ class _Coordinator:
         for node_rank, content in self._store.read("agent", range(len(self._nodes))).items():
             status = _NodeStatus(**content)
             node = self._nodes[node_rank]
-            # A replaced agent may have written after the one that has replaced it.
+            # An agent that was replaced may still write. Its messages do not count.
             if node.status is None or node.status.agent_id != status.agent_id:
                 continue
             if node.status.beat != status.beat:
@@ -338,13 +346,17 @@ class _Coordinator:
             node.status = status
 
     def _admit_newcomers(self, now: float) -> None:
-        """Admit or refuse the agents that have asked to be the agent of their machine."""
+        """Admit or refuse the agents that have asked to be the agent of their machine.
+
+        A newcomer replaces the current agent of its machine only if the current agent has ended or
+        is lost. Otherwise the newcomer waits, until it is admitted or refused.
+        """
         for node_rank, content in self._store.read("newcomer", range(len(self._nodes))).items():
             newcomer = _NodeStatus(**content)
             node = self._nodes[node_rank]
             current = node.status
             if current is not None and current.agent_id == newcomer.agent_id:
-                continue
+                continue  # this agent was admitted by an earlier call
             problem = self._find_problem(newcomer)
             if problem != "":
                 self._store.set(f"refused/{newcomer.agent_id}", problem)
@@ -363,9 +375,10 @@ class _Coordinator:
             self._store.set(f"member/{node_rank}", newcomer.agent_id)
 
     def _refuse_second_agent(self, node_rank: int) -> None:
-        """Refuse the newcomer of a machine once the admitted agent has proved that it is alive.
+        """Refuse the newcomer of a machine once the admitted agent is known to be alive.
 
-        A message that is sent a whole lease after the newcomer's arrival is the proof.
+        The admitted agent may have died just before the newcomer came. So it is known to be alive
+        only if it sends a message later than one lease after the newcomer was noticed.
         """
         node = self._nodes[node_rank]
         if node.last_seen > node.newcomer_since + self._config.lease:
@@ -373,9 +386,9 @@ class _Coordinator:
             self._store.set(f"refused/{node.newcomer}", text)
 
     def _end_ranks_of_replaced_agent(self, node_rank: int, now: float) -> None:
-        """End the generation whose ranks an agent had, since a newcomer replaces the agent.
+        """End the generation, since the agent that had ranks of it is replaced by a newcomer.
 
-        Does nothing between two generations, when no machine has ranks.
+        Does nothing if no generation runs, when no machine has ranks.
         """
         if self._phase is _Phase.STARTING:
             return
@@ -406,7 +419,7 @@ class _Coordinator:
         return ""
 
     def _decide(self, now: float) -> None:
-        """End the job, end the generation, or start the next one, if it is time to."""
+        """End the job, end the generation, or start the next one, if the messages require it."""
         for node_rank, node in enumerate(self._nodes):
             end = node.read_end()
             if end is not None and end.is_interrupted:
@@ -432,7 +445,7 @@ class _Coordinator:
         return f"has not answered for {seconds}"
 
     def _watch_generation(self, now: float) -> None:
-        """End the generation if a machine has failed, and the job if all machines have finished."""
+        """End the generation if a machine has failed. End the job if all ranks have finished."""
         exit_codes: list[int] = []
         is_any_running = False
         for node_rank, node in enumerate(self._nodes):
@@ -455,17 +468,17 @@ class _Coordinator:
         """Return how the ranks of a machine have ended. None if they run, or are about to start."""
         status = node.status
         assert status is not None  # a generation starts when all machines are there
-        # An agent that has not read of this generation yet still has the end of the last one.
+        # The status of an agent that has not started this generation yet is about the last one.
         has_started = status.generation == self._state.generation
         if not has_started or status.is_running:
             return None
         return status.read_end()
 
     def _should_end_other_ranks(self, now: float) -> bool:
-        """Return whether machines have to end their ranks, since another machine has failed.
+        """Return whether the machines have to end their ranks, since another machine has failed.
 
-        If the job is to restart, they end them at once. Otherwise the ranks may go on for a while,
-        to fail by themselves: they may know more than the ranks that have failed first.
+        If the job is to restart, the ranks are ended at once. Otherwise the ranks may go on for a
+        while, so that they fail by themselves: their errors may say more than the first error.
         """
         if self._config.allows_restart(now, self._restart_times):
             return True
@@ -473,7 +486,10 @@ class _Coordinator:
         return now - self._causes[0].time > grace
 
     def _end_generation(self) -> None:
-        """Have all agents end their ranks, by the number of the next generation without a port."""
+        """Have all agents end their ranks.
+
+        The agents end ranks whose generation is not that of the published state.
+        """
         next_generation = self._state.generation + 1
         self._state = replace(self._state, generation=next_generation, port=None)
 
@@ -488,12 +504,13 @@ class _Coordinator:
             return
         title = self._title(node_rank)
         end = node.status.read_end()
-        is_of_generation = node.status.generation == self._started_generation
+        # The end of an earlier generation is not a failure of this one.
+        is_end_of_this_generation = node.status.generation == self._started_generation
         if self._is_lost(node, now):
             kind = _CauseKind.LOST_MACHINE
             exit_code = 1
             text = f"{title} has not answered for {self._config.lease:g} s"
-        elif is_of_generation and end is not None and end.has_failed:
+        elif is_end_of_this_generation and end is not None and end.has_failed:
             kind = _CauseKind.SECONDARY_ERROR if end.is_secondary else _CauseKind.OWN_ERROR
             exit_code = end.exit_code
             text = f"{title}: {end.failure}"
@@ -505,11 +522,11 @@ class _Coordinator:
     def _finish_generation(self, now: float) -> None:
         """Restart or end the job, once no machine has ranks of the generation that has failed."""
         for node_rank, node in enumerate(self._nodes):
-            # The failure of ranks that ended after the generation counts, too.
+            # Failures that were noticed after the end of the generation count, too.
             self._add_cause_if_failed(node_rank, now)
             if self._may_have_ranks(node, now):
                 return
-        # The most likely root cause. Of equally likely ones, min() returns the earliest.
+        # The most likely root cause. Of several causes of one kind, min() returns the earliest.
         cause = min(self._causes, key=lambda cause: cause.kind)
         self._state = replace(self._state, cause_node=cause.node_rank)
         if self._config.allows_restart(now, self._restart_times):
@@ -521,14 +538,13 @@ class _Coordinator:
         """Return whether a machine may still have ranks of the generation that has failed."""
         if node.status is None or self._is_lost(node, now):
             return False
-        knows_of_end = node.status.seen_generation == self._state.generation
-        return node.status.is_running or not knows_of_end
+        # The published state has the number of the next generation already. An agent that has not
+        # seen this number may just be starting the ranks of the failed generation.
+        has_seen_end = node.status.seen_generation == self._state.generation
+        return node.status.is_running or not has_seen_end
 
     def _count_restart(self, cause: _Cause, now: float) -> None:
-        """Count and announce a restart, and let the next generation start.
-
-        ``cause`` is the reason for the restart.
-        """
+        """Count and announce a restart for ``cause``, and let the next generation start."""
         self._restart_times.append(now)
         count = f"restart {len(self._restart_times)} of {self._config.restart_limit}"
         self._state = replace(self._state, notice=f"{count}: {cause.text}")
@@ -542,19 +558,20 @@ class _Coordinator:
             if not self._is_ready(node, now):
                 missing.append(self._title(node_rank))
         if not missing:
-            # The port is any that is free. The store of the last generation closes.
+            # Closes the store of the last generation, too. Port 0 means any port that is free.
             self._rank_store = _serve(self._config.address, 0)
             self._state = replace(self._state, port=self._rank_store.port)
             self._started_generation = self._state.generation
         elif now - self._waiting_since > _NOTICE_TIME:
-            names = ", ".join(missing[:8])
+            names = ", ".join(missing[:8])  # enough for a line
             notice = f"waiting for {len(missing)} of {len(self._nodes)} machines: {names}"
             self._state = replace(self._state, notice=notice)
 
     def _is_ready(self, node: _Node, now: float) -> bool:
-        """Return whether the agent of a machine answers, and knows the number of the generation."""
+        """Return whether the agent of a machine answers, and waits for the next generation."""
         if node.status is None or self._is_lost(node, now):
             return False
+        # An agent that has seen the number of the next generation waits for its port.
         return node.status.seen_generation == self._state.generation
 
     def _end_job(self, exit_code: int, notice: str) -> None:
@@ -566,11 +583,12 @@ class _Coordinator:
 
 @final
 class NodeAgent:
-    """This machine's agent, which starts and ends the ranks when the other machines do.
+    """This machine's agent, which tells ``fabric run`` when to start and end the ranks.
 
     The ranks that all machines start together are a *generation*. See ``[Note: Generations]`` in
-    agent.py. Use the agent as a context manager, in the main thread.
-    On machine 0 the agents meet in its store, and the job ends when the block ends.
+    agent.py. The agent is a context manager, which the main thread uses. While it is open, a thread
+    of the agent exchanges messages with the *coordinator* of machine 0, which decides for all
+    machines. On machine 0, the thread also runs the coordinator.
 
     Args:
         config: the place of this machine, and the rules of the job.
@@ -580,7 +598,7 @@ class NodeAgent:
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Serve the store of the agents on machine 0. The thread starts with the ``with`` block."""
+        """Serve the store of the agents, on machine 0. :meth:`__enter__` starts the thread."""
         self._config = config
         self._status = _NodeStatus(
             agent_id=uuid.uuid4().hex,
@@ -591,15 +609,15 @@ class NodeAgent:
         )
         self._lock = threading.Lock()  # guards _status
         self._state = _JobState()  # the latest state that the thread of the agent has read
-        self._last_contact = time.monotonic()  # when machine 0 was last heard
-        self._problem = ""  # why this agent cannot go on, in words
+        self._last_contact = time.monotonic()  # when machine 0 has last sent a new state
+        self._problem = ""  # why this agent cannot go on, in words. Empty if it can.
         # The generation that the main thread has to start. None if there is none.
         self._next_generation: Generation | None = None
         self._has_news = threading.Event()  # wakes the main thread
         self._wake = threading.Event()  # wakes the thread of the agent
         self._should_leave = False  # ends the thread of the agent
         self._printed_notice = ""
-        self._unprinted_report = ""  # the error of this machine's ranks
+        self._unprinted_report = ""  # the error of this machine's ranks, until it is printed
         self._coordinator: _Coordinator | None = None
         self._server: dist.TCPStore | None = None
         if config.node_rank == 0:
@@ -617,23 +635,25 @@ class NodeAgent:
             self._set_end(_NodeEnd(130, is_interrupted=True, failure="the command was stopped"))
         self._should_leave = True
         self._wake.set()
-        # The thread may wait for a machine that does not answer, and then ends with this process.
+        # If the thread waits for a machine that does not answer, it ends with this process.
         timeout = _CLOSE_TIME
         if self._coordinator is not None:
-            timeout += self._config.lease  # until the other agents know, or are lost
+            # After one lease, each other agent knows the end of the job, or is lost.
+            timeout += self._config.lease
         self._thread.join(timeout)
 
     def wait_for_generation(self) -> Generation | None:
         """Wait until all machines start the next generation, or until the job has ended.
 
         Returns:
-            The generation to start, or None. Then :meth:`exit_code` is known.
+            The generation to start. None if the job has ended: then call :meth:`exit_code`.
         """
-        # Until when a machine that a signal has interrupted waits for machine 0. None before.
+        # After a signal, the time at which this machine stops waiting for machine 0 to end the job.
         deadline: float | None = None
-        with Supervisor() as supervisor:  # records signals
+        # The supervisor has no ranks here. It records signals.
+        with Supervisor() as supervisor:
             while True:
-                # The thread of the agent, which talks to machine 0, sets this event.
+                # The thread of the agent sets this event. The loop looks for signals meanwhile.
                 self._has_news.wait(_INTERVAL)
                 self._has_news.clear()
                 self._print_notice()
@@ -645,18 +665,14 @@ class NodeAgent:
                         f"for {self._config.node_timeout:g} s (--node-timeout)"
                     )
                     return None
-                # How the ranks of this machine have ended in the last generation.
-                end = self._status.read_end()
-                is_interrupted = end is not None and end.is_interrupted
-                if supervisor.signals and not is_interrupted:
-                    # A signal between two generations ends the job, as one during a generation.
+                if supervisor.signals and not self._is_interrupted:
+                    # This signal came between two generations. It ends the job, like a signal
+                    # while ranks run, which report() publishes.
                     exit_code = 128 + supervisor.signals[0].number
                     self._set_end(_NodeEnd(exit_code, is_interrupted=True))
-                    is_interrupted = True
-                if is_interrupted:
-                    # Machine 0 reads the end of this machine, and ends the job: a later turn of the
-                    # loop finds the exit code. If machine 0 does not answer, this machine ends
-                    # alone.
+                if self._is_interrupted:
+                    # Machine 0 reads the end of this machine, and publishes the exit code of the
+                    # job. If machine 0 does not do so in time, this machine ends alone.
                     if deadline is None:
                         deadline = time.monotonic() + _CLOSE_TIME
                     if time.monotonic() > deadline:
@@ -668,23 +684,28 @@ class NodeAgent:
                     return generation
 
     def should_end_ranks(self) -> bool:
-        """Return whether the ranks of this machine have to end, since the generation has ended.
+        """Return whether the ranks of this machine have to end before they finish.
 
-        Without contact to machine 0 they end, too: see ``[Note: Lost machines]`` in agent.py.
+        This is so if the generation or the job has ended, or machine 0 has not answered for half a
+        lease: see ``[Note: Lost machines]`` in agent.py. The main thread calls this method
+        repeatedly while ranks run.
         """
         if self._state.generation != self._status.generation or self._problem != "":
             return True
         return self._state.exit_code is not None or self._is_silent_for(self._config.lease / 2)
 
     def report(self, script_end: ScriptEnd) -> None:
-        """Tell the other machines how the ranks of this machine have ended."""
+        """Tell the coordinator how the ranks of this machine have ended."""
         failure = script_end.failure
         is_secondary = script_end.is_secondary
         if script_end.is_canceled:
+            # Shown only if the coordinator knows of no failure that is more likely the cause.
             failure = "the ranks were ended after the contact to machine 0 was lost"
             is_secondary = True
         self._unprinted_report = script_end.report
-        if not is_secondary:  # otherwise _print_notice() prints the report if it matters
+        # A failure that another machine has probably caused is printed by _print_notice(), once it
+        # is known whether it is the cause after all.
+        if not is_secondary:
             self._print_report()
         end = _NodeEnd(
             exit_code=script_end.exit_code,
@@ -695,23 +716,35 @@ class NodeAgent:
         self._set_end(end)
 
     def exit_code(self) -> int:
-        """Return the exit code of the job. Print the reason if this machine alone knows it."""
+        """Return the exit code of the job, once :meth:`wait_for_generation` has returned None.
+
+        Prints the problem if this agent could not go on.
+        """
         if self._problem != "":
             print(f"fabric run: {self._problem}", file=sys.stderr, flush=True)
             return 1
         end = self._status.read_end()
+        # After a signal to this machine, the coordinator may not have ended the job yet.
         if end is not None and end.is_interrupted:
             return end.exit_code
         assert self._state.exit_code is not None
         return self._state.exit_code
 
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether a signal to this machine has ended its ranks, or its wait for ranks."""
+        end = self._status.read_end()
+        return end is not None and end.is_interrupted
+
     def _print_notice(self) -> None:
-        """Print the coordinator's notice once, and this machine's error if it matters."""
+        """Print the coordinator's notice once, after this machine's error if it matters.
+
+        At a restart, only the machine whose error is the cause prints its error. At the end of the
+        job, every machine does.
+        """
         state = self._state
         if state.notice == self._printed_notice:
             return
-        # The error of another machine's ranks is the cause of a restart, and worth its lines only
-        # there. At the end of the job each machine says what its own ranks have found.
         is_cause = state.cause_node == self._config.node_rank
         if is_cause or state.exit_code is not None:
             self._print_report()
@@ -725,11 +758,11 @@ class NodeAgent:
         self._unprinted_report = ""
 
     def _is_silent_for(self, seconds: float) -> bool:
-        """Return whether machine 0 has not been heard for this time."""
+        """Return whether machine 0 has sent no new state for this time."""
         return time.monotonic() - self._last_contact > seconds
 
     def _set_end(self, end: _NodeEnd) -> None:
-        """Publish how the ranks of this machine have ended."""
+        """Have the thread of the agent publish how the ranks of this machine have ended."""
         with self._lock:
             self._status = replace(self._status, is_running=False, end=list(end))
         self._wake.set()
@@ -738,7 +771,10 @@ class NodeAgent:
     # if the network fails. The main thread does not wait for them.
 
     def _run(self) -> None:
-        """Exchange messages until this agent leaves. This is the main function of the thread."""
+        """Exchange messages until the job ends or this agent leaves.
+
+        This is the main function of the thread.
+        """
         store = self._join_job()
         if store is None:
             return
@@ -758,9 +794,10 @@ class NodeAgent:
         self._has_news.set()
 
     def _join_job(self) -> JobStore | None:
-        """Connect to machine 0 until the coordinator admits this agent. Return the store.
+        """Try to connect to machine 0 until the coordinator admits this agent.
 
-        The result is None if this agent leaves before, or is refused.
+        Returns:
+            The store of the agents. None if this agent is refused, or leaves before it is admitted.
         """
         config = self._config
         while not self._should_leave and self._problem == "":
@@ -771,16 +808,22 @@ class NodeAgent:
                 store = JobStore(server, config.node_rank, config.num_nodes)
                 if self._server is not None:
                     self._coordinator = _Coordinator(config, store)
-                if self._is_admitted(store):
+                if self._ask_for_admission(store):
                     return store
+                # If the store is that of an earlier job, which has just ended, try again.
             except (OSError, dist.DistError):
                 pass  # machine 0 is not there yet, or has just ended an earlier job
             time.sleep(_INTERVAL)
         self._has_news.set()
         return None
 
-    def _is_admitted(self, store: JobStore) -> bool:
-        """Ask to be the agent of this machine. Return False if the job has ended already."""
+    def _ask_for_admission(self, store: JobStore) -> bool:
+        """Ask to be the agent of this machine, and wait for the answer of the coordinator.
+
+        Returns:
+            Whether this agent is admitted. Otherwise it was refused, which sets ``_problem``, or
+            the job of this store has ended, or this agent leaves.
+        """
         node_rank = self._config.node_rank
         agent_id = self._status.agent_id
         while not self._should_leave:
@@ -804,10 +847,9 @@ class NodeAgent:
         return False
 
     def _read_state(self, store: JobStore) -> _JobState | None:
-        """Return the coordinator's state, and note the time if it is newer than the known state.
+        """Return the coordinator's state. None if the coordinator has not published one yet.
 
-        Returns:
-            The state. None if the coordinator has not written one yet.
+        If the state is new, machine 0 is alive, so the time of the last contact is updated.
         """
         content = store.read("job", [0]).get(0)
         if content is None:
@@ -818,7 +860,10 @@ class NodeAgent:
         return state
 
     def _exchange(self, store: JobStore) -> None:
-        """Send this agent's status to machine 0, and act on the state of the job."""
+        """Publish this agent's status, read the state of the job, and act on it.
+
+        On machine 0, the coordinator is updated in between.
+        """
         self._publish_status(store)
         if self._coordinator is not None:
             self._coordinator.update()
@@ -830,7 +875,8 @@ class NodeAgent:
             self._should_leave = True
         generation = self._follow_state(state)
         if generation is not None:
-            # Set after the status and the state, which should_end_ranks() compares once ranks run.
+            # Set last: the main thread then starts ranks, and should_end_ranks() compares the
+            # status with the state.
             self._next_generation = generation
             self._has_news.set()
 
@@ -845,16 +891,17 @@ class NodeAgent:
         store.publish("agent", asdict(self._status))
 
     def _follow_state(self, state: _JobState) -> Generation | None:
-        """Keep a state of the job that was read, and note in the status that it was seen.
+        """Keep a state of the job, and update the status, which the next message publishes.
 
         Returns:
-            The generation to start now. The status then says that its ranks are about to start.
-            None if there is none to start.
+            The generation that this machine has to start now. The status then says that its ranks
+            are about to start. None if there is no generation to start.
         """
         generation: Generation | None = None
         with self._lock:
             status = replace(self._status, seen_generation=state.generation)
             is_new = status.generation != state.generation
+            # The ranks of the last generation may not have ended yet.
             if state.port is not None and is_new and not status.is_running:
                 generation = Generation(state.generation, state.port)
                 status = replace(status, generation=state.generation, is_running=True, end=None)
@@ -865,7 +912,8 @@ class NodeAgent:
     def _leave(self, store: JobStore) -> None:
         """Publish that this agent knows the end of the job. On machine 0, wait for the others.
 
-        The store ends with machine 0, so it waits until all other agents know the end, or are lost.
+        The store ends with machine 0. So machine 0 waits until each other agent knows the end of
+        the job, or is lost.
         """
         self._publish_status(store, has_read_end=True)
         self._has_news.set()
@@ -876,7 +924,7 @@ class NodeAgent:
 
 
 def _serve(address: str, port: int) -> dist.TCPStore:
-    """Return a new store that this process serves. The port 0 takes any that is free."""
+    """Return a new store that this process serves. Port 0 means any port that is free."""
     return dist.TCPStore(
         address,
         port,
@@ -916,16 +964,22 @@ def _connect(address: str, port: int) -> dist.TCPStore:
         OSError: machine 0 does not answer.
         torch.distributed.DistError: the store of machine 0 does not answer.
     """
-    # torch would print a warning for each attempt that fails.
+    # A plain connection is tried first, since torch would print a warning if machine 0 does not
+    # answer. The caller tries again until it does.
     socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT).close()
     timeout = timedelta(seconds=_MAX_LEASE)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _read_process_identity(pid: str = "self") -> list[str]:
-    """Return what identifies a process of this host: boot, namespace, id and start time.
+    """Return what identifies a process: the boot of the host, namespace, process id, start time.
 
-    The result is empty if there is no such process, if it is a zombie, or if this is not Linux.
+    Args:
+        pid: the process id as a text. Default: this process.
+
+    Returns:
+        The four texts. Empty if there is no such process, if it has ended and its parent has not
+        noticed (a zombie), or if this is not Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -933,16 +987,21 @@ def _read_process_identity(pid: str = "self") -> list[str]:
     except OSError:
         return []
     stat = read_stat(pid)
-    if not stat or stat[StatField.STATE] in "ZX":
+    if not stat or stat[StatField.STATE] in "ZX":  # zombie, or dead
         return []
     return [boot, namespace, stat[StatField.PROCESS_ID], stat[StatField.START_TIME]]
 
 
 def _has_ended(process: Sequence[str]) -> bool:
-    """Return whether a process has certainly ended: it ran on this host, and is not there."""
+    """Return whether a process has certainly ended: it ran on this host, and is not there.
+
+    ``process`` is the result of :func:`_read_process_identity` in that process.
+    """
     this_process = _read_process_identity()
     if not process or not this_process:
         return False
-    if list(process[:2]) != this_process[:2]:  # another host, or another container
+    boot, namespace, process_id, _ = process
+    if [boot, namespace] != this_process[:2]:  # another host, or another container
         return False
-    return _read_process_identity(process[2]) != list(process)
+    # Another process that got the same id later has another start time.
+    return _read_process_identity(process_id) != list(process)
