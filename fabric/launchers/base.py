@@ -71,14 +71,14 @@ class Launcher(ABC):
     def check(self, spec: LaunchSpec) -> None:
         """Raise a :class:`~fabric.errors.FabricError` if this launch cannot work.
 
-        This method starts no process.
+        No process is started. The default accepts every launch.
         """
 
     def warm_up(self) -> None:
-        """Begin to start what a launch will need, and do not wait.
+        """Begin to start what a launch will need, without waiting. The default does nothing.
 
-        A Fabric calls this method when it is made in a notebook or at a prompt. Nothing has to be
-        done, and the default does nothing.
+        A Fabric calls this method when it is made in a notebook or at a prompt, to make the first
+        launch faster.
         """
 
     @abstractmethod
@@ -135,15 +135,15 @@ def node_worlds(
     address: str = "127.0.0.1",
     port: int | None = None,
 ) -> list[World]:
-    """Return the place in the job of each process of one node, by local rank.
+    """Return the place in the job of each process of one node, in the order of local ranks.
 
     Args:
         processes: the number of processes on every node.
         node_rank: the number of this node, from 0.
         num_nodes: the number of nodes.
         address: the host on which rank 0 can be reached.
-        port: the port of the rendezvous store on that host. None if the supervisor of the ranks
-            provides a store.
+        port: the port on that host of the store through which the ranks connect. None, the default,
+            if the supervisor of the ranks provides a store.
     """
     worlds: list[World] = []
     for local_rank in range(processes):
@@ -185,11 +185,10 @@ def start_interpreter(
             process.
         variables: variables that are added to the environment.
     """
-    # multiprocessing uses this private function for the same purpose. It returns the options of
-    # this interpreter except -u, which is not in sys.flags. With -u, the standard output writes
-    # through.
+    # multiprocessing uses this private function, too. It returns the options of this interpreter
+    # except -u, which is not in sys.flags.
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    is_unbuffered = getattr(sys.__stdout__, "write_through", False)
+    is_unbuffered = getattr(sys.__stdout__, "write_through", False)  # the effect of -u
     if is_unbuffered:
         options.append("-u")
     # -P: files in the current folder must not shadow modules of fabric or of the standard library.
@@ -215,15 +214,15 @@ def start_interpreter(
 
 def _code_to_call(fn: Callable[[], None]) -> str:
     """Return the code with which a new interpreter imports and calls a function of fabric."""
-    # The folder of fabric is searched last, and only for these imports: the script must not find
-    # the other packages of the folder by accident.
+    # The folder of fabric is appended to sys.path only for these imports, and removed at the end.
+    # Otherwise the user's code could find other packages of the folder by accident.
     statements = [
         "import sys",
         f"sys.path.append({_ROOT!r})",
         f"from {fn.__module__} import {fn.__name__}",
     ]
-    # fabric_compat sets this variable to the module of its import hook, which has to be loaded
-    # before fn imports or runs the user's code.
+    # fabric_compat sets this variable to a module that replaces imports of the user's code. The
+    # module has to be loaded before fn runs this code.
     preload = os.environ.get("FABRIC_PRELOAD")
     if preload:
         statements.append(f"import {preload}")
@@ -247,12 +246,14 @@ def notebook_start_method(
 ) -> Literal["forkserver", "fork"]:
     """Return the start method for functions of a notebook.
 
-    It is ``"fork"`` only if functions of the notebook cannot be pickled and a fork is safe.
+    It is ``"fork"``, which needs no pickling, only if functions of the notebook cannot be pickled
+    and a fork is safe.
 
     Args:
         can_pickle_functions: whether ``cloudpickle`` is installed.
-        platform: as in ``sys.platform``. The libraries of macOS do not survive a fork.
+        platform: as in ``sys.platform``.
     """
+    # The system libraries of macOS, and CUDA, do not work in a fork once they are in use.
     is_fork_safe = platform != "darwin" and initialized_backend("cuda") is None
     if is_fork_safe and not can_pickle_functions:
         return "fork"
@@ -262,9 +263,10 @@ def notebook_start_method(
 def initialized_backend(device_type: str) -> str | None:
     """Return the name of a device library that is initialized in this process, or None.
 
+    A forked child could not use the library.
+
     Args:
-        device_type: the type of the devices of the job. CUDA and XPU are checked for any type,
-            since a forked child cannot use either once its parent has initialized it.
+        device_type: the type of the devices of the job. CUDA and XPU are checked in any case.
 
     Returns:
         The name in upper case, such as ``"CUDA"``.
@@ -290,13 +292,12 @@ def refuse_while_importing_main() -> None:
     the name ``__mp_main__``, as in ``multiprocessing``.
     """
     imported_script = sys.modules.get("__mp_main__")
-    # multiprocessing lets both names mean one module: in a rank once the import has finished, and
-    # in other processes always.
-    is_main = imported_script is sys.modules["__main__"]
-    # Only a rank's import gives the module this name. Elsewhere its name is "__main__", even if a
-    # debugger or `fabric run` has replaced the entry "__main__" of sys.modules.
-    has_import_name = getattr(imported_script, "__name__", None) == "__mp_main__"
-    if has_import_name and not is_main:
+    # In a process that is not a rank, multiprocessing also adds the entry "__mp_main__", for the
+    # module whose name is "__main__".
+    is_imported_in_rank = getattr(imported_script, "__name__", None) == "__mp_main__"
+    # Once the import in a rank has finished, multiprocessing makes it the module "__main__".
+    has_import_finished = imported_script is sys.modules["__main__"]
+    if is_imported_in_rank and not has_import_finished:
         raise UsageError(
             "launch() at the top level of a script",
             problem="another process imports the script to find the function that it has to run, "

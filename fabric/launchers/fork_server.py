@@ -86,10 +86,11 @@ class _ServerConnection(NamedTuple):
 
 
 class ForkServer:
-    """The owner's side of the fork server; see ``[Note: The fork server]`` in fork_server.py.
+    """The owner's side of the fork server: a process that has torch loaded and forks ranks.
 
-    The server process is started when it is needed first, is started again if it has died, and ends
-    with this object and with this process.
+    This process is the *owner*. The server process is started when it is first needed, and started
+    again if it has died. It ends with this object, and with the owner. See
+    ``[Note: The fork server]`` in fork_server.py.
 
     Args:
         main: the main function of the server process.
@@ -115,12 +116,13 @@ class ForkServer:
     ) -> "ForkServer":
         """Return a fork server for the ranks of a script.
 
-        Use it in the main thread: the server ends with the thread that has started it.
+        Use the result in the main thread: the server ends with the thread that has started it.
 
         Args:
-            path_entry: the folder or archive that the script prepends to ``sys.path``, or "".
+            path_entry: the entry that the interpreter adds to ``sys.path`` for the script, or "".
             arguments: the arguments of the script, which process lists show for all ranks.
-            variables: the variables of the ranks that libraries read while they are loaded.
+            variables: the environment variables of the ranks that libraries read while they are
+                loaded.
         """
         return cls(script_forkserver_main, [path_entry, *arguments], variables)
 
@@ -139,7 +141,7 @@ class ForkServer:
 
     def warm_up(self) -> None:
         """Start the server process if there is none, without waiting until it has loaded torch."""
-        # If the system has no room for the process now, the launch tries again, and reports it.
+        # If the system cannot start a process now, the launch tries again, and reports the error.
         with self._lock, suppress(OSError):
             if self._server is None:
                 self._server = self._start_server()
@@ -147,7 +149,7 @@ class ForkServer:
     def find_hazard(self) -> str:
         """Return why a forked rank could differ from one in a new interpreter, or an empty text.
 
-        Use this method of the server of a script. It waits until the server has started.
+        Only for the server of a script. This method waits until the server has torch loaded.
         """
         with self._lock:
             if self._server is None:
@@ -191,13 +193,14 @@ class ForkServer:
         if output is not None:
             stdout = output
             stderr = output
-        # _Server._fork_rank() takes the descriptors in this order. The input is left out or last.
+        # _Server._fork_rank() takes the descriptors in this order.
         descriptors = [control.fileno(), stdout, stderr]
         if stdin is not None:
             descriptors.append(stdin)
         with self._lock:
             if self._server is not None:
-                # These errors mean that the server was killed since the last launch.
+                # These errors mean that the server was killed since the last launch. Then a new
+                # server is started below.
                 with suppress(OSError, EOFError):
                     return _request_rank(self._server, descriptors)
                 self._server.stop()
@@ -206,16 +209,16 @@ class ForkServer:
 
     def _start_server(self) -> _ServerConnection:
         """Start a server process, and return the connection to the process."""
-        requests, server_requests = socket.socketpair()
+        owner_socket, server_socket = socket.socketpair()
         # A process that is still starting would print a long traceback on Ctrl-C. The server and
         # its ranks inherit this block, and a rank unblocks SIGINT in raise_on_signals().
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # The server inherits its end of the pair, so this process closes its copy.
-            with server_requests:
+            # The server inherits its end of the pair. This process closes its copy of that end.
+            with server_socket:
                 process = base.start_interpreter(
                     self._main,
-                    server_requests.fileno(),
+                    server_socket.fileno(),
                     arguments=self._arguments,
                     stdin=subprocess.DEVNULL,
                     variables=self._variables,
@@ -223,8 +226,8 @@ class ForkServer:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         # The finalizer also runs when this process exits.
-        stop = weakref.finalize(self, _stop_server, requests, process)
-        return _ServerConnection(requests, stop)
+        stop = weakref.finalize(self, _stop_server, owner_socket, process)
+        return _ServerConnection(owner_socket, stop)
 
 
 def fork_server() -> ForkServer:
@@ -237,8 +240,8 @@ def _fork_server_of_process(pid: int) -> ForkServer:
     """Return the fork server of this process, which the first call creates.
 
     Args:
-        pid: the id of this process, as the key of the cache. A forked child inherits the cache, and
-            must not use the server of its parent.
+        pid: the id of this process. It is only the key of the cache: a forked child inherits the
+            cache, and must not find the server of its parent there.
     """
     return ForkServer(forkserver_main)
 
@@ -256,13 +259,13 @@ def _request_rank(server: _ServerConnection, descriptors: Sequence[int]) -> Star
         UsageError: the server does not answer in time.
     """
     status_pipe, server_status_pipe = multiprocessing.Pipe(duplex=False)
-    # The server gets a copy of its end of the pipe, so this process closes the end after sending.
+    # The server receives a copy of its end of the pipe. This process closes its own copy.
     with server_status_pipe:
-        # Descriptors can only be sent along with data.
+        # Descriptors can only be sent along with data, here the request.
         file_descriptors = [server_status_pipe.fileno(), *descriptors]
         socket.send_fds(server.requests, [_RANK_REQUEST], file_descriptors)
     if not status_pipe.poll(_START_TIMEOUT):
-        # Otherwise the server might still fork a rank, which nobody would end.
+        # Otherwise the server might fork the rank later, and no supervisor would know of it.
         server.stop()
         raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
     pid = status_pipe.recv()
@@ -277,22 +280,21 @@ def _stop_server(requests: socket.socket, process: "subprocess.Popen[bytes]") ->
 
 
 def _read_exit_code(status_pipe: Connection) -> int | None:
-    """Return the exit code that the server has sent, or None if the rank still runs.
+    """Return the exit code of a rank without waiting, or None if the rank still runs.
 
-    This function does not wait. The code can be read only once, so a caller does not ask again
-    after a code was returned.
+    The rank is a child of the server, so the server sends the exit code. Do not call this function
+    again after it has returned an exit code, which can be read only once.
 
     Args:
-        status_pipe: the owner's end of the rank's status pipe. The rank is a child of the server,
-            so only the server can wait for the rank.
+        status_pipe: the owner's end of the rank's status pipe.
     """
     try:
         if not status_pipe.poll():
             return None
         return status_pipe.recv()
     except EOFError:
-        # The server was killed, so the exit code cannot be known. The rank ends, too, because it
-        # watches the id of its parent process.
+        # The server was killed, so nothing knows the exit code. The rank ends, too, because its
+        # control thread watches the id of its parent process.
         return UNKNOWN_EXIT_CODE
 
 
@@ -300,8 +302,12 @@ def _read_exit_code(status_pipe: Connection) -> int | None:
 
 
 def script_forkserver_main() -> None:
-    """Run the fork server of a script; see :meth:`ForkServer.of_script`."""
-    # The server of a function does without: it outlives the thread that has started it.
+    """Run the fork server of a script. This is the main function of the server process.
+
+    See :meth:`ForkServer.of_script`.
+    """
+    # The kernel kills this server when the thread that has started it ends. The server of a
+    # function is not killed then, because later launches use it from other threads.
     end_with_parent()
     forkserver_main()
 
@@ -310,16 +316,15 @@ def forkserver_main() -> None:
     """Run the fork server: fork a rank for each request until the owner has ended.
 
     This is the main function of the server process. In each forked rank, ``serve()`` returns, and
-    this function goes on to run the rank. The first argument is the number of the socket on which
-    the owner sends requests. The second argument, if the ranks run a script, is the entry of
-    ``sys.path`` that the script adds.
+    this function goes on to run the rank. ``sys.argv[1]`` is the descriptor of the socket on which
+    the owner sends requests. If the ranks run a script, ``sys.argv[2]`` is the entry that the
+    interpreter adds to ``sys.path`` for the script.
     """
     requests = socket.socket(fileno=int(sys.argv[1]))
     path_entry = sys.argv[2] if len(sys.argv) > 2 else ""
     server = _Server(requests, path_entry)
     further_modules = os.environ.pop(_MODULES_VARIABLE, "").split()
-    # Nearly all objects that the imports make stay. The search for garbage among them would take
-    # a sixth of the time of the imports.
+    # The imports make hardly any garbage. Searching for garbage would take a sixth of their time.
     gc.disable()
     for name in (*_PRELOAD, *further_modules):
         importlib.import_module(name)
@@ -333,11 +338,13 @@ def forkserver_main() -> None:
 
 
 class _Server:
-    """The server's side of the fork server.
+    """The server's side of the fork server, in the server process.
+
+    The process that started the server is its *owner*. See ``[Note: The fork server]``.
 
     Args:
         requests: the socket on which the owner sends requests.
-        path_entry: the entry of ``sys.path`` that a script adds, or "".
+        path_entry: the entry that the interpreter adds to ``sys.path`` for a script, or "".
     """
 
     def __init__(self, requests: socket.socket, path_entry: str) -> None:
@@ -346,14 +353,14 @@ class _Server:
         self._requests = requests
         self._path_entry = path_entry
         self._status_pipes: dict[int, Connection] = {}  # of the running ranks, by process id
-        # The server has to survive signals to the process group, since only the server can report
-        # the exit codes of the ranks. An ignored signal stays ignored, because the ranks inherit
-        # this, too.
+        # Ctrl-C in a terminal reaches the server, too, which has to go on: only the server can
+        # report the exit codes of the ranks. A signal that is ignored stays ignored, since the
+        # ranks inherit this.
         for number in ending_signals():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        # The interpreter writes a byte to this pipe when a rank ends. It does so only for a signal
-        # that has a handler.
+        # The interpreter writes a byte to this pipe when a rank ends. It does so only if SIGCHLD
+        # has a handler.
         self._wakeup_reader, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup_reader, False)
         os.set_blocking(self._wakeup_writer, False)
@@ -367,15 +374,16 @@ class _Server:
             In a forked rank: the rank's end of the control pipe. In the server this method does not
             return.
         """
-        # The id of the parent process changes when the owner ends. The socket does not show it: a
-        # process that the owner forked may hold the socket open.
+        # The id of the parent process changes when the owner ends. The socket may stay open then,
+        # since a fork of the owner has a copy.
         while os.getppid() == self._owner_pid:
             ready = wait([self._requests, self._wakeup_reader], timeout=1.0)
             if self._wakeup_reader in ready:
-                os.read(self._wakeup_reader, 4096)  # the bytes say no more than that a rank ended
+                os.read(self._wakeup_reader, 4096)  # empties the pipe; the bytes have no meaning
                 self._report_exits()
             if self._requests not in ready:
                 continue
+            # A request has one byte and, for a rank, four or five descriptors.
             request, descriptors, _, _ = socket.recv_fds(self._requests, 1, maxfds=5)
             if not request:  # the owner has closed the socket
                 break
@@ -406,8 +414,9 @@ class _Server:
             status_fd: the descriptor of the server's end of the rank's status pipe.
             control_fd: the descriptor of the rank's end of the control pipe.
             stdout: the descriptor of the file that becomes the rank's standard output.
-            stderr: the same for the standard error.
-            stdin: the same for the standard input. None keeps the server's, which is empty.
+            stderr: the descriptor of the file that becomes the rank's standard error.
+            stdin: the descriptor of the file that becomes the rank's standard input. None, the
+                default, keeps the server's standard input, which is empty.
 
         Returns:
             In the rank: its end of the control pipe. In the server: None.
@@ -435,7 +444,8 @@ class _Server:
     def _close_in_rank(self) -> None:
         """Close what only the server uses, in a forked rank.
 
-        An open copy in the rank would hide from the owner that the server has ended.
+        An open copy of a pipe or socket in the rank would hide from the owner that the server has
+        ended.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)  # writes no bytes any more
@@ -447,7 +457,7 @@ class _Server:
 
 
 def _seed_generators() -> None:
-    """Seed torch and NumPy in a forked rank, as their import does in a new interpreter.
+    """Seed torch and NumPy in a forked rank with random seeds, as in a new interpreter.
 
     Otherwise all ranks would draw the same numbers. Python itself seeds ``random`` after a fork.
     """
@@ -479,11 +489,11 @@ def _find_fork_hazard(path_entry: str) -> str:
     See ``[Note: A fork like a new interpreter]`` in fork_server.py.
 
     Args:
-        path_entry: the entry of ``sys.path`` that the script adds, or "".
+        path_entry: the entry that the interpreter adds to ``sys.path`` for the script, or "".
     """
     if _count_threads() > 1:
-        # OpenBLAS starts threads when it is loaded. It ends them before a fork, and starts them
-        # again when it needs them. This fork only makes it end them.
+        # OpenBLAS starts threads when it is loaded, and ends them before any fork. So this fork,
+        # which does nothing, ends these threads. OpenBLAS starts them again when needed.
         pid = os.fork()
         if pid == 0:
             os._exit(0)
@@ -492,7 +502,7 @@ def _find_fork_hazard(path_entry: str) -> str:
     if threads > 1:
         # A fork has only the thread that forks: the others would be missing in each rank.
         return f"the imports of torch and fabric have left {threads} threads, which no fork has"
-    device = base.initialized_backend("cpu")  # looks for CUDA and XPU, too
+    device = base.initialized_backend("cpu")  # with "cpu", only CUDA and XPU are checked
     if device is not None:
         return f"the imports of torch and fabric have initialized {device}"
     module = _find_shadowed_module(path_entry)
@@ -507,9 +517,10 @@ def _count_threads() -> int:
 
 
 def _find_shadowed_module(path_entry: str) -> str | None:
-    """Return a loaded module that an interpreter would import from an entry of ``sys.path``.
+    """Return the name of a loaded module that ``path_entry`` has in another version, or None.
 
-    The result is None if there is no such module, or if the entry is "".
+    In a new interpreter, a script would import the module from its own entry of ``sys.path``. In a
+    fork, it would get the module that the server has loaded.
     """
     if path_entry == "":
         return None
@@ -518,12 +529,14 @@ def _find_shadowed_module(path_entry: str) -> str | None:
         if "." in name or name == "__main__" or name in sys.builtin_module_names:
             continue
         spec = PathFinder.find_spec(name, [path_entry])
-        # A folder without __init__.py has no origin, and comes after all other modules.
+        # A folder without __init__.py has no origin. Python imports it only if no other entry of
+        # sys.path has the module, so it hides nothing.
         if spec is None or spec.origin is None:
             continue
         loaded_file = getattr(module, "__file__", None) or ""
         if os.path.realpath(spec.origin) != os.path.realpath(loaded_file):
             return name
-    # The search has cached the folder's list of files. The ranks must see the files of their time.
+    # The search has cached the list of files in path_entry. It is removed from the cache, because
+    # files may be added before the ranks import from there.
     sys.path_importer_cache.pop(path_entry, None)
     return None

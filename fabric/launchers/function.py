@@ -27,12 +27,12 @@ __all__ = ["ProcessLauncher", "payload_of_call"]
 
 
 class _TorchSetting(NamedTuple):
-    """A setting of torch that a call may rely on.
+    """A setting of torch in the launching process, which its ranks get before they run the call.
 
     Attributes:
         getter: the name of the function of ``torch`` that returns the value.
         setter: the name of the function of ``torch`` that changes the value.
-        default: the text of the value after the import of torch. It is a text, since this module
+        default: ``str()`` of the value after the import of torch. It is a text, since this module
             does not import torch.
     """
 
@@ -145,12 +145,13 @@ class ProcessLauncher(base.Launcher):
                 supervisor.raise_if_signaled()
                 supervisor.start(start_process, worlds, payload, spec.results)
                 pickled_results = supervisor.wait_for_ranks()
-                # A rank that is not selected by spec.results has sent a pickled None.
+                # Loaded here, since the tensors are in files that the supervisor removes. A rank
+                # that spec.results does not select has sent a pickled None.
                 results = [load(pickled_result) for pickled_result in pickled_results]
                 supervisor.raise_if_signaled()
         except KeyboardInterrupt:
             # The supervisor raises KeyboardInterrupt for every signal that ends a job. For a signal
-            # other than SIGINT, the next call raises SystemExit instead.
+            # other than SIGINT, _exit_by_signal() raises SystemExit instead.
             if supervisor.signals:
                 _exit_by_signal(supervisor.signals[0].number)
             raise
@@ -181,8 +182,8 @@ class ProcessLauncher(base.Launcher):
 def _exit_by_signal(number: int) -> None:
     """Call the user's handler of a signal that has ended the ranks, and exit with code 128 + n.
 
-    The supervisor's handler received the signal while the ranks ran. The supervisor has restored
-    the user's handlers before this function is called. For SIGINT this function does nothing: the
+    The user's handler did not receive the signal, because the supervisor had replaced it while the
+    ranks ran. The supervisor has installed it again. For SIGINT this function does nothing, and the
     caller raises KeyboardInterrupt.
 
     Raises:
@@ -197,9 +198,10 @@ def _exit_by_signal(number: int) -> None:
 
 
 def _exit_as_the_rank_if_uncaught() -> None:
-    """Install the hook that sets the exit code of this process if nothing catches an error.
+    """Have this process exit with the exit code of the failed rank if nothing catches the error.
 
-    A hook that the user has installed stays. An interactive interpreter goes on after an error.
+    Does nothing if the user has installed a hook for uncaught errors, or in an interactive
+    interpreter, which does not exit after an error.
     """
     if sys.excepthook is sys.__excepthook__ and not base.is_interactive():
         sys.excepthook = _exit_as_the_rank
@@ -222,7 +224,7 @@ class _LauncherState:
 
     Attributes:
         environment: the environment variables.
-        preparation: the arguments of ``multiprocessing.spawn.prepare``, which sets the working
+        preparation: the argument of ``multiprocessing.spawn.prepare``, which sets the working
             directory, ``sys.path`` and ``sys.argv``, and imports ``__main__`` if necessary.
         sources: entries of ``linecache.cache`` by file name, for code that is in no file, such as
             notebook cells. Tracebacks show this code, and ``inspect.getsource`` returns it.
@@ -236,9 +238,9 @@ class _LauncherState:
 
 
 def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
-    """Return a payload that gives a rank the current state of this process, then loads the call.
+    """Return a payload that gives a rank the present state of this process, and loads the call.
 
-    The payload is sent to every rank that does not share the memory of this process.
+    Ranks that are forked from this process need no payload.
 
     Args:
         call: the call.
@@ -273,11 +275,11 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
 
 
 def _import_of_main() -> dict[str, str] | None:
-    """Return the argument of ``multiprocessing.spawn.prepare`` that imports ``__main__`` in a rank.
+    """Return the item that makes ``multiprocessing.spawn.prepare`` import ``__main__`` in a rank.
 
-    The result is None if a new process cannot import the ``__main__`` of this process, as in a
-    notebook, or must not: the ``__main__.py`` of a package, folder or archive would run the program
-    again.
+    The result is None if a rank cannot import the ``__main__`` of this process, as in a notebook.
+    It is also None for the ``__main__.py`` of a package, folder or archive, because importing such
+    a file usually runs the whole program.
     """
     main_module = sys.modules["__main__"]
     # The name is None for `python script.py`. There is a name under `python -m`, and for a folder
@@ -296,8 +298,8 @@ def _import_of_main() -> dict[str, str] | None:
 def _sources_without_file() -> dict[str, Any]:
     """Return the entries of the line cache for code that is in no file, such as notebook cells.
 
-    The entry of a file that has been read is ``(size, modification time, lines, path)``. For other
-    code the time is None. An entry whose file has not been read has one item and is left out.
+    An entry is ``(size, modification time, lines, path)``. The time is None for code that is in no
+    file. The entry of a file that has not been read yet has only one item.
     """
     sources: dict[str, Any] = {}
     for name, entry in linecache.cache.items():
@@ -329,10 +331,10 @@ def _changed_torch_settings() -> dict[str, Any]:
 def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     """Give this rank the state of the launching process, and load the call.
 
-    Each rank calls this function in its main thread, and then the function that it returns.
+    This is the payload of a rank, which the rank calls in its main thread.
 
     Returns:
-        The function with its arguments bound.
+        The function of the call with its arguments bound. The rank calls it next.
     """
     # The environment is set first, because the modules that the call needs may read variables when
     # they are imported.
@@ -340,8 +342,7 @@ def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     os.environ.update(state.environment)
     # Tracebacks show the code of notebook cells from here.
     linecache.cache.update(state.sources)
-    # The launcher's sys.path is set before the call is loaded: the call may refer to modules that
-    # only this path finds.
+    # Sets sys.path, before the call is loaded: the call may need modules that only this path finds.
     multiprocessing.spawn.prepare(state.preparation)
     for setter_name, value in state.torch_settings.items():
         set_value = getattr(import_module("torch"), setter_name)
@@ -375,9 +376,9 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked_rank, args=(control, config, call)
     )
-    # A finalizer may wait for a thread that the fork does not have. So a collection of this
-    # process's garbage in the fork could hang or crash. start() returns only in this process, so
-    # the objects stay frozen in the fork and are never collected there.
+    # The fork must not collect garbage of this process: a finalizer could wait for a thread that
+    # the fork does not have. gc.freeze() excludes all present objects from garbage collection.
+    # They stay frozen in the fork, in which start() does not return.
     gc.freeze()
     try:
         process.start()

@@ -24,7 +24,7 @@ class _RankLog:
     """The output file of a rank, and how far the file has been shown on the terminal.
 
     Attributes:
-        file: the open file. The rank writes to the same open file.
+        file: the open file. The rank has inherited the descriptor and writes to the file.
         position: the number of bytes that have been read.
         unfinished_line: the bytes that have been read and not shown, because their line is not
             complete.
@@ -71,16 +71,16 @@ class RankLogs:
     def open(self, rank: int) -> int:
         """Open the file of a rank, and return the descriptor, which the rank inherits."""
         file = self.path(rank).open("a+b", buffering=0)
-        # Output that is in the file already is of another run, and is not shown.
+        # The present content of the file is of an earlier run, and is not shown.
         size = os.fstat(file.fileno()).st_size
         self._logs[rank] = _RankLog(file, position=size)
         return file.fileno()
 
     def show_report(self, text: str) -> None:
-        """Print a hang report on the terminal, unless the lines of the ranks are shown anyway.
+        """Print a hang report on the terminal, unless the lines of all files are shown there.
 
         Args:
-            text: the report, which a rank has written to its file.
+            text: the report. A rank has written it to its file already.
         """
         if self._tee_thread is None:
             print(f"\n{text}", file=sys.stderr, flush=True)
@@ -88,7 +88,8 @@ class RankLogs:
     def close(self, ranks: Iterable[RankProcess]) -> None:
         """Show the remaining output, append each failed rank's error to its file, close the files.
 
-        Ranks do not print their errors, but send them to the supervisor.
+        The errors are not in the files yet: ranks send them to the supervisor and do not print
+        them.
 
         Args:
             ranks: the ranks, which have all ended.
@@ -113,18 +114,18 @@ class RankLogs:
 
         This is the main function of the thread that ``tee`` starts. :meth:`close` ends it.
         """
-        # A reader such as `head` may close the pipe. Then nothing more is shown, and the files get
-        # everything. The descriptor is opened since the output of a rank need not be valid text.
+        # If the standard output is a pipe, its reader may close it, as `head` does. Then no more
+        # lines are shown. Opened as a binary file, since the output of a rank may be no valid text.
         with suppress(BrokenPipeError), open(1, "wb", closefd=False) as standard_output:
             is_last_read = False
             while not is_last_read:
-                # wait() returns whether the ranks have ended. The files are then read once more.
+                # After the ranks have ended, the files are read once more.
                 is_last_read = self._ranks_have_ended.wait(_POLL_INTERVAL)
                 # The items are copied, since the main thread may add the file of another rank.
                 for rank, log in list(self._logs.items()):
                     for line in _read_lines(log, is_last_read):
-                        # A progress bar writes "\r" before each of its states. Only the last state
-                        # is shown.
+                        # A progress bar writes "\r" before each of its states. As on a terminal,
+                        # only the last state is shown.
                         _, _, visible = line.rstrip(b"\r").rpartition(b"\r")
                         standard_output.write(b"[rank%d]: %s\n" % (rank, visible))
                 standard_output.flush()
@@ -138,8 +139,8 @@ def _read_lines(log: _RankLog, is_last_read: bool) -> Iterator[bytes]:
         is_last_read: whether to yield the unfinished line, too.
     """
     descriptor = log.file.fileno()
-    # The size is less than the position if the user has truncated the file. Then nothing is read
-    # until the file is longer than it was.
+    # If the user has truncated the file, the size may be less than the position. Then the loop
+    # reads nothing.
     size = os.fstat(descriptor).st_size
     while log.position < size:
         # pread() and not read(): the rank shares the file position, which read() would move.
@@ -158,5 +159,6 @@ def _read_lines(log: _RankLog, is_last_read: bool) -> Iterator[bytes]:
             yield unfinished_line
             unfinished_line = b""
         log.unfinished_line = unfinished_line
+    # After the last call, nobody completes the line.
     if is_last_read and log.unfinished_line:
         yield log.unfinished_line

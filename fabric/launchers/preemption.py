@@ -77,14 +77,14 @@ class StopRequest:
         # The owner of the thread that looks at the store. None if there is no such thread or this
         # is the only rank: then each call of is_due() is a collective.
         self._reporter = runtime.reporter
-        # The number of calls of is_due().
-        self._call_count = 0
+        self._call_count = 0  # of is_due()
         # The number of the call at which this rank is held. Before that call, is_due() only counts.
-        # It is 0 before the first call, which starts to listen, and always 0 without a reporter. It
-        # is infinity as long as no rank is asked to stop.
+        # - 0: is_due() calls _decide() every time. So it is before the first call, and always if
+        #   there is no reporter.
+        # - infinity: no rank is asked to stop.
         self._held_call = 0.0
-        # Whether the ranks cannot agree without an answer of this rank, which has to be its only
-        # one. A rank that never called is_due() keeps the others waiting, and owes no answer.
+        # Whether this rank still has to answer once any rank is asked to stop. The ranks agree when
+        # each rank has answered once. Set by the first call of is_due().
         self._owes_answer = False
         # The call at which all ranks stop. Infinity until it is known.
         self._agreed_call = math.inf
@@ -115,9 +115,9 @@ class StopRequest:
     def _decide(self) -> bool:
         """Return whether this is the call of :meth:`is_due` at which all ranks stop.
 
-        With a reporter, :meth:`is_due` calls this method at its own first call, and again while the
-        reporter's thread holds this rank until the ranks have agreed on a call. Without a reporter,
-        :meth:`is_due` calls this method every time, and this method is collective.
+        With a reporter, :meth:`is_due` calls this method at its first call, and from the held call
+        on. Without a reporter, :meth:`is_due` calls this method every time, and this method is
+        collective.
         """
         if not self._is_listening:
             self._listen()
@@ -125,7 +125,7 @@ class StopRequest:
         if reporter is None:
             # Collective. All ranks stop if any rank is asked to stop.
             return any(self._communicator.gather_objects(self._is_asked(time.monotonic())))
-        # The name of the phase is in a hang report while this rank waits.
+        # A hang report shows the phase while this rank waits.
         with reporter.recorder.record_phase("should_stop"):
             self._wait_for_agreement()
         return self._call_count >= self._agreed_call
@@ -143,14 +143,13 @@ class StopRequest:
         """Return whether Ray is about to take a machine of this job away. Collective under Ray."""
         if not self._reads_ray:
             return False
-        # Ray tells the workers one after the other.
+        # Ray does not tell all workers at the same time, so the ranks tell each other.
         return any(self._communicator.gather_objects(_has_ray_preemption()))
 
     def _wait_for_agreement(self) -> None:
-        """Wait, in the main thread, while this rank is held.
+        """Wait in the main thread until the agreed call is known, if this rank is held.
 
-        If this rank is not held, return at once. The reporter's thread ends the wait: it sets
-        ``_agreed_call``.
+        The reporter's thread ends the wait when it sets ``_agreed_call``.
 
         Raises:
             UsageError: not all ranks have answered within the timeout.
@@ -178,8 +177,8 @@ class StopRequest:
 
         The first call of :meth:`is_due` calls this method. :meth:`close` undoes it.
         """
-        end_of_job = slurm_deadline(os.environ, self._margin, self._runtime.world.rank)
-        self._deadline = min(self._deadline, end_of_job)
+        deadline_of_slurm = slurm_deadline(os.environ, self._margin, self._runtime.world.rank)
+        self._deadline = min(self._deadline, deadline_of_slurm)
         self._is_listening = True
         is_main_thread = threading.current_thread() is threading.main_thread()
         for number in stop_signals():
@@ -188,7 +187,7 @@ class StopRequest:
         # None if fabric did not start this process.
         control_thread = ControlThread.of_this_process()
         if control_thread is not None:
-            # The supervisor then gives this rank time to save, and does not end it on a signal.
+            # On a signal, the supervisor now gives this rank time to save before it ends the rank.
             control_thread.send("saving")
         elif not is_main_thread and not self._reads_ray:
             warnings.warn(
@@ -202,17 +201,17 @@ class StopRequest:
             self._reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
-        """Note the signal ``number`` from now on instead of ending this process.
+        """Have the signal ``number`` call :meth:`_on_signal` from now on.
 
-        In a rank that fabric started, a SignalHandler passes signals on to its listeners, so this
-        method works in any thread. In another process only the main thread can install a handler.
+        In a rank that fabric started, a SignalHandler calls listeners, which any thread may add. In
+        another process, only the main thread can install a handler.
         """
         handler = signal.getsignal(number)
         if isinstance(handler, SignalHandler):
             self._previous_handlers[number] = handler
             handler.listeners.append(self._on_signal)
             return
-        # Ignored signals stay ignored, as nohup wants for SIGHUP. SIGTERM is always noted.
+        # Ignored signals stay ignored, for example SIGHUP under nohup. SIGTERM is always noted.
         should_note = number == signal.SIGTERM or handler is not signal.SIG_IGN
         if is_main_thread and should_note:
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
@@ -234,8 +233,8 @@ class StopRequest:
             try:
                 self._read_store(self._reporter.store, now)
             except dist.DistError:
-                # The process that hosted the store has ended, so there are no ranks to agree with.
-                # From now on this rank decides alone, in each call of is_due().
+                # Without the store, this rank cannot agree with others. From now on it decides
+                # alone, in each call of is_due().
                 self._communicator = LocalCommunicator(self._runtime.device)
                 self._reporter = None
                 self._held_call = 0
@@ -244,8 +243,8 @@ class StopRequest:
     def _read_store(self, store: JobStore, now: float) -> None:
         """Hold this rank once any rank is asked to stop. From then on, read the agreed call.
 
-        This method runs in the reporter's thread, with ``_answer_lock``. See ``[Note: Stopping]``
-        in this file.
+        The reporter's thread calls this method and has the ``_answer_lock``. See
+        ``[Note: Stopping]`` in preemption.py.
         """
         if self._owes_answer:
             is_any_asked = self._is_asked(now) or store.get_nowait("stop/requested") is not None
@@ -258,32 +257,32 @@ class StopRequest:
             self._agreed_call = float(agreed_call)
 
     def _hold(self, store: JobStore) -> None:
-        """Hold this rank at its next call of :meth:`is_due`, and answer with its number.
+        """Hold this rank at its next call of :meth:`is_due`, and answer the other ranks.
 
-        The main thread waits in this call until the ranks have agreed on the call at which all of
-        them stop.
+        The main thread waits in the held call until the ranks have agreed on the call at which all
+        of them stop. The reporter's thread calls this method and has the ``_answer_lock``.
         """
-        # The main thread may make the chosen call before _held_call is assigned, and so not wait in
-        # it. Then the next call is chosen, until the chosen one lies ahead.
+        # The main thread may make the next call just before _held_call is assigned, and then does
+        # not wait in it. So a later call is chosen until the main thread has not made it yet.
         self._held_call = self._call_count + 1
         while self._call_count >= self._held_call:
             self._held_call = self._call_count + 1
-        # The other ranks read this, and hold themselves, too.
+        # When the other ranks read this key, they are held, too.
         store.set("stop/requested", "yes")
-        # Published before the answer, since the last rank to answer reads all held calls.
+        # Published before the answer, since the last rank to answer reads the held calls of all.
         store.publish("stop/held", self._held_call)
         self._answer(store)
 
     def _answer(self, store: JobStore) -> None:
         """Count this rank as one that has answered. The last rank to answer writes the agreed call.
 
-        Call this method with ``_answer_lock``, if this rank owes an answer.
+        Call this method once, while this rank owes an answer. The caller has the ``_answer_lock``.
         """
         self._owes_answer = False
         is_last_answer = store.add("stop/answers", 1) == store.size
         if is_last_answer:
-            # A rank that has closed without being held has published no call. If no rank was held,
-            # the value does not matter.
+            # A rank that was closed before it was held has published no call. If there is no call
+            # at all, all ranks are closed, and the value does not matter.
             held_calls = store.read("stop/held", range(store.size)).values()
             store.set("stop/agreed", str(max(held_calls, default=0)))
 
@@ -293,16 +292,18 @@ class StopRequest:
         May be called from any thread, and more than once.
         """
         self._stop_listening()
-        # A DistError means that the process that hosted the store has ended: nobody waits.
+        # After a DistError, the store has ended, and no rank waits for the answer of this one.
         with self._answer_lock, suppress(dist.DistError):
             if self._reporter is not None and self._owes_answer:
                 self._answer(self._reporter.store)
             self._reporter = None  # ends the wait of a held rank, and _poll() does nothing
 
     def _stop_listening(self) -> None:
-        """Restore the signal handlers, as far as this thread can."""
-        # Only the main thread can restore handlers. If this is another thread, _on_signal()
-        # restores the handler of a signal when the signal arrives.
+        """Restore the previous signal handlers, as far as this thread can.
+
+        Only the main thread can restore handlers. If this is another thread, :meth:`_on_signal`
+        restores the handler of a signal when the signal arrives.
+        """
         self._is_listening = False
         for number, previous_handler in self._previous_handlers.items():
             if isinstance(previous_handler, SignalHandler):
@@ -319,7 +320,7 @@ class StopRequest:
             number: the signal.
 
         Returns:
-            Whether the handler was a method of this object, and has been replaced.
+            Whether the handler was :meth:`_on_signal`, and has been replaced.
         """
         # Compared by != and not by `is not`: every access to a method makes a new object.
         if signal.getsignal(number) != self._on_signal:
@@ -335,10 +336,10 @@ class StopRequest:
         which passes no frame.
         """
         self._is_requested = True
-        # If close() ran in a thread that could not restore the earlier handler, the handler is
-        # restored here, and the signal has its usual effect.
+        # If close() ran in a thread that could not restore the previous handler, the handler is
+        # restored now and gets the signal.
         if not self._is_listening and self._restore_handler(number):
-            signal.raise_signal(number)  # for the restored handler
+            signal.raise_signal(number)
             return
         # A handler of the user is called as well. A SignalHandler is not: it calls this method.
         previous_handler = self._previous_handlers.get(number)
@@ -350,8 +351,8 @@ def to_seconds(length: Any) -> Any:
     """Return a length of time in seconds.
 
     Args:
-        length: a timedelta, or a text such as ``"HH:MM:SS"`` or ``"D-HH:MM:SS"``. Any other value
-            is returned unchanged, for the caller to check.
+        length: a timedelta, or a text like ``"01:30:00"`` or ``"2-12:00:00"``, which is two days
+            and a half. Any other value is returned unchanged, for the caller to check.
     """
     if isinstance(length, str):
         duration = _DURATION.fullmatch(length)
@@ -371,8 +372,8 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         env: the environment, such as ``os.environ``.
         margin: how long before the end to stop. None uses a minute, or half of the remaining time
             if half of it is less than a minute.
-        rank: the rank of this process. Rank 0 asks ``scontrol`` if the environment has no end time.
-            The other ranks then return infinity, and stop together with rank 0.
+        rank: the rank of this process. If the environment has no end time, rank 0 asks
+            ``scontrol``. The other ranks return infinity, since they stop together with rank 0.
 
     Returns:
         The time, or infinity without a SLURM job or an end time.
@@ -392,8 +393,8 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         margin_seconds = min(_DEFAULT_MARGIN, seconds_left / 2)
     else:
         margin_seconds = margin.total_seconds()
-    # SLURM sets SLURM_JOB_ID and SLURM_JOBID to the same job. They differ in a shell that has kept
-    # a variable from another job.
+    # SLURM sets both variables to the same job. They differ only if the shell has kept a variable
+    # of another job, whose end may be another.
     is_other_job = read_variable(env, "SLURM_JOBID") not in (None, job)
     has_ended = seconds_left <= 0
     if is_other_job or has_ended or seconds_left <= margin_seconds:
@@ -428,9 +429,9 @@ def _ask_for_end(job: str) -> float | None:
 
 
 def _can_read_ray() -> bool:
-    """Return whether this process is a worker of Ray Train that Ray tells of preemptions.
+    """Return whether this process is a worker of Ray Train, and Ray tells workers of preemptions.
 
-    Warn if Ray is of a release whose workers do not have the information at the known place.
+    Warn if this release of Ray does not have the private value that ``_has_ray_preemption`` reads.
     """
     if RayEnvironment().detect(os.environ) is None:
         return False
@@ -449,9 +450,9 @@ def _can_read_ray() -> bool:
 def _has_ray_preemption() -> bool:
     """Return whether Ray has told this worker that a machine of the job will be taken away.
 
-    ``ray.train.get_preemption_info`` returns the same, but all workers have to call it together,
-    and each call is a message to one actor. So the thread of the hang reports reads the private
-    value that it would send. Seen to work in Ray 2.60.
+    ``ray.train.get_preemption_info`` is not used: all workers would have to call it together, and
+    each call would send a message. This function reads the private value of this worker instead.
+    Seen to work in Ray 2.60.
 
     Raises:
         ImportError, AttributeError, RuntimeError: this release of Ray has no such value.
@@ -470,21 +471,20 @@ def exit_preempted(close: Callable[[], object], requeue: bool, waits_for_ray: bo
         close: called first. It finishes what this process has begun, such as saves.
         requeue: whether to put the SLURM job, or this task of an array, back into the queue. If
             SLURM refuses to, there is a warning.
-        waits_for_ray: whether to wait until Ray ends this process, and not to exit.
+        waits_for_ray: whether to wait until Ray ends this process, instead of exiting.
 
     Raises:
         SystemExit: always.
     """
     close()
     if waits_for_ray:
-        # Ray would take an exit for a failure, which counts for max_failures. Its controller ends
-        # all workers at the deadline of the machine, or two minutes after the notice if there is
-        # none, and starts them again as often as needed.
+        # Ray would count an exit as one of the failures that max_failures allows. Instead, this
+        # process waits until Ray ends all workers and starts them again.
         threading.Event().wait()  # never returns, since nobody sets the event
     job = read_variable(os.environ, "SLURM_JOB_ID")
     if requeue and job is not None:
-        # In a job array, scontrol would requeue all tasks for SLURM_JOB_ID. The name ARRAY_TASK
-        # stands for the task of this process only.
+        # In a job array, scontrol would requeue all tasks for SLURM_JOB_ID. A name such as "17_3"
+        # means task 3 of array 17 only.
         array = read_variable(os.environ, "SLURM_ARRAY_JOB_ID")
         if array is not None:
             task = os.environ["SLURM_ARRAY_TASK_ID"]
@@ -492,8 +492,8 @@ def exit_preempted(close: Callable[[], object], requeue: bool, waits_for_ray: bo
         try:
             _scontrol("requeue", job)
         except UsageError as error:
-            # As an error, it would make `fabric run --max-restarts` start the saved ranks again in
-            # the last seconds of the job.
+            # Only a warning: after an error, `fabric run --max-restarts` would start the ranks
+            # again in the last seconds of the job.
             warnings.warn(
                 f"the job ends with exit code {PREEMPTED}, but is not back in the queue: {error}",
                 stacklevel=3,  # the line that calls fabric.exit_preempted
@@ -508,7 +508,7 @@ def _scontrol(*arguments: str) -> str:
         UsageError: the command is missing, fails or takes too long.
     """
     command = ["scontrol", *arguments]
-    # The user's own format of times may be one that fromisoformat() does not read.
+    # The user may have chosen another format of times, which fromisoformat() does not read.
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     try:
         result = subprocess.run(

@@ -9,18 +9,19 @@ __all__ = ["PrivateFile"]
 
 
 class PrivateFile:
-    """A file that other users cannot open, and that disappears with this process, even if killed.
+    """A file that other users cannot open, and that the system removes when this process ends.
 
     Attributes:
-        path: the path that processes of the same user open.
+        path: the path with which other processes of the same user open the file.
     """
 
     def __init__(self) -> None:
         self._file = self._open_file()
         if sys.platform == "linux":
-            # os.getpid() is not used: in a container, /proc may show the process ids of an outer
-            # namespace.
-            self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
+            # The process id of /proc is not always that of os.getpid(): in a container, /proc may
+            # show the ids of the host.
+            process_id = os.readlink("/proc/self")
+            self.path = f"/proc/{process_id}/fd/{self._file.fileno()}"
         else:
             self.path = self._file.name
 
@@ -34,8 +35,7 @@ class PrivateFile:
             return tempfile.NamedTemporaryFile(prefix="fabric-")
         if hasattr(os, "memfd_create"):
             return open(os.memfd_create("fabric"), "rb")
-        # Some interpreters, such as some of conda's, are built for a C library without
-        # memfd_create.
+        # Some interpreters, for example from conda, are built without memfd_create.
         return tempfile.TemporaryFile()
 
     def close(self) -> None:

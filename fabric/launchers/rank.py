@@ -106,8 +106,8 @@ class Message(NamedTuple):
     content: Any
 
 
-# The number of characters of an error text. A message may hold a whole tensor, which would push the
-# cause of the error off the screen.
+# The number of characters of an error text. The text of an error may hold a whole tensor, which
+# would push the cause of the error off the screen.
 _MAX_TEXT_LENGTH = 20_000
 # Seconds between two attempts to wake the main thread.
 _WAKE_INTERVAL = 0.05
@@ -124,8 +124,8 @@ _SECONDARY_PHRASES = (
     "diststore",
 )
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-# How the file names of the frames begin that lead to the user's code.
-_OUR_FRAMES = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>", "<string>")
+# The beginnings of the file names of the frames between the start of a rank and the user's code.
+_STARTING_FRAMES = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>", "<string>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +173,15 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Return the failure for an error, without the frames that lead to the user's code.
+        """Return the failure for an error of the user's code.
 
-        These frames are also removed from the traceback of ``error`` itself.
+        The first frames of its traceback, in which fabric starts the user's code, are removed, also
+        in ``error`` itself.
         """
         user_traceback = error.__traceback__
         while user_traceback is not None:
             file_name = user_traceback.tb_frame.f_code.co_filename
-            if not file_name.startswith(_OUR_FRAMES):
+            if not file_name.startswith(_STARTING_FRAMES):
                 break
             user_traceback = user_traceback.tb_next
         lines = traceback.format_exception(error.with_traceback(user_traceback))
@@ -219,9 +220,9 @@ def ending_signals() -> list[signal.Signals]:
 def is_secondary(error: BaseException) -> bool:
     """Return whether an error is usually the result of another rank's failure.
 
-    The answer is true if the first error in the chain of causes and contexts is a lost connection,
-    a timeout, or a call that another rank does not make. torch raises some of these as a
-    RuntimeError, which is known by its text.
+    This is so if the first error in the chain of causes and contexts is a lost connection, a
+    timeout, or a call that another rank does not make. torch raises a RuntimeError for some of
+    these reasons, and only the text of the error tells the reason.
     """
     origin = _origin(error)
     if isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError):
@@ -244,11 +245,13 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def _mentions(error: BaseException, phrases: Sequence[str]) -> bool:
-    """Return whether the first line of an error contains one of the phrases in any case.
+    """Return whether the first line of an error contains a phrase, in upper or lower case.
 
-    The phrases are in lower case.
+    Args:
+        error: the error.
+        phrases: the phrases, in lower case.
     """
-    # str(error) is not used: it may raise, and would include later lines of the message.
+    # str(error) is not used, since the __str__ method of a user's error may raise.
     first_line = traceback.format_exception_only(error)[0].lower()
     return any(phrase in first_line for phrase in phrases)
 
@@ -256,13 +259,14 @@ def _mentions(error: BaseException, phrases: Sequence[str]) -> bool:
 class ControlThread(threading.Thread):
     """The thread that serves the rank's end of the control pipe.
 
-    See ``[Note: Control pipe]`` in rank.py. A process that the rank forks does not have this
-    thread.
+    The thread receives messages from the supervisor, and any thread sends messages with
+    :meth:`send`. See ``[Note: Control pipe]`` in rank.py. A process that the rank forks does not
+    have this thread.
 
     Attributes:
         config: the configuration of this rank.
-        calls: the pickled calls that the supervisor of a pool has sent, in order. None asks the
-            rank to end.
+        calls: the pickled calls that the supervisor of a pool has sent, in order. The item None
+            asks the rank to end.
         report_request: the id of the supervisor's latest request for a report. Empty before the
             first request.
     """
@@ -291,27 +295,27 @@ class ControlThread(threading.Thread):
     def send(self, kind: MessageKind, content: Any = None) -> None:
         """Send a message to the supervisor, from any thread.
 
-        The message is lost if the supervisor has ended. In a process that the rank has forked
-        nothing is sent, and an error is printed.
+        The message is lost if the supervisor has ended. In a process that the rank has forked,
+        nothing is sent.
         """
         is_rank = os.getpid() == self._rank_pid
         if is_rank:
             with self._send_lock, suppress(OSError):
                 self._control.send(Message(kind, content))
         elif kind == "error":
-            # The script forked this process, which has left the script with an error.
+            # The script has forked this process, and an error in the script ends the fork. The
+            # error is printed here, since the supervisor does not know of forks.
             print(content.text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Receive messages until the supervisor has ended, then end this process at once.
 
-        This is the main function of the thread. The process ends even if the main thread is
-        blocked. The kernel also kills the process when its parent ends, but not if the parent had
-        ended before the process asked the kernel for this.
+        This is the main function of the thread. It ends the process even if the main thread is
+        blocked.
         """
         parent = os.getppid()
-        # Another process that the parent forked may hold the pipe open. The id of the parent
-        # process shows that the parent has ended.
+        # The pipe closes when the supervisor ends, unless a fork of the supervisor holds it open.
+        # So the id of the parent process is watched, too. It changes when the parent ends.
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if self._control.poll(1.0):
@@ -331,12 +335,13 @@ class ControlThread(threading.Thread):
     def _describe_main_thread(self) -> None:
         """Send the stack of the main thread, and the error that the main thread is handling.
 
-        A rank that waits for other ranks in a ``finally`` block has not sent its error yet. The
-        stack is sent first, because the supervisor waits only for the message with the error.
+        So the supervisor learns the error of a rank that still waits in a ``finally`` block, and
+        has not sent its error yet.
         """
-        # The identifier of a thread that runs is not None: "or 0" is only for the type checker.
+        # The identifier of a thread that runs is not None. "or 0" is only for the type checker.
         main_thread = threading.main_thread().ident or 0
         stack = traceback.format_stack(sys._current_frames()[main_thread])
+        # Sent first: the supervisor waits for "described", and does not wait longer for "stack".
         self.send("stack", "".join(stack))
         error: Any = sys._current_exceptions().get(main_thread)
         if isinstance(error, tuple):  # type, error and traceback, until Python 3.12
@@ -368,7 +373,7 @@ def run_process(control: Connection) -> None:
     Args:
         control: the rank's end of the control pipe.
     """
-    # Frozen later only if the user freezes all objects.
+    # exit_process() looks for this list: if it is frozen, the user has called gc.freeze().
     freeze_probe: list[Any] = []
     config, payload = _receive_payload(control)
     exit_code = run_rank(control, config, payload)
@@ -381,7 +386,7 @@ def run_process(control: Connection) -> None:
 def _receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
     """Receive the configuration and the payload of a rank from its supervisor.
 
-    This function ends the process if the supervisor has closed the pipe or has ended.
+    If the supervisor has ended, this function ends the process.
     """
     try:
         return control.recv()
@@ -413,9 +418,8 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
         refuse_input(config.world.rank)
     control_thread.start()
     outcome = _run_payload(control_thread, payload)  # raises nothing
-    # From now on signals are ignored and do not raise. No ``finally`` block is left to run, and a
-    # signal that raised during send() would leave half a message in the pipe. A handler that the
-    # user has installed stays.
+    # From now on signals are ignored: no ``finally`` block is left to run, and a signal that raised
+    # during send() would leave half a message in the pipe. A handler of the user stays.
     for number in ending_signals():
         if isinstance(signal.getsignal(number), SignalHandler):
             signal.signal(number, signal.SIG_IGN)
@@ -425,11 +429,13 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even while C++ code holds the GIL.
+    """Have the kernel kill this process when its parent ends, even if a thread is blocked.
 
-    To the kernel the parent is the *thread* that started the process. A launch keeps that thread
-    until its ranks have ended. Forks of this process's main thread, such as DataLoader workers, end
-    with this process. Daemons, which fork twice, do not. Call this function in the main thread.
+    Call this function in the main thread. To the kernel, the parent is the *thread* that started
+    the process, so that thread must not end before the process.
+
+    Forks of this process's main thread, such as DataLoader workers, are killed when this process
+    ends. Their own forks are not, so that a daemon, which forks twice, lives on.
     """
     # CDLL(None) has the functions of the C library, which this process has loaded.
     set_parent_death_signal = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -439,11 +445,11 @@ def end_with_parent() -> None:
 
     def set_in_child() -> None:
         """Set the signal in a fork, which does not inherit the setting from this process."""
-        # Forks of forks call this function, too. They do not end with this process.
-        is_own_child = os.getppid() == this_pid
-        # A fork of another thread would be killed when that thread ends.
+        # Forks of forks call this function, too.
+        is_child = os.getppid() == this_pid
+        # A fork of another thread would be killed as soon as that thread ends.
         is_fork_of_main_thread = threading.get_ident() == main_thread
-        if is_own_child and is_fork_of_main_thread:
+        if is_child and is_fork_of_main_thread:
             set_parent_death_signal()
 
     os.register_at_fork(after_in_child=set_in_child)
@@ -454,8 +460,8 @@ class _Outcome(NamedTuple):
 
     Attributes:
         exit_code: the exit code of the rank.
-        message: the last message to the supervisor. None if the rank was interrupted or has exited
-            without a result: the exit code says everything.
+        message: the last message to the supervisor. None if the exit code says everything, as after
+            an interruption.
     """
 
     exit_code: int
@@ -463,9 +469,9 @@ class _Outcome(NamedTuple):
 
 
 def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
-    """Run the payload and return how it ended. This function raises nothing.
+    """Run the payload, and return how the payload has ended. This function raises nothing.
 
-    It installs signal handlers, and makes the process and the environment those of the rank.
+    First it installs signal handlers, and gives the process the environment variables of the rank.
     """
     config = control_thread.config
     try:
@@ -473,8 +479,8 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
         # Sent after the handlers are installed: from now on a signal runs ``finally`` blocks.
         control_thread.send("ready")
         call = payload()  # prepares this process, and returns the function to run
-        # Set after the payload is prepared: a script that is imported to find the function must not
-        # detect that it runs in a rank.
+        # Set after payload(), which may import the user's script to find a function. The script
+        # must not see the variables of a rank, since it would then act as one.
         os.environ.update(config.variables)
         if not config.runs_script:
             refuse_breakpoint(config.world.rank)
@@ -502,9 +508,9 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
 def _outcome_of_exit(error: SystemExit, runs_script: bool) -> _Outcome:
     """Return the outcome of a payload that has called ``sys.exit``.
 
-    - With the code 75 (:data:`PREEMPTED`), or 0 from a script, the rank has finished.
-    - With the code 0 from a function, or 128 + n for a signal n that asks the job to stop, the rank
-      sends no message: the supervisor judges the exit code.
+    - The code 75 (:data:`PREEMPTED`), or 0 from a script, means that the rank has finished.
+    - For the code 0 from a function, and for 128 + n after a signal n that asks the job to stop,
+      the rank sends no message. The supervisor judges the exit code.
     - Any other code is an error.
     """
     text = ""
@@ -526,17 +532,18 @@ def _outcome_of_exit(error: SystemExit, runs_script: bool) -> _Outcome:
 
 
 class SignalHandler:
-    """A signal handler that raises on the first signal, and ignores later signals.
+    """A signal handler that raises on the first signal, and ignores the same signal afterwards.
 
-    The exception runs the ``finally`` blocks. Ctrl-C in a terminal reaches a rank twice, from the
-    terminal and from the supervisor, and the second signal would interrupt the ``finally`` blocks.
+    The exception runs the ``finally`` blocks of the user's code. A second signal must not interrupt
+    these blocks: Ctrl-C in a terminal reaches a rank twice, from the terminal and from the
+    supervisor.
 
     Attributes:
         listeners: functions to call with the number of a signal that asks the job to save. While
-            there are listeners, the signal does not raise.
+            there are listeners, a signal other than SIGINT does not raise.
         handled_by_listeners: the numbers of the signals that listeners have been called with.
         last_raised: the exception that the handler raised last, or None.
-        last_raised_for: the number of the signal that it was raised for, or 0.
+        last_raised_for: the number of the signal for which ``last_raised`` was raised, or 0.
     """
 
     def __init__(self) -> None:
@@ -555,7 +562,7 @@ class SignalHandler:
         has_listeners = self.notify(number)  # False for SIGINT, which always raises
         if has_listeners:
             return
-        # The same signal again must not interrupt the ``finally`` blocks.
+        # From now on the signal is ignored, so that it does not interrupt the ``finally`` blocks.
         signal.signal(number, signal.SIG_IGN)
         self.last_raised_for = number
         if number == signal.SIGINT:
@@ -584,27 +591,23 @@ class SignalHandler:
 def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     """Make the signals that end a job raise in the main thread. Call this once, in the main thread.
 
-    This function starts a thread.
-
     Args:
-        on_signal: a function to call with the number of a signal once a handler has received the
-            signal in this process: the handler that this function installs, a listener, or a
-            handler of the user. The started thread calls it.
+        on_signal: called with the number of such a signal, once a handler in this process has
+            handled the signal. The call is made in a thread that this function starts.
     """
     handler = SignalHandler()
     for number in ending_signals():
         # Ignored signals stay ignored: SIGINT in the background of a shell script, SIGHUP under
-        # nohup. The supervisor ends ranks with SIGTERM, so SIGTERM is never ignored.
+        # nohup. But SIGTERM is handled in any case, since the supervisor ends ranks with it.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
-    # A signal does not interrupt a wait of the main thread if it arrives in another thread, or
-    # between the interpreter's last check for signals and the wait. The main thread would stay
-    # blocked and never run its ``finally`` blocks. So another thread reads the numbers of all
-    # signals from a pipe, and wakes the main thread.
+    # A signal may arrive in another thread, or just before the main thread begins to wait. It then
+    # does not interrupt the wait, and the handler does not run. So the interpreter writes the
+    # number of each signal to a pipe, and another thread reads it and wakes the main thread.
     reading_end, writing_end = os.pipe()
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
-    # A forked child would otherwise write the signals that it gets to this pipe. -1 is no pipe.
+    # A forked child must not write its own signals to the pipe of this process. -1 means no pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     _repeat_lost_signals(handler, writing_end)
     main_thread = threading.get_ident()
@@ -641,11 +644,11 @@ def _repeat_lost_signals(handler: SignalHandler, writing_end: int) -> None:
             previous_hook(unraisable)
             return
         number = handler.last_raised_for
-        # The handler has replaced itself by SIG_IGN. This hook runs in the main thread, as the
-        # handler did, and so may install it again.
+        # The handler has replaced itself by SIG_IGN, so it is installed again. Only the main thread
+        # may do this. The hook runs there, since the handler did.
         signal.signal(number, handler)
-        # The thread then sends the signal again, after a pause, when the call that cannot raise has
-        # usually returned.
+        # The thread of _wake_on_signals() sends the signal again after a pause. By then, the call
+        # that cannot raise has usually returned.
         os.write(writing_end, bytes([number]))
 
     sys.unraisablehook = repeat_if_lost
@@ -657,19 +660,18 @@ def _wake_on_signals(
     main_thread: int,
     on_signal: Callable[[int], object],
 ) -> None:
-    """Send each signal to the main thread again until the handler has run there, or a listener has.
+    """Send each signal to the main thread repeatedly, until the signal has been handled.
 
-    This is the main function of the thread that :func:`raise_on_signals` starts. It exists because
-    a main thread that waits in C++ code or in a system call may not run the handler after one
-    delivery of the signal.
+    This is the main function of the thread that :func:`raise_on_signals` starts. A main thread that
+    waits in C++ code or in a system call may not run the handler when a signal arrives once.
 
     Args:
         reading_end: the descriptor of the pipe to which the interpreter writes the number of each
             signal that arrives, as one byte.
-        handler: the handler of the signals. When the main thread runs the handler, the handler
-            either calls the listeners, or replaces itself by SIG_IGN and raises.
+        handler: the handler of the signals. In the main thread, it either calls the listeners, or
+            replaces itself by SIG_IGN and raises.
         main_thread: the identifier of the main thread.
-        on_signal: tells the supervisor that this rank has acted on a signal.
+        on_signal: called with the number of a signal that ends a job, once it has been handled.
     """
     while True:
         received = os.read(reading_end, 1)
@@ -677,19 +679,18 @@ def _wake_on_signals(
             return
         number = received[0]
         time.sleep(_WAKE_INTERVAL)  # usually enough for the main thread to run the handler
-        # The handler uninstalls itself when it raises. While it is installed, it has not raised.
+        # The handler replaces itself when it raises. While it is installed, it has not raised.
         while signal.getsignal(number) is handler:
-            # Listeners are also called from this thread, because the main thread may be unable to
-            # run the handler for a long time.
+            # Called here, too, since it may take the main thread long to run the handler.
             handler.notify(number)
-            # A signal that listeners have handled is not sent again. The job saves because of the
-            # signal, and the listeners may be gone already: then a repeated signal would raise.
+            # Once a listener has been called, the signal is not sent again. The job saves because
+            # of the signal, and afterwards there may be no listener, so that the handler would
+            # raise.
             if number in handler.handled_by_listeners:
                 break
             signal.pthread_kill(main_thread, number)
             time.sleep(_WAKE_INTERVAL)
-        # Other signals, such as SIGCHLD, do not show that the rank has acted on a signal to end.
-        if number in ending_signals():
+        if number in ending_signals():  # not SIGCHLD, for example
             on_signal(number)
 
 
@@ -699,18 +700,16 @@ def exit_process(code: int, freeze_probe: list[Any] | None = None) -> NoReturn:
     This function waits for threads, runs exit handlers and flushes open files. The finalization is
     skipped for two reasons. With torch loaded, it takes half a second or more. And a thread of gloo
     that releases a finished collective during the finalization aborts the process.
-    ``multiprocessing`` also ends the processes that it forks without finalization.
 
     Args:
         code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
             flushed.
-        freeze_probe: a list that was made when this process began. None of the objects that
-            ``gc.freeze()`` had frozen before, in the fork server, is an open file. None means that
-            any object may be one.
+        freeze_probe: a list that was made when this process began. It tells whether the user has
+            called ``gc.freeze()`` since then. None, the default, if there is no such list.
     """
     # Waits for the threads that are not daemons. multiprocessing calls this private function, too.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    _keep_operators()
+    _keep_operators()  # shortens the next line
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -724,10 +723,9 @@ def exit_process(code: int, freeze_probe: list[Any] | None = None) -> NoReturn:
 
 
 def _keep_operators() -> None:
-    """Take the removal of torch's operators from the exit handlers of this process.
+    """Keep the exit handlers of this process from removing torch's operators.
 
-    Their removal is about half of the time that an exit takes. It has no effect, since this process
-    ends without finalization.
+    The removal takes about half of the time of an exit, and is useless: the process ends anyway.
     """
     library = sys.modules.get("torch.library")
     if library is None:
@@ -744,14 +742,14 @@ def _flush_files(freeze_probe: list[Any] | None) -> None:
     """Flush all open files of this process, which ends without the interpreter's finalization.
 
     Args:
-        freeze_probe: as in :func:`exit_process`.
+        freeze_probe: a list that was made when this process began, or None.
     """
     gc.disable()  # the process ends, so a collection of garbage would only take time
-    # gc.get_objects() leaves out frozen objects. In a forked rank, a look at the objects of the
-    # fork server, or even their count, takes longer than everything else here.
+    # gc.get_objects() leaves out frozen objects. In a forked rank, these are the objects of the
+    # fork server. None of them is an open file, and looking at all of them would take long.
     objects = gc.get_objects()
-    # If the user has frozen more objects, the list and perhaps files are among them. Then all
-    # objects are looked at.
+    # If the list is missing, the user has frozen more objects, perhaps files. Or there is no list,
+    # and any object may be a file. So all objects are looked at.
     if not any(candidate is freeze_probe for candidate in objects):
         gc.unfreeze()
         objects = gc.get_objects()
@@ -775,9 +773,9 @@ def exit_with_late_error() -> None:
     """Make this process end with code 120 instead of 0. Call it in an exit handler that fails.
 
     An exception in an exit handler does not change the exit code, and exiting at once would skip
-    the other handlers. But the interpreter flushes the standard streams in its last step, and exits
-    with the code 120 if the flush fails (see ``sys.exit``). So this function replaces the method
-    ``flush`` of the standard error by a function that fails in that step.
+    the other handlers. But in its last step, the interpreter flushes the standard streams, and
+    exits with 120 if the flush fails (see ``sys.exit``). So this function replaces the method
+    ``flush`` of the standard error by a function that fails in the last step.
     """
     stream: Any = sys.stderr
     if stream is None:
@@ -787,7 +785,7 @@ def exit_with_late_error() -> None:
     def flush_or_fail() -> None:
         """Flush the stream, and raise in the interpreter's last step."""
         flush()
-        # In the last step no Python code is calling.
+        # In the last step, the interpreter calls this function from C code, so there is no caller.
         is_last_step = sys._getframe().f_back is None
         if is_last_step:
             raise OSError("an exit handler has failed")

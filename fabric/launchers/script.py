@@ -51,8 +51,8 @@ class Script:
         is_module: whether ``name`` is the name of a module.
         arguments: the ``sys.argv`` of the script, whose first item is its name.
         directory: the initial working directory.
-        extends_path: whether the script's folder is prepended to ``sys.path``, as the interpreter
-            does without the option ``-P``.
+        extends_path: whether to prepend the script's folder to ``sys.path``. The interpreter does
+            so unless it has the option ``-P``.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Script:
 
         Args:
             main: the module ``__main__``.
-            command: the command line of the process, which still has arguments that the script may
-                have removed from ``sys.argv``.
+            command: the command line of the process. Default: ``sys.orig_argv``, which has all
+                arguments even if the script has changed ``sys.argv``.
 
         Raises:
             ConfigurationError: there is no script that could be run again.
@@ -94,14 +94,15 @@ class Script:
     def __call__(self) -> Callable[[], None]:
         """Prepare this process to run the script, and return the function that runs the script.
 
-        A script is the payload of its ranks. A rank calls this method in its main thread.
+        A script is the payload of its ranks: a rank calls this method in its main thread, and then
+        the returned function.
         """
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # Each line is flushed at once: a killed rank flushes nothing, and parts of a line would
-            # mix with the lines of other ranks.
+            # Each line is flushed at once. Otherwise the lines of a killed rank would be lost, and
+            # parts of lines of several ranks would be mixed.
             sys.stdout.reconfigure(line_buffering=True)
         sys.argv[:] = self.arguments
-        # runpy itself prepends a script that is a folder or an archive.
+        # For a script that is a folder or an archive, runpy itself prepends the entry.
         if self.extends_path and (self.is_module or os.path.isfile(self.name)):
             sys.path.insert(0, self.path_entry)
         return self._run
@@ -118,8 +119,8 @@ class Script:
     def find_fork_hazard(self) -> str:
         """Return why a rank should not be forked from a process with torch loaded, or "".
 
-        A script may set variables before it imports torch, which torch and its libraries read while
-        they are loaded.
+        Torch and its libraries read some environment variables while they are loaded. If the script
+        sets such a variable, it is too late in a fork that has torch loaded.
         """
         if sys.platform != "linux":
             return "ranks are forked on Linux only"
@@ -145,7 +146,8 @@ class Script:
             return []
         paths: list[Path] = []
         if spec.origin is not None:
-            paths.append(Path(spec.origin))
+            paths.append(Path(spec.origin))  # the module, or the __init__.py of the package
+        # The files that there may be for a module "package.inner.job". Missing ones are left out.
         for folder in spec.submodule_search_locations or ():
             for depth in range(1, len(submodules) + 1):
                 paths.append(Path(folder, *submodules[:depth], "__init__.py"))
@@ -155,8 +157,8 @@ class Script:
 
     def _run(self) -> None:
         """Run the script as ``__main__``."""
-        # Both functions return the globals of the script. They are dropped here, so that the
-        # script's objects are freed before the rank reports that it has finished.
+        # Both functions of runpy return the globals of the script. This method returns nothing, so
+        # that the script's objects are freed before the rank reports that it has finished.
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
@@ -177,7 +179,7 @@ def _arguments_from(command: Sequence[str], name: str, is_module: bool) -> Seque
     """
     words = command
     if not is_module:
-        # The command may have a relative path of the script, so all words are made absolute paths.
+        # The command may have the script as a relative path, so all words are made absolute paths.
         directory = _START_DIRECTORY or ""
         words = [os.path.abspath(os.path.join(directory, word)) for word in command]
     if name not in words:
@@ -197,7 +199,8 @@ def _no_script_error(problem: str) -> ConfigurationError:
 def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
     """Return a script's arguments, with an argument for Hydra's output folder if Hydra is running.
 
-    So every rank uses the output folder of this process, and does not create another folder.
+    With this argument, every rank uses the output folder of this process. Otherwise Hydra would
+    create another folder in each rank.
     """
     hydra_config: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra_config is None or not hydra_config.HydraConfig.initialized():
@@ -205,7 +208,7 @@ def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
     config = hydra_config.HydraConfig.get()
     is_multirun = "MULTIRUN" in str(config.mode)
     if is_multirun:
-        # Every rank runs all jobs of the sweep. Hydra puts the folder of each job below this one.
+        # Every rank runs all jobs of the sweep, whose folders Hydra creates in this folder.
         option = "hydra.sweep.dir"
         folder = os.path.join(config.runtime.cwd, config.sweep.dir)
     else:
@@ -213,8 +216,8 @@ def _in_hydra_folder(arguments: Sequence[str]) -> Sequence[str]:
         folder = config.runtime.output_dir
     # In Hydra's grammar, quotes within a quoted value are escaped.
     escaped_folder = folder.replace("'", r"\'")
-    # Hydra reads arguments such as key=value as overrides. All overrides must be consecutive, so
-    # the new one is put after the last one, or at the end.
+    # Hydra calls arguments like key=value overrides. All overrides must follow each other, so the
+    # new override is inserted after the last one, or at the end if there is none.
     position = len(arguments)
     for index, argument in enumerate(arguments):
         is_override = re.match("[^-]*=", argument) is not None
@@ -252,7 +255,7 @@ class ScriptLauncher(base.Launcher):
                 suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start another job from "
                 "within a rank",
             )
-        # Raises if there is no script that could be run again. The script itself is not used here.
+        # Called only for the error that it raises if there is no script that could be run again.
         Script.of(sys.modules["__main__"])
 
     def launch(
@@ -291,7 +294,7 @@ class ScriptEnd(NamedTuple):
             - If the ranks were ended because of another machine, the code is 1.
         is_interrupted: whether a signal to this process has ended the job. Then ``fabric run``
             does not restart the job.
-        is_canceled: whether the ranks were ended because of another machine.
+        is_canceled: whether the ranks of this machine were ended because of another machine.
         failure: the rank that failed first and how, in words. Empty if no rank failed.
         is_secondary: whether this failure looks like the result of another rank's failure.
         report: the text of the failure for the user.
@@ -308,7 +311,7 @@ class ScriptEnd(NamedTuple):
         """Print the failure to standard error, after everything that this process has printed."""
         if self.report == "":
             return
-        # The method sys.stdout.flush() is not used, since the stream may be None.
+        # Flushes the standard output. Unlike sys.stdout.flush(), this works if the stream is None.
         print(end="", flush=True)
         print(f"\n{self.report}", file=sys.stderr, flush=True)
 
@@ -334,11 +337,11 @@ def _start_process(
     control: Connection,
     config: RankConfig,
 ) -> StartedProcess:
-    """Start the process of one rank. The first arguments are those of :func:`run_script`.
+    """Start the process of one rank. The supervisor calls this function with the last arguments.
 
     Args:
         script: the script.
-        logs: files for the output of the ranks.
+        logs: files for the output of the ranks. None uses the output of this process.
         server: the fork server that starts the rank. None starts a new interpreter.
         control: the rank's end of the control pipe, through which the rank receives the script.
         config: the configuration of the rank.
@@ -380,16 +383,18 @@ def run_script(
         variables: variables for the environment of the ranks, besides their place.
         logs: files for the output of the ranks, which this function closes. None uses the standard
             output and error of this process.
-        server: the fork server that starts the ranks. None starts each rank in a new interpreter,
-            and so does a reason for which forked ranks could differ; it is printed.
-        should_end: a condition that ends the ranks early, as when another machine has failed.
+        server: the fork server that starts the ranks. None starts each rank in a new interpreter.
+            If forked ranks could differ from new interpreters, this function does not use the
+            server, and prints the reason.
+        should_end: returns whether to end the ranks early, for example because another machine has
+            failed.
 
     Returns:
         How the ranks have ended. The caller prints the report.
     """
     if server is not None:
-        # This waits for the imports of the server. Until the supervisor watches, signals end this
-        # process as usual.
+        # Waits until the server has imported torch. Done before the supervisor records signals, so
+        # that a signal ends this process at once.
         hazard = script.find_fork_hazard() or server.find_hazard()
         if hazard != "":
             print(f"fabric run: the ranks start in new interpreters: {hazard}", file=sys.stderr)
@@ -404,7 +409,7 @@ def run_script(
                 start_process, worlds, payload=script, variables=variables, runs_script=True
             )
             supervisor.wait_for_ranks(should_end)
-    except SystemExit:  # the supervisor raises this error if the job was preempted
+    except SystemExit:  # wait_for_ranks() raises this error if the job was preempted
         return ScriptEnd(PREEMPTED)
     except KeyboardInterrupt:
         # The supervisor raises KeyboardInterrupt for every signal that ends a job.

@@ -56,29 +56,28 @@ def dump_call(
     """Pickle a call once, for all ranks.
 
     Functions and classes of importable modules and of a script are pickled by name. The ranks
-    import the script, as with the standard library's ``multiprocessing``, so that they can also
-    pickle its classes. Closures, lambdas and definitions of a notebook are pickled by value if
-    ``cloudpickle`` is installed.
+    import the script, as with the standard library's ``multiprocessing``. Closures, lambdas and
+    definitions of a notebook are pickled by value if ``cloudpickle`` is installed.
 
     Args:
         call: the function and its arguments.
         main_is_importable: whether a rank could import ``__main__``.
         by_name: whether to try the standard library's ``pickle`` first, which pickles functions and
             classes by name. Default: True.
-        tensor_file: the path of a file for the tensors; see ``[Note: The file of tensors]`` in
-            serialize.py. None pickles the tensors, too.
+        tensor_file: the path of a file for the memory of the tensors, which is faster than a
+            pickle. None, the default, pickles the tensors, too. See ``[Note: The file of tensors]``
+            in serialize.py.
 
     Raises:
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not
             installed.
         ArgumentTypeError: a part of the call cannot be pickled. The text names the part.
     """
-    # _try_dump() returns the bytes, or an error if the call cannot be pickled.
     if by_name:
         data_or_error = _try_dump(partial(_dump_by_name, tensor_file=tensor_file), call)
         if isinstance(data_or_error, bytes):
-            # pickle stores the module name of every function and class. So if the bytes do not
-            # contain "__main__", the call does not refer to that module.
+            # pickle stores the name of the module of every function and class. If the bytes do not
+            # contain "__main__", loading them does not need this module.
             needs_main = b"__main__" in data_or_error
             if main_is_importable or not needs_main:
                 return PickledCall(data_or_error, needs_main)
@@ -97,14 +96,14 @@ def _call_error(
 
     Args:
         call: the function and its arguments.
-        has_tried_cloudpickle: whether ``cloudpickle`` has failed to pickle the call by value.
-            Otherwise ``pickle`` has failed, or a rank could not import a name in the call.
+        has_tried_cloudpickle: whether ``cloudpickle`` is installed and has failed. If false,
+            ``pickle`` has failed, or has pickled a name that a rank could not import.
     """
     function_name = getattr(call.fn, "__qualname__", call.fn)
     call_text = f"launch({function_name}, ...)"
     dump = _dump_by_value if has_tried_cloudpickle else pickle.dumps
     unpicklable = _find_unpicklable(call, dump)
-    # No error means that the call can be pickled by name, but a rank could not import the name.
+    # Without an error, the call can be pickled by name. So a rank could not import the name.
     has_unimportable_name = unpicklable.error is None
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
     needs_cloudpickle = has_unimportable_name or is_definition
@@ -130,8 +129,9 @@ def dump_result(value: Any, tensor_file: str | None = None) -> bytes:
 
     Args:
         value: the result.
-        tensor_file: the path of a file for the tensors; see ``[Note: The file of tensors]`` in
-            serialize.py. None pickles the tensors, too.
+        tensor_file: the path of a file for the memory of the tensors, which is faster than a
+            pickle. None, the default, pickles the tensors, too. See ``[Note: The file of tensors]``
+            in serialize.py.
 
     Raises:
         ArgumentTypeError: a part of the result cannot be pickled, or is a tensor of which this rank
@@ -157,7 +157,8 @@ def dump_result(value: Any, tensor_file: str | None = None) -> bytes:
 
 def load(data: bytes) -> Any:
     """Unpickle the output of :func:`dump_call` or :func:`dump_result`."""
-    # The parent or a child of this process wrote the bytes, on a pipe that no other process holds.
+    # Unpickling is safe here: the bytes come from the parent or a child of this process, through a
+    # pipe between the two.
     return pickle.loads(data)  # noqa: S301
 
 
@@ -185,7 +186,7 @@ class _Unpicklable(NamedTuple):
         value: the part.
         error: the error of pickling the part. None if the whole can be pickled.
         variable: if the part is a function, the variable that cannot be pickled, such as ``"lock,
-            used by ul"``. None if no variable is known.
+            used by train"``. None if no variable is known.
     """
 
     path: str
@@ -205,7 +206,8 @@ class _Unpicklable(NamedTuple):
 def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
     """Return the first leaf of a collection that ``dump`` cannot pickle, for an error text.
 
-    If each leaf can be pickled, return the whole collection, with its error if there is one.
+    If ``dump`` can pickle each leaf, return the whole collection. Its error is None if ``dump`` can
+    pickle the collection, too.
     """
     from fabric.tree import flatten, leaf_paths  # imports torch, without which a rank starts faster
 
@@ -221,27 +223,29 @@ def _find_unpicklable(value: Any, dump: Callable[[Any], bytes]) -> _Unpicklable:
 
 
 def _find_unpicklable_variable(value: Any, dump: Callable[[Any], bytes]) -> str | None:
-    """Return the variable of a function that ``dump`` cannot pickle, and the function that uses it.
+    """Return the variable that makes it impossible to pickle a user's function by value.
 
-    The functions that the function calls are searched, too.
+    The variables of the functions that the user's function calls are searched, too.
 
     Args:
-        value: the function. For any other object the result is None.
-        dump: the function that failed to pickle the function by value.
+        value: the user's function or method. For any other object the result is None.
+        dump: pickles an object by value. It has failed for ``value``.
 
     Returns:
-        For example ``"lock, used by ul"``. None if each variable can be pickled by itself.
+        The variable and the function that uses the variable, for example ``"lock, used by train"``.
+        None if each variable can be pickled by itself.
     """
-    function = getattr(value, "__func__", value)  # the function of a method
+    function = getattr(value, "__func__", value)  # a method has its function in this attribute
     if not isinstance(function, FunctionType):
         return None
     functions = [function]  # grows while the loop runs over it
-    for user in functions:
-        for name, variable in _variables_of(user).items():
+    for searched_function in functions:
+        for name, variable in _variables_of(searched_function).items():
             if not isinstance(_try_dump(dump, variable), Exception):
                 continue
             if not isinstance(variable, FunctionType):
-                return f"{name}, used by {user.__name__}"
+                return f"{name}, used by {searched_function.__name__}"
+            # The variable is a function that cannot be pickled. Its own variables tell why.
             if variable not in functions:
                 functions.append(variable)
     return None
@@ -259,7 +263,7 @@ def _variables_of(function: FunctionType) -> dict[str, Any]:
         for name in code.co_names:
             if name in function.__globals__:
                 variables[name] = function.__globals__[name]
-        # The code of lambdas, comprehensions and other functions inside of this one.
+        # The code of lambdas, comprehensions and inner functions is among the constants.
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 codes.append(constant)
@@ -274,15 +278,13 @@ def _dump_by_name(value: Any, tensor_file: str | None) -> bytes:
 def _dump_detached(value: Any, tensor_file: str | None = None) -> bytes:
     """Pickle a value with detached copies of its tensors.
 
-    ``cloudpickle`` is used if it is installed and the standard library's ``pickle`` fails, as for
-    closures.
+    If the standard library's ``pickle`` fails, as for closures, ``cloudpickle`` is used if it is
+    installed.
     """
     reducers = _tensor_reducers()
     try:
         return _dump_with(pickle.Pickler, value, reducers, tensor_file)
-    except Exception:
-        # Any error: pickle raises PicklingError, TypeError, AttributeError or RecursionError, and
-        # the user's __reduce__ may raise another one. Without cloudpickle, the error is the answer.
+    except Exception:  # a user's __reduce__ may raise any error
         if not has_cloudpickle():
             raise
         return _dump_by_value(value, reducers, tensor_file)
@@ -293,10 +295,10 @@ def _dump_by_value(
     reducers: Mapping[type, _Reducer] | None = None,
     tensor_file: str | None = None,
 ) -> bytes:
-    """Pickle a value with ``cloudpickle``, and keep the names of the files of its functions.
+    """Pickle a value with ``cloudpickle``, and keep the file names of its functions.
 
-    Since ``cloudpickle`` 3.1.3, functions that are pickled by value have no file name. Tracebacks
-    of a rank would show neither the line of a notebook cell nor its number.
+    ``cloudpickle`` 3.1.3 and later leaves out the file names of functions that are pickled by
+    value. Without them, a traceback of a rank does not show the lines of a notebook cell.
 
     Args:
         value: the value.
@@ -318,9 +320,9 @@ def _dump_with(
         pickler_type: the ``Pickler`` of ``pickle`` or of ``cloudpickle``.
         value: the value.
         reducers: functions that return what is stored for an object, by the type of the object.
-            They come before the functions of the pickler.
-        tensor_file: the path of a file for the tensors, whose content is replaced. None pickles the
-            tensors, too.
+            They replace the pickler's own functions for these types.
+        tensor_file: the path of a file for the memory of the tensors. Its content is replaced. None
+            pickles the tensors, too.
     """
     torch = sys.modules.get("torch")
     if tensor_file is None or torch is None:  # without torch, the value has no tensors
@@ -333,15 +335,14 @@ def _dump_with(
 
 
 def _dump_with_reducers(pickler_type: Any, value: Any, reducers: dict[type, _Reducer]) -> bytes:
-    """Pickle a value with a pickler class, and reducers that come before those of the class.
+    """Pickle a value with a pickler class, and ``reducers`` in addition to those of the class.
 
-    The arguments are those of :func:`_dump_with`.
+    See :func:`_dump_with` for the arguments.
     """
 
     class Pickler(pickler_type):
-        # An attribute of the class, since cloudpickle's class has one, too. The constructor reads
-        # it, and an attribute that is set on the object afterwards would be ignored. It replaces
-        # the reducers of pickler_type, which are kept by the ChainMap.
+        # Set on a class, since the constructor reads the attribute, and ignores one that is set on
+        # the object later. The ChainMap looks into `reducers` first.
         dispatch_table: ClassVar = ChainMap(reducers, _reducers_of(pickler_type))
 
     buffer = io.BytesIO()
@@ -350,19 +351,22 @@ def _dump_with_reducers(pickler_type: Any, value: Any, reducers: dict[type, _Red
 
 
 def _reducers_of(pickler_type: Any) -> Any:
-    """Return the reducers that objects of a pickler class use, by the type of what they pickle."""
+    """Return the reducers of a pickler class, by the type of the objects that they reduce."""
     # Read from an object, because the class pickle.Pickler has a descriptor of this name.
     pickler = pickler_type(io.BytesIO())
     return getattr(pickler, "dispatch_table", copyreg.dispatch_table)
 
 
 def _write_storage(file: BinaryIO, path: str, storage: Any) -> Any:
-    """Return what a pickler stores for the storage of a tensor, after writing it to a file.
+    """Write the storage of a tensor to a file, and return what a pickler stores instead of it.
+
+    The pickler calls this function for each storage. It stores the call of :func:`_read_storage`
+    that reads the storage again. A storage that is not on the CPU is pickled as usual.
 
     Args:
         file: the open file.
         path: the path by which other processes open the file.
-        storage: the ``torch.TypedStorage``. One of a device is pickled as usual.
+        storage: the ``torch.TypedStorage``.
     """
     from fabric._torch import untyped_storage  # imports torch, without which a rank starts faster
 
@@ -375,13 +379,13 @@ def _write_storage(file: BinaryIO, path: str, storage: Any) -> Any:
 
 
 def _read_storage(path: str, position: int, size: int, dtype: Any) -> Any:
-    """Return a copy of the storage that ``_write_storage`` has written.
+    """Return a copy of the storage that ``_write_storage`` has written. Unpickling calls it.
 
     Args:
         path: the path of the file.
         position: where the storage begins, in bytes.
         size: the size of the storage, in bytes.
-        dtype: the dtype of its elements.
+        dtype: the dtype of the elements of the storage.
     """
     from torch import UntypedStorage
 
@@ -397,7 +401,7 @@ def _read_storage(path: str, position: int, size: int, dtype: Any) -> Any:
 def _memory_of(storage: Any) -> Any:
     """Return the memory of an untyped storage on the CPU as a writable buffer.
 
-    torch gives access to the bytes only through NumPy, which is optional.
+    ctypes is used, because torch gives access to the bytes only through NumPy, which is optional.
     """
     size = storage.nbytes()
     if size == 0:
@@ -406,18 +410,19 @@ def _memory_of(storage: Any) -> Any:
 
 
 def _reduce_code(default_reducer: _Reducer, code: CodeType) -> Any:
-    """Return what a pickler stores for the code of a function: with the name of its file.
+    """Return what a pickler stores for the code of a function, including the name of its file.
 
     Args:
-        default_reducer: the function of ``cloudpickle`` that does the same without the name.
+        default_reducer: the function of ``cloudpickle``, which leaves out the name of the file.
         code: the code.
     """
+    # A reducer returns a function and its arguments, which unpickling calls.
     build, arguments = default_reducer(code)
     return _build_code, (code.co_filename, build, arguments)
 
 
 def _build_code(file_name: str, build: Callable[..., CodeType], arguments: Sequence[Any]) -> Any:
-    """Return the code that ``_reduce_code`` has reduced. Called where the code is unpickled."""
+    """Return the code that ``_reduce_code`` has reduced. Unpickling calls this function."""
     return build(*arguments).replace(co_filename=file_name)
 
 
@@ -431,7 +436,7 @@ def _tensor_reducers() -> dict[type, _Reducer]:
         torch.Tensor: _reduce_tensor,
         torch.nn.Parameter: _reduce_tensor,
     }
-    # The module is loaded if there is a DTensor. Its import takes a second.
+    # Not imported, which would take a second: without the module there is no DTensor.
     dtensor_module = sys.modules.get("torch.distributed.tensor")
     if dtensor_module is not None:
         reducers[dtensor_module.DTensor] = _reduce_dtensor
@@ -447,9 +452,9 @@ def _reduce_tensor(tensor: Any) -> Any:
     import torch  # loaded already, as there is a tensor
 
     detached = tensor.detach().cpu()
-    if detached.layout is torch.strided:
+    if detached.layout is torch.strided:  # sparse tensors have no storage
         storage_size = detached.untyped_storage().nbytes()
-        # Without the clone, a view would be pickled together with the whole storage of its base.
+        # A view is cloned. Otherwise the whole storage of its base would be pickled.
         if storage_size != detached.nbytes:
             detached = detached.clone()
     # detach() turns a Parameter into a plain Tensor.
@@ -467,8 +472,8 @@ def _reduce_dtensor(tensor: Any) -> Any:
     """Return what a pickler stores for a DTensor: a plain tensor, if this rank has all of it.
 
     Raises:
-        _ShardError: this rank has only a shard, or a part of a sum over ranks. In the launching
-            process, which has no other shards, the shard would look like the tensor.
+        _ShardError: this rank has only a shard, or a part of a sum over ranks. The launching
+            process would take the shard for the whole tensor.
     """
     if all(placement.is_replicate() for placement in tensor.placements):
         return _reduce_tensor(tensor.to_local())

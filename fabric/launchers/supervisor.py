@@ -74,7 +74,10 @@ class StartedProcess(NamedTuple):
 
 
 StartProcess = Callable[[Connection, RankConfig], StartedProcess]
-"""A function that starts the process of one rank, which gets its end of the control pipe."""
+"""A function that starts the process of one rank, and gives it the rank's end of the control pipe.
+
+Its arguments are this end of the pipe and the configuration of the rank.
+"""
 
 # All times are in seconds. After a fault, a user must wait less than five seconds in total. A test
 # checks this limit.
@@ -154,16 +157,16 @@ def read_stat(pid: int | str) -> dict[int, str]:
 
 
 def _ignore_report(text: str) -> None:
-    """Do nothing, since the rank has printed the report on the terminal of the supervisor."""
+    """Ignore a report, since the rank has printed the report on the terminal of the supervisor."""
 
 
 def never() -> bool:
-    """Return False: the condition of a wait that nothing ends early."""
+    """Return False. This is the condition of a wait that nothing ends early."""
     return False
 
 
 class _CauseKind(IntEnum):
-    """What a rank has done, as the cause of the end of the job. A lower kind is more likely it."""
+    """What a rank has done. A rank of a lower kind is more likely the cause of the job's end."""
 
     OWN_FAILURE = 0
     """The rank has sent its error, was killed, or exited with an error code."""
@@ -182,8 +185,8 @@ class _CauseOrder(NamedTuple):
 
     Attributes:
         kind: what the rank has done.
-        time: when it failed or ended, on the monotonic clock.
-        global_rank: the number of the rank, for ranks that failed at the same time.
+        time: when the rank failed or ended, on the monotonic clock.
+        global_rank: the number of the rank, which orders ranks that failed at the same time.
     """
 
     kind: _CauseKind
@@ -200,9 +203,10 @@ class RankProcess:
         process: the process of the rank.
         control: the supervisor's end of the control pipe; see ``[Note: Control pipe]`` in rank.py.
         stack_file: the file to which the rank writes its stack on a fatal signal.
-        messages: the content of the latest message of each kind. A kind is missing if the rank has
-            not sent a message of this kind.
-        exit_code: the exit code of the rank. None while the rank runs.
+        messages: the content of the latest message of each kind, see ``[Note: Control pipe]``. A
+            kind is missing if the rank has not sent a message of this kind.
+        exit_code: the exit code of the rank, which is -n if signal n has killed the rank. None
+            while the rank runs.
         is_killed: whether the supervisor has sent SIGKILL to the rank.
         end_time: when the end of the rank was noticed, on the monotonic clock. While the rank runs,
             the time of the latest poll.
@@ -225,7 +229,8 @@ class RankProcess:
     @property
     def failure(self) -> Failure | None:
         """The error of the rank, or None if it has sent none."""
-        # An "error" has ended the payload. The rank may still handle one that it has "described".
+        # "error" has the error that ended the payload. "described" has an error that the payload is
+        # still handling, or None.
         return self.messages.get("error") or self.messages.get("described")
 
     @property
@@ -234,7 +239,7 @@ class RankProcess:
         return "finished" in self.messages or "error" in self.messages
 
     def poll(self) -> bool:
-        """Return whether the rank has ended. Update ``exit_code`` and ``end_time``. Do not wait."""
+        """Update ``exit_code`` and ``end_time`` without waiting. Return whether the rank ended."""
         if self.exit_code is None:
             self.exit_code = self.process.poll()
             self.end_time = monotonic()
@@ -248,10 +253,10 @@ class RankProcess:
             return False
         if self.exit_code not in (0, PREEMPTED):
             return True
-        # A script may exit at any time with 0. A function has to return, and its rank then sends
-        # "finished".
-        has_exited_early = "finished" not in self.messages
-        return has_exited_early and not self.config.runs_script
+        if self.config.runs_script:
+            return False  # a script may exit at any time
+        # A rank that runs a function sends "finished" when the function has returned.
+        return "finished" not in self.messages
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to the rank, unless the rank has ended."""
@@ -263,12 +268,12 @@ class RankProcess:
 
     def send(self, kind: MessageKind, content: Any = None) -> None:
         """Send a message to the rank. The message is lost if the rank has ended."""
-        with suppress(OSError):  # poll() reports that the rank has ended
+        with suppress(OSError):  # the rank has ended, which poll() reports
             self.control.send(Message(kind, content))
 
     def send_payload(self, payload: Payload) -> None:
         """Send the configuration and the payload, which the rank reads before any message."""
-        with suppress(OSError):  # poll() reports that the rank has ended
+        with suppress(OSError):  # the rank has ended, which poll() reports
             self.control.send((self.config, payload))
 
     def receive(self) -> None:
@@ -281,21 +286,20 @@ class RankProcess:
             self.control.close()
 
     def read_stack(self) -> str:
-        """Return the stack of the thread that received a fatal signal, as the rank has written it.
+        """Return the stack that faulthandler has written in the rank on a fatal signal.
 
-        If no Python thread received the signal, this is the stack of the main thread. The text is
-        empty if the rank has written no stack.
+        It is the stack of the thread that received the signal. If no Python thread received it, it
+        is the stack of the main thread. The text is empty if there was no fatal signal.
         """
         text = Path(self.stack_file.path).read_text(errors="replace")
         # faulthandler writes paragraphs: the reason, one per thread, and a list of the extension
         # modules, which is cut off here.
         paragraphs, _, _ = text.partition("\n\nExtension")
         reason, *threads = paragraphs.split("\n\n")
-        # The paragraph of the thread that received the signal begins with "Current thread". The
-        # last paragraph has the stack of the main thread.
+        # The paragraph of the thread that received the signal begins with "Current thread".
         shown_threads = [thread for thread in threads if thread.startswith("Current")]
         if not shown_threads:
-            shown_threads = threads[-1:]
+            shown_threads = threads[-1:]  # the main thread
         return "\n\n".join([reason, *shown_threads])
 
     def last_call(self) -> str:
@@ -321,10 +325,10 @@ class RankProcess:
         return "unknown"
 
     def processor_seconds(self) -> float | None:
-        """Return the CPU time in seconds that all threads of a sleeping process have used.
+        """Return the CPU time in seconds that all threads of the process have used.
 
-        The result is None if the time is unknown, or if the main thread is not sleeping: then the
-        process is not idle, whatever the time says.
+        The result is None if the main thread does not sleep, so that the process is certainly
+        busy, or if the time is unknown.
         """
         fields = read_stat(self.process.pid)
         is_sleeping = fields.get(StatField.STATE) == "S"
@@ -355,7 +359,7 @@ class RankProcess:
             return _CauseOrder(kind, failure.time, self.global_rank)
 
         if "finished" in self.messages:
-            # A rank that has finished has left too early only if another rank still needed it.
+            # To finish is an error only if another rank still needed the connection to this rank.
             has_left_early = has_lost_peer
         else:
             has_left_early = self.exit_code == 0
@@ -391,9 +395,9 @@ class ReceivedSignal(NamedTuple):
 class Supervisor:
     """The starter and watcher of a job's ranks on this machine, which ends all ranks if one fails.
 
-    Within the ``with`` block, signals to this process are recorded instead of ending it. Leaving
-    the block kills the ranks that still run. A pool of ranks uses no block, and calls
-    :meth:`close`.
+    Within the ``with`` block, signals to this process are recorded in ``signals``, and do not end
+    this process. Leaving the block kills the ranks that still run. A pool of ranks uses no block,
+    and calls :meth:`close`.
 
     Attributes:
         ranks: the ranks that have been started.
@@ -401,8 +405,8 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        """Open the file of the store. Signal handlers are installed by the ``with`` statement."""
-        # Called before any file is opened, which would otherwise take the place of a closed stream.
+        """Open the file of the store. :meth:`__enter__` installs signal handlers."""
+        # Called first: a file that is opened later would get the descriptor of a closed stream.
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
@@ -417,11 +421,10 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         """Install signal handlers, which record signals instead of ending this process."""
-        # Only the main thread may install handlers. If this is another thread, the handlers stay,
-        # and a signal ends this process as usual.
+        # Python lets only the main thread install handlers. In another thread, a signal ends this
+        # process as usual.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
-                # Ignored signals stay ignored, and some handlers of the user stay.
                 if self._should_handle(number):
                     self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -429,16 +432,17 @@ class Supervisor:
     def _should_handle(self, number: int) -> bool:
         """Return whether the supervisor replaces the current handler of a signal."""
         handler = signal.getsignal(number)
-        if handler is ignore_request:  # installed by `fabric run`, for the time until now
+        # `fabric run` installs this handler until there is a supervisor.
+        if handler is ignore_request:
             return True
-        if handler is None:  # installed from C: Python could not restore the handler
+        # The handler was installed from C code, so Python could not restore it.
+        if handler is None:
             return False
+        # A signal that the shell or nohup ignores stays ignored. The exception is the signal of a
+        # report: shells ignore SIGQUIT for "&" jobs only because the keyboard sends it.
         if handler is signal.SIG_IGN:
-            # An ignored signal stays ignored, as the shell or nohup wants. The signal of a report
-            # does not: the shell ignores SIGQUIT for all "&" jobs, but only to protect them from
-            # the keyboard.
             return number == self._report_signal
-        # For a signal that is not a standard signal, a handler of the user stays.
+        # A handler of the user stays only for a signal whose meaning programs choose.
         return number in _STANDARD_SIGNALS or handler is signal.SIG_DFL
 
     def __exit__(self, *_: object) -> None:
@@ -494,8 +498,8 @@ class Supervisor:
                 runs_script=runs_script,
             )
             self._start_rank(start_process, config, stack_file)
-        # Sent after all processes have been started. A payload may exceed the capacity of a pipe,
-        # and send_payload() then waits until the rank reads. So the ranks would start one by one.
+        # Sent after all processes have been started. send_payload() waits until the rank reads if
+        # the payload exceeds the capacity of the pipe, and the next rank would start only then.
         if payload is not None:
             for rank in self.ranks:
                 rank.send_payload(payload)
@@ -524,7 +528,8 @@ class Supervisor:
             **rank_variables(os.environ, world, available_cores(), sys.platform),
             **user_variables,
         }
-        # The variable may be a list, with one number per level of nesting. The first one counts.
+        # The variable may be a list, such as "4,2", with a number for each level of nesting. The
+        # first number is for the outermost level.
         threads, _, _ = rank_environment["OMP_NUM_THREADS"].partition(",")
         result_file = None
         if returns_result:
@@ -554,11 +559,12 @@ class Supervisor:
         """
         control, rank_control = multiprocessing.Pipe()
         # On Ctrl-C a process that is still starting would print a long traceback. So SIGINT is
-        # blocked here, and the new process inherits the block. It receives the signal when
-        # raise_on_signals() in rank.py unblocks SIGINT.
+        # blocked here, and the new process inherits the block. When the rank is ready,
+        # raise_on_signals() in rank.py unblocks SIGINT, and the rank then gets the signal.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # This process closes its copy of the rank's end, so that the pipe closes with the rank.
+            # Closes this process's copy of the rank's end. Otherwise the pipe would stay open when
+            # the rank ends, and receive() would not notice.
             with rank_control:
                 process = start_process(rank_control, config)
         except BaseException:
@@ -573,19 +579,20 @@ class Supervisor:
     def wait_for_ranks(self, should_end: Callable[[], bool] = never) -> list[bytes]:
         """Wait until all ranks have ended. End all ranks if one fails or a signal arrives.
 
+        Ranks that are ended early get time for their ``finally`` blocks.
+
         Args:
-            should_end: a condition that ends the ranks early, as when ranks of another machine have
-                failed. The ranks have a grace period.
+            should_end: returns whether to end the ranks early, for example because ranks of another
+                machine have failed.
 
         Returns:
-            The pickled result of each rank, in the order in which they were started. It is empty
-            for a rank that was ended. The tensors of the results are in files that :meth:`close`
-            closes, so load the results before.
+            The pickled result of each rank, in the order in which they were started. A result is
+            empty if the rank was ended early. The tensors of the results are in files that
+            :meth:`close` removes, so load the results before.
 
         Raises:
-            RankFailedError: a rank failed. The other ranks have had a grace period.
-            KeyboardInterrupt: a signal arrived that ends a job, see ``signals``. The ranks have had
-                a grace period.
+            RankFailedError: a rank failed.
+            KeyboardInterrupt: a signal arrived that ends a job, see ``signals``.
             SystemExit: the job was preempted: all ranks have ended, at least one of them with
                 :data:`PREEMPTED`.
         """
@@ -593,8 +600,7 @@ class Supervisor:
         while not have_ended:
             have_ended = self._collect(_POLL_INTERVAL)
             if self.signals:
-                # Raises KeyboardInterrupt, unless the signal was only a warning or all ranks have
-                # saved and exited.
+                # Raises KeyboardInterrupt, unless the signal only told the ranks to save.
                 self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
                 self._end_failed_job()  # always raises
@@ -606,7 +612,9 @@ class Supervisor:
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
     def raise_if_signaled(self) -> None:
-        """Raise if a signal that ends a job has arrived while no method waited for the ranks.
+        """Raise if a signal that ends a job has arrived.
+
+        A caller that starts ranks and does not wait for them calls this method in between.
 
         Raises:
             KeyboardInterrupt: a signal has arrived, see ``signals``.
@@ -618,12 +626,12 @@ class Supervisor:
         """Collect messages and exit codes until all ranks have ended.
 
         Args:
-            timeout: how long to wait at most, in seconds. The messages that have arrived are read
-                even if it is 0.
-            is_done: a condition that ends the wait earlier.
+            timeout: how long to wait at most, in seconds. 0 only reads the messages that have
+                arrived.
+            is_done: returns whether to stop waiting.
         """
         deadline = monotonic() + timeout
-        wait_time = 0.0  # what has arrived already may be enough
+        wait_time = 0.0  # first, the messages that have arrived already are read
         while True:
             have_ended = self._collect(wait_time)
             time_left = deadline - monotonic()
@@ -632,7 +640,10 @@ class Supervisor:
             wait_time = min(_POLL_INTERVAL, time_left)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal, in the main thread. The loop that waits for the ranks acts on it."""
+        """Record a signal, on which the loops that wait for the ranks act.
+
+        The interpreter calls this handler in the main thread.
+        """
         if number == self._report_signal:
             self._is_report_requested = True
         else:
@@ -641,18 +652,19 @@ class Supervisor:
     def _handle_signal(self) -> None:
         """Pass the first recorded signal on to the ranks, and end the job unless it is a warning.
 
-        A rank that asks ``fabric.should_stop`` saves a checkpoint on a signal, and then exits. This
-        method returns if the signal only warned such ranks, or if all ranks have saved and exited.
+        A rank that asks ``fabric.should_stop`` saves a checkpoint on a signal, and then exits with
+        :data:`PREEMPTED`. This method returns if the signal was only a warning for such ranks, or
+        if all ranks have exited in this way.
 
         Raises:
             KeyboardInterrupt: the ranks have been ended, and not all of them were preempted.
         """
         number = self.signals[0].number
-        # The ranks that ask fabric.should_stop.
+        # The ranks that ask fabric.should_stop. They have sent "saving".
         saving_ranks = [rank for rank in self.ranks if "saving" in rank.messages]
         if saving_ranks and number not in _STANDARD_SIGNALS:
-            # A scheduler sent the signal as a warning, and will itself end the job when the time to
-            # save is over. So the supervisor forgets the signal and goes on waiting for the ranks.
+            # The signal is a scheduler's warning, for example SIGUSR1. The scheduler itself ends
+            # the job when the time to save is over. So this method forgets the signal and returns.
             self.signals.pop(0)
             for rank in saving_ranks:
                 rank.kill(number)
@@ -667,8 +679,9 @@ class Supervisor:
     def _has_second_signal(self) -> bool:
         """Return whether another signal has arrived well after the first one.
 
-        It means that the user does not want to wait for the ranks any longer. A signal that follows
-        the first one at once is a repetition, which ``timeout`` and other programs send.
+        If so, the user does not want to wait for the ranks any longer. A signal that follows the
+        first one at once does not count, since ``timeout`` and other programs send each signal
+        twice.
         """
         return self.signals[-1].time - self.signals[0].time > REPEAT_WINDOW
 
@@ -677,9 +690,9 @@ class Supervisor:
         return [rank for rank in self.ranks if not rank.poll()]
 
     def _collect(self, timeout: float) -> bool:
-        """Wait for messages or an exit, and record them in ``ranks``.
+        """Wait until a rank sends a message or ends, and update ``ranks``.
 
-        If the user has asked for a report of what the ranks are doing, ask the ranks for it first.
+        If the user has asked for a report of what the ranks are doing, the ranks are told first.
 
         Args:
             timeout: how long to wait at most, in seconds.
@@ -697,55 +710,59 @@ class Supervisor:
             if not rank.control.closed:
                 controls.append(rank.control)
             elif rank.exit_code is None:
-                # The rank has closed its pipe and is about to end, which wait() does not notice. So
-                # the processes are polled again soon.
+                # The rank has closed its pipe and is about to end. wait() does not notice the end
+                # of a process, so this call waits only 5 ms, and the next call polls again.
                 timeout = min(timeout, 0.005)
         wait(controls, timeout)
         for rank in self.ranks:
-            # Polled before the messages are read: if poll() finds that the rank has ended, all its
-            # messages are in the pipe already, and receive() misses none.
+            # poll() before receive(): if the rank has ended, all its messages are in the pipe, and
+            # receive() reads the last one, too.
             rank.poll()
             rank.receive()
-            # A rank sends as many reports as there are hangs, which are far apart.
+            # Removed from the messages, so that each report is shown once.
             report = rank.messages.pop("report", None)
             if report is not None:
                 self.on_report(report)
         return all(rank.exit_code is not None for rank in self.ranks)
 
     def _end_failed_job(self) -> NoReturn:
-        """End the other ranks and raise the root cause as a RankFailedError.
+        """Find the rank that has failed first, end the other ranks, and raise a RankFailedError.
 
-        See ``[Note: The end of a failed job]`` in supervisor.py.
+        Raises:
+            RankFailedError: always. It has the error of the rank that is most likely the root
+                cause. See ``[Note: The end of a failed job]`` in supervisor.py.
         """
+        # The first error that arrives is often not the root cause, so the others are awaited.
         self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
         for rank in self._running_ranks():
             if not rank.is_exiting:
                 rank.send("describe")
         self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
-        # The cause is determined before the ranks are ended: an end by SIGTERM is not a cause.
+        # The cause is determined before the ranks are ended. Otherwise a rank that SIGTERM has
+        # ended would look like one that has failed.
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         has_lost_peer = any(failure.has_lost_peer for failure in failures)
         cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
         error = self._error_for(cause, failures)
         for rank in self._running_ranks():
-            if rank.is_stopped():  # it cannot run its ``finally`` blocks
+            if rank.is_stopped():  # cannot run its ``finally`` blocks, so no grace period
                 rank.kill()
         self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
 
     def _are_errors_complete(self) -> bool:
-        """Return whether no rank will still send an error, or a signal asks not to wait for them.
+        """Return whether no rank will send another error, or a signal asks not to wait.
 
-        A rank that is exiting has sent its error, and a rank that is stopped sends nothing.
+        A rank that is exiting has sent its error already. A rank that is stopped sends nothing.
         """
         if self.signals:
             return True
         return all(rank.is_exiting or rank.is_stopped() for rank in self._running_ranks())
 
     def _are_descriptions_complete(self) -> bool:
-        """Return whether no rank is still describing its error, or a signal has arrived.
+        """Return whether all ranks that can have answered "describe", or a signal has arrived.
 
-        A rank that is exiting or stopped describes nothing.
+        A rank that is exiting or stopped does not answer.
         """
         if self.signals:
             return True
@@ -760,14 +777,14 @@ class Supervisor:
     ) -> None:
         """Send a signal to the ranks, and wait until they have ended.
 
-        The ranks run their ``finally`` blocks on the signal. The wait also stops if the ranks do
-        not respond; see ``[Note: Unresponsive ranks]`` in supervisor.py. :meth:`close` kills the
-        ranks that still run.
+        The ranks run their ``finally`` blocks on the signal. The wait stops early if no rank
+        responds to the signal; see ``[Note: Unresponsive ranks]`` in supervisor.py. Later,
+        :meth:`close` kills the ranks that still run.
 
         Args:
             signal_number: the signal to send.
             grace: how long to wait at most, in seconds.
-            should_stop: a condition that ends the wait earlier.
+            should_stop: returns whether to stop waiting.
         """
         for rank in self.ranks:
             # A signal to a rank that is exiting would only replace its exit code.
@@ -777,7 +794,7 @@ class Supervisor:
             if is_ready:
                 rank.kill(signal_number)
             else:
-                # A rank that is starting has no ``finally`` block to run, and blocks Ctrl-C.
+                # A rank that is still starting blocks SIGINT, and has no ``finally`` block to run.
                 rank.kill(signal.SIGKILL)
         deadline = monotonic() + grace
         while not should_stop():
@@ -789,21 +806,22 @@ class Supervisor:
                 return
 
     def _wait_for_response(self, timeout: float, should_stop: Callable[[], object]) -> bool:
-        """Wait, and return whether the running ranks may still end after the signal by themselves.
+        """Wait, and return whether the running ranks may still end by themselves after a signal.
 
-        They may if one of them has noticed the signal, has ended meanwhile, or uses the CPU. See
+        They may if a rank has noticed the signal, has ended during the wait, or uses the CPU.
+        Otherwise all of them wait for each other in C++ code, where no signal is handled. See
         ``[Note: Unresponsive ranks]`` in supervisor.py.
 
         Args:
             timeout: how long to wait, in seconds.
-            should_stop: a condition that ends the wait earlier.
+            should_stop: returns whether to stop waiting.
         """
         ranks = self._running_ranks()
         cpu_before = processor_seconds(ranks)
         self.collect_until(timeout, should_stop)
         cpu_after = processor_seconds(ranks)
         if cpu_before is None or cpu_after is None:
-            return True  # a rank is not asleep
+            return True  # the main thread of a rank does not sleep
         is_busy = cpu_after - cpu_before >= _IDLE_LOAD * RESPONSE_TIME
         has_rank_ended = self._running_ranks() != ranks
         return is_busy or has_rank_ended or _has_responded(ranks)
@@ -819,6 +837,8 @@ class Supervisor:
         outcome = describe_exit(exit_code)
         title = f"rank {cause.global_rank} of {cause.config.world.world_size}"
         if exit_code == 0:
+            # This rank has no error to show: it left early. The error of another rank shows where
+            # it was missed.
             text = _first_consequence(failures, cause=f"{title} {outcome}")
         elif cause.failure is not None:
             text = cause.failure.text
@@ -837,9 +857,9 @@ class Supervisor:
         )
 
     def _hints(self, exit_code: int) -> list[str]:
-        """Return what may explain that a rank has ended the job with an exit code."""
+        """Return lines for the error text that may explain the exit code of the failed rank."""
         if exit_code == 0:
-            return []  # the rank has left early
+            return []  # the rank has left early, which the error text says already
         hints: list[str] = []
         if exit_code == -signal.SIGABRT:
             # C++ code often aborts because another rank made a different call. The table shows it.
@@ -863,7 +883,10 @@ def _has_responded(ranks: Sequence[RankProcess]) -> bool:
 
 
 def processor_seconds(ranks: Sequence[RankProcess]) -> float | None:
-    """Return the CPU time that all ranks have used, in seconds. None if one of them is awake."""
+    """Return the CPU time that all ranks have used, in seconds.
+
+    The result is None if the main thread of a rank does not sleep, or if a time is unknown.
+    """
     total = 0.0
     for rank in ranks:
         seconds = rank.processor_seconds()
@@ -874,28 +897,29 @@ def processor_seconds(ranks: Sequence[RankProcess]) -> float | None:
 
 
 def _first_consequence(failures: Sequence[Failure], cause: str) -> str:
-    """Return the text of the earliest failure, followed by its cause.
+    """Return the text of the earliest error, followed by its cause.
 
     Args:
-        failures: the errors of the ranks.
-        cause: the rank that has left without an error, and how, in words.
+        failures: the errors of the ranks. The first of them has missed the rank that has left.
+        cause: a sentence on the rank that has left without an error.
 
     Returns:
-        The text. It is empty if there is no error, or if the first is ``sys.exit(number)``.
+        The text. Empty if there is no error, or if the earliest is ``sys.exit(number)``, which has
+        no text.
     """
     if not failures:
         return ""
     first_failure = min(failures, key=lambda failure: failure.time)
     if not first_failure.text:
         return ""
-    # The last line is what most people read first.
+    # The cause comes last, since most people read the last line first.
     return f"{first_failure.text.rstrip()}\n\nThe cause of this error: {cause}"
 
 
 def rank_variables(
     environ: Mapping[str, str], world: World, cores: int, platform: str
 ) -> dict[str, str]:
-    """Return the environment variables that a rank needs besides the variables of its place.
+    """Return the environment variables that a rank needs besides those of :meth:`World.to_env`.
 
     A variable that the user has set to a non-empty value keeps this value.
 
@@ -923,8 +947,8 @@ def rank_variables(
 def exit_status(code: int) -> int:
     """Return the exit code of the launching process after a rank has failed with ``code``.
 
-    For a rank that signal n has killed, whose ``code`` is -n, the result is 128 + n, as in a shell.
-    The result is never 0: it is 1 for a rank that has left early with 0.
+    The code -n of a rank that signal n has killed becomes 128 + n, as in a shell. The code 0 of a
+    rank that has left early becomes 1, since the job has failed.
     """
     if code < 0:
         return 128 - code
@@ -945,9 +969,9 @@ def describe_exit(code: int, *, is_killed_by_fabric: bool = False) -> str:
     """Return how a rank ended and the usual reason, to follow the rank's name in a sentence.
 
     Args:
-        code: the exit code: negative for a signal.
-        is_killed_by_fabric: whether the supervisor has killed the rank, so that there is no reason
-            to guess.
+        code: the exit code of the rank. It is -n if signal n has killed the rank.
+        is_killed_by_fabric: whether the supervisor has killed the rank. Then no usual reason is
+            given. Default: False.
     """
     if code == 0:
         return (

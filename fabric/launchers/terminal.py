@@ -31,9 +31,9 @@ _TERMINAL = "/dev/tty"
 
 
 class _NoInput(io.StringIO):
-    """The standard input of a rank that runs a function. Reading a line from it raises.
+    """The standard input of a rank that runs a function. Reading a line from it raises an error.
 
-    The input is empty otherwise. The debugger ``pdb`` reads lines, too.
+    ``input()`` and the debugger ``pdb`` read lines. Other reads find an empty input.
     """
 
     def __init__(self, rank: int) -> None:
@@ -41,7 +41,7 @@ class _NoInput(io.StringIO):
         self._rank = rank
 
     def readline(self, size: int | None = -1, /) -> str:
-        """Raise a UsageError."""
+        """Raise a UsageError that says what to write instead of ``input()``."""
         raise _input_error("input()", self._rank)
 
 
@@ -74,24 +74,25 @@ def refuse_input(rank: int) -> None:
 def refuse_breakpoint(rank: int) -> None:
     """Make ``breakpoint()`` raise an error that says what to write instead.
 
-    Call it when the environment is that of the rank. A debugger that the user has chosen, by
-    ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, stays. It stops in the frame that calls it, so
-    no function of fabric may be in between.
+    Call this function after the environment variables of the rank are set. If the user has chosen a
+    debugger by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, it does nothing.
 
     Args:
         rank: the global rank of this process.
     """
-    is_chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
-    if is_chosen or sys.breakpointhook is not sys.__breakpointhook__:
+    # With the variable set, no hook of fabric is installed: a debugger stops in the frame that
+    # calls it, which would be the hook.
+    has_chosen_debugger = bool(os.environ.get("PYTHONBREAKPOINT"))
+    if has_chosen_debugger or sys.breakpointhook is not sys.__breakpointhook__:
         return
 
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        """Raise a UsageError, or call the debugger that a variable set since then names."""
+    def raise_instead(*args: Any, **kwargs: Any) -> Any:
+        """Raise a UsageError, unless the user's code has set ``PYTHONBREAKPOINT`` meanwhile."""
         if os.environ.get("PYTHONBREAKPOINT"):
             return sys.__breakpointhook__(*args, **kwargs)
         raise _input_error("breakpoint()", rank)
 
-    sys.breakpointhook = hook
+    sys.breakpointhook = raise_instead
 
 
 def check_debug_rank(request: str, debug: object, world_size: int) -> None:
@@ -111,7 +112,7 @@ def check_debug_rank(request: str, debug: object, world_size: int) -> None:
             problem=f"there is no rank {debug!r}",
             expected=f"the number of the rank that gets the terminal: 0 to {world_size - 1}",
         )
-    # The only process of a job has the terminal that it was started in.
+    # With one rank no process is started: the function runs in this process, with its input.
     if world_size > 1 and not _has_terminal():
         raise ConfigurationError(
             request,
@@ -135,7 +136,7 @@ def _has_terminal() -> bool:
 def take_terminal(rank: int, debug_rank: int) -> None:
     """Connect this process to the terminal if its rank is debugged.
 
-    Otherwise ``breakpoint()`` does nothing in this process. See ``[Note: Debugging a rank]``.
+    On the other ranks, make ``breakpoint()`` do nothing. See ``[Note: Debugging a rank]``.
 
     Args:
         rank: the global rank of this process.
@@ -147,7 +148,8 @@ def take_terminal(rank: int, debug_rank: int) -> None:
     terminal = os.open(_TERMINAL, os.O_RDWR)
     sys.stdout.flush()
     sys.stderr.flush()
-    # The numbers of the standard streams. The functions that edit a line know only these.
+    # Replaces the descriptors of the standard streams, and not only sys.stdin and sys.stdout: the C
+    # functions with which the user edits a line use the descriptors.
     for descriptor in (0, 1, 2):
         os.dup2(terminal, descriptor)
     os.close(terminal)
