@@ -36,7 +36,7 @@ class Environment(Protocol):
     name: str
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the rank of this process in its job, or None if another launcher started it.
+        """Return the place of this process in its job. None if this launcher did not start it.
 
         Implementations read only ``env``, and have no effects.
 
@@ -52,13 +52,13 @@ class Environment(Protocol):
 def detect(
     env: Mapping[str, str], environments: Sequence[Environment] | None = None
 ) -> tuple[Environment, World] | None:
-    """Find the launcher that started this process, and the rank of this process in its job.
+    """Find the launcher that started this process, and the place of this process in its job.
 
     Args:
         env: an environment mapping, such as ``os.environ``. Nothing else is read.
-        environments: the candidates, in the order in which they are tried. The first that
-            recognizes its variables wins. None tries Ray Train, torchrun (and everything else that
-            sets its variables), Open MPI, MPICH and Intel MPI, SLURM.
+        environments: the candidates. The first one that recognizes its variables wins. None tries
+            Ray Train, torchrun (and everything else that sets torchrun's variables), Open MPI,
+            MPICH and Intel MPI, and SLURM, in this order.
 
     Returns:
         The environment and the world that it returned, or None if no launcher started this process.
@@ -77,12 +77,12 @@ def detect(
 
 
 class Machines(NamedTuple):
-    """The machines of a job, on each of which a platform has started one command.
+    """The machines of a job on a platform that starts one command on each machine.
 
-    The command is to start the processes of its machine, as ``fabric run`` does.
+    The command has to start the processes of its machine, as ``fabric run`` does.
 
     Attributes:
-        variables: the variables that say so, for errors.
+        variables: the variables that describe the machines, as a text for errors.
         num_nodes: how many machines there are. None if their number may change during the job.
         node_rank: the number of this machine.
         main_address: the host name of machine 0. None if it is not known.
@@ -99,44 +99,64 @@ class Machines(NamedTuple):
 
 
 def find_machines(env: Mapping[str, str]) -> Machines | None:
-    """Return the machines that the variables of a platform describe. None if there is one at most.
+    """Return the machines that the variables of a platform describe, or None.
 
-    Known are the variables of Kubeflow Trainer, which are the defaults of torchrun's options, and
-    those of SkyPilot.
+    The variables are those of Kubeflow Trainer or SkyPilot.
 
     Args:
         env: an environment mapping, such as ``os.environ``.
+
+    Returns:
+        The machines. None if no platform has set its variables, or if there is only one machine.
 
     Raises:
         ConfigurationError: a variable is not a number.
     """
     nodes_text = read_variable(env, "PET_NNODES")
     if nodes_text is not None:
-        variables = f"PET_NNODES={nodes_text}"
-        node_rank = read_integer_variable(env, "PET_NODE_RANK") or 0
-        # torchrun also takes a least and a largest number of machines, such as "1:4".
-        _, colon, largest_text = nodes_text.partition(":")
-        if colon and largest_text == "1":
+        return _find_kubeflow_machines(env, nodes_text)
+    return _find_skypilot_machines(env)
+
+
+def _find_kubeflow_machines(env: Mapping[str, str], nodes_text: str) -> Machines | None:
+    """Return the machines that the variables of Kubeflow Trainer describe. None for one machine.
+
+    torchrun reads the same variables as the defaults of its options.
+
+    Args:
+        env: the environment variables.
+        nodes_text: the number of machines, or a range such as ``"1:4"``.
+    """
+    variables = f"PET_NNODES={nodes_text}"
+    node_rank = read_integer_variable(env, "PET_NODE_RANK") or 0
+    _, colon, largest_text = nodes_text.partition(":")
+    is_range = colon != ""
+    if is_range:
+        if largest_text == "1":
             return None
-        if colon:
-            # The number of machines may change while the job runs.
-            return Machines(variables, num_nodes=None, node_rank=node_rank)
-        num_nodes = read_integer_variable(env, "PET_NNODES")
-        if num_nodes == 1:
-            return None
-        address = read_variable(env, "PET_MASTER_ADDR")
-        port = read_integer_variable(env, "PET_MASTER_PORT")
-        # The number of processes may also be "auto", "cpu" or "gpu".
-        processes_text = read_variable(env, "PET_NPROC_PER_NODE") or ""
-        num_processes = int(processes_text) if processes_text.isdecimal() else None
-        return Machines(
-            variables=variables,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            main_address=address,
-            main_port=port,
-            num_processes=num_processes,
-        )
+        # The number of machines may change while the job runs.
+        return Machines(variables, num_nodes=None, node_rank=node_rank)
+    num_nodes = read_integer_variable(env, "PET_NNODES")
+    if num_nodes == 1:
+        return None
+    # The number of processes may also be "auto", "cpu" or "gpu".
+    processes_text = read_variable(env, "PET_NPROC_PER_NODE") or ""
+    num_processes = int(processes_text) if processes_text.isdecimal() else None
+    return Machines(
+        variables=variables,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        main_address=read_variable(env, "PET_MASTER_ADDR"),
+        main_port=read_integer_variable(env, "PET_MASTER_PORT"),
+        num_processes=num_processes,
+    )
+
+
+def _find_skypilot_machines(env: Mapping[str, str]) -> Machines | None:
+    """Return the machines that the variables of SkyPilot describe.
+
+    The result is None without these variables, or for one machine.
+    """
     num_nodes = read_integer_variable(env, "SKYPILOT_NUM_NODES")
     if num_nodes is None or num_nodes == 1:
         return None
@@ -155,7 +175,7 @@ def find_machines(env: Mapping[str, str]) -> Machines | None:
 def refuse_to_train_alone(env: Mapping[str, str]) -> None:
     """Raise if a platform's variables describe several machines.
 
-    Called only in a process that no launcher has started.
+    Called only in a process that no launcher has started. Such a process would train alone.
 
     Args:
         env: an environment mapping, such as ``os.environ``.
@@ -196,7 +216,7 @@ _TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<nodes>[0-9]+)\))?")
 _FIRST_PORT = 10_000
 _PORT_COUNT = 20_000
 
-# The names of one variable in different releases of a launcher. The first that is set is used.
+# The names of one variable in different releases of a launcher. The first one that is set is used.
 _Names = tuple[str, ...]
 
 
@@ -211,11 +231,11 @@ class _VariableEnvironment:
         _local_rank_names: the rank on this node.
         _local_world_size_names: the number of processes on this node. Under SLURM, a list of the
             numbers on all nodes.
-        _node_rank_names: the number of this node. Empty if the launcher has no such variable: the
-            number is derived from the ranks.
+        _node_rank_names: the number of this node. Empty if the launcher has no such variable. Then
+            the number is derived from the ranks.
         _host_list_names: SLURM's node list. Empty under the other launchers.
-        _job_id_names: several variables that together identify the job, each with its names. Their
-            values are equal in all processes of the job.
+        _job_id_names: the variables that together identify the job, each as a tuple of its names.
+            The values are equal in all processes of the job.
     """
 
     name: str
@@ -228,21 +248,20 @@ class _VariableEnvironment:
     _job_id_names: tuple[_Names, ...] = ()
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        """Return the place of this process in its job, or None. See :meth:`Environment.detect`."""
         rank = read_integer_variable(env, *self._rank_names)
         if rank is None:  # this launcher did not start the process
             return None
         world_size = self._read_required_integer(env, self._world_size_names)
-        # These are the values of a job of one process, in which launchers may leave the variables
-        # out.
+        # The values in a job of one process, for which launchers may not set the variables.
         local_rank = 0
         node_rank = 0
         local_world_size = 1
         if world_size > 1:
             local_rank = self._read_required_integer(env, self._local_rank_names)
+            # Under SLURM, the number of this node is needed to read local_world_size. Under the
+            # launchers without a variable for it, it is derived afterwards.
             if self._node_rank_names:
-                # This is read before the number of local processes, for which SLURM has a list with
-                # an entry for each node.
                 node_rank = self._read_required_integer(env, self._node_rank_names)
             local_world_size = self._read_local_world_size(env, node_rank)
             if not self._node_rank_names:
@@ -259,11 +278,17 @@ class _VariableEnvironment:
         )
 
     def _read_required_integer(self, env: Mapping[str, str], names: _Names) -> int:
-        """Return the integer of a variable, without which this process cannot know its rank.
+        """Return the integer of a variable that the launcher always sets.
+
+        No default is used: with a wrong value, the process would train alone, or on the device of
+        another rank.
+
+        Args:
+            env: the environment variables.
+            names: the names of the variable.
 
         Raises:
-            ConfigurationError: none of ``names`` is set. With a guessed value, the process would
-                train alone, or on the device of another rank.
+            ConfigurationError: none of ``names`` is set.
         """
         value = read_integer_variable(env, *names)
         if value is None:
@@ -277,10 +302,13 @@ class _VariableEnvironment:
         return value
 
     def _read_local_world_size(self, env: Mapping[str, str], node_rank: int) -> int:
-        """Return the number of processes on one node.
+        """Return the number of processes on this node.
 
-        The variable holds one number for this node (``node_rank`` is 0 then), or under SLURM a list
-        for all nodes, in which ``2(x3),1`` means 2, 2, 2 and 1.
+        Args:
+            env: the environment variables.
+            node_rank: the position of this node in SLURM's list of all nodes, in which
+                ``2(x3),1`` means 2, 2, 2 and 1. 0 under the launchers whose variable has only the
+                number of this node.
 
         Raises:
             ConfigurationError: the variable is not set, malformed, or too short.
@@ -302,9 +330,11 @@ class _VariableEnvironment:
     ) -> tuple[str, int | None]:
         """Return the address and the port at which the processes connect.
 
-        ``MASTER_ADDR`` and ``MASTER_PORT`` are used if they are set. Otherwise the address is the
-        loopback address if all processes are on this node, or else the first host of the node list,
-        and the port is derived from the id of the job. The port of a single process may be None.
+        ``MASTER_ADDR`` and ``MASTER_PORT`` are used if they are set. Otherwise:
+
+        - the address is the loopback address if all processes are on this node, else the first
+          host of the node list;
+        - the port is derived from the id of the job, or None in a job of one process.
 
         Raises:
             ConfigurationError: the address or the port cannot be found in ``env``.
@@ -356,7 +386,7 @@ class _VariableEnvironment:
         )
 
     def _derive_port(self, env: Mapping[str, str]) -> int | None:
-        """Return a port derived from the id of the job, or None if a part of the id is not set.
+        """Return a port derived from the id of the job. None if the id is not known.
 
         All processes of a job derive the same port without communicating. Jobs that share a node
         most likely derive different ports.
@@ -369,12 +399,12 @@ class _VariableEnvironment:
             id_parts.append(id_part)
         if not id_parts:
             return None
-        # hash() would differ between processes.
+        # crc32() and not hash(), which differs between processes.
         checksum = zlib.crc32(".".join(id_parts).encode())
         return _FIRST_PORT + checksum % _PORT_COUNT
 
     def _read_first_host(self, env: Mapping[str, str]) -> str | None:
-        """Return the first host of SLURM's node list, or None if no list begins with a host.
+        """Return the first host of SLURM's node list. None if there is no list, or no host in it.
 
         The first host of ``n[03-05,7],m1`` is ``n03``, and the first host of ``rack[1-2]n[3-4]-ib``
         is ``rack1n3-ib``.
@@ -390,14 +420,13 @@ class _VariableEnvironment:
 def _derive_node_rank(rank: int, local_rank: int, world_size: int, local_world_size: int) -> int:
     """Return the number of this node, for launchers that have no variable for it.
 
-    All nodes are assumed to have equally many processes. A launcher either fills one node after the
-    other, or deals the ranks out to the nodes in turn.
+    All nodes are assumed to have equally many processes. A launcher either puts consecutive ranks
+    on one node, or puts rank 0 on node 0, rank 1 on node 1, and so on in turn.
     """
     num_nodes = -(-world_size // local_world_size)  # rounded up
-    is_filled_in_order = rank % local_world_size == local_rank
-    if is_filled_in_order:
+    has_consecutive_ranks = rank % local_world_size == local_rank
+    if has_consecutive_ranks:
         return rank // local_world_size
-    # Rank 0 is on node 0, rank 1 on node 1, and so on in turn.
     return rank % num_nodes
 
 
@@ -435,14 +464,13 @@ class TorchrunEnvironment(_VariableEnvironment):
     name = "torchrun"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        """Return the place of this process in its job, or None. See :meth:`Environment.detect`."""
         world = World.from_env(env)
         if world is None:
             self._refuse_missing_world_size(env)  # raises only if RANK is set
         elif world.store is None:
-            # This call is made for its error. World does not check the address and the port, since
-            # a single process needs none. Processes with a store, which fabric started, need none
-            # either.
+            # Called only for the error that it raises if several processes have no address or port.
+            # Processes with a store, which fabric started, need neither.
             self._find_rendezvous(env, world.world_size, world.local_world_size)
         return world
 
@@ -475,7 +503,7 @@ class RayEnvironment:
     name = "ray"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        """Return the place of this process in its job, or None. See :meth:`Environment.detect`."""
         is_ray = read_variable(env, "RAY_JOB_ID") is not None
         node_rank = read_variable(env, "NODE_RANK")
         # Ray sets torchrun's variables except GROUP_RANK. A torchrun that was started in a Ray
@@ -509,9 +537,9 @@ class MPICHEnvironment(_VariableEnvironment):
     """``mpiexec`` of MPICH or Intel MPI (Hydra), and of Cray systems (PALS).
 
     A job on several nodes needs ``MASTER_ADDR``, which the user exports. MPICH's own ``mpiexec``
-    sets nothing that distinguishes one job from another, so that several processes also need
-    ``MASTER_PORT``. ``srun`` can set ``PMI_*`` variables as well: a step of SLURM without Hydra's
-    own variables is left to :class:`SlurmEnvironment`.
+    sets no id of the job, so that several processes also need ``MASTER_PORT``. ``srun`` may set
+    ``PMI_*`` variables, too. A process of ``srun`` without Hydra's own variables belongs to
+    :class:`SlurmEnvironment`.
     """
 
     name = "mpich"
@@ -519,19 +547,19 @@ class MPICHEnvironment(_VariableEnvironment):
     _world_size_names = ("PMI_SIZE",)
     _local_rank_names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
     _local_world_size_names = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job would not do: two mpiexec in
-    # one job would use the same port.
+    # Set by Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job is not used, because
+    # two mpiexec in one batch job would then use the same port.
     _job_id_names = (("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),)
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        """Return the place of this process in its job, or None. See :meth:`Environment.detect`."""
         has_step_id = read_variable(env, "SLURM_STEP_ID", "SLURM_STEPID") is not None
         is_slurm_task = has_step_id and read_variable(env, "SLURM_PROCID") is not None
-        # Only Hydra sets this variable. In a SLURM job, its mpiexec may use srun to start
-        # processes.
+        # Only Hydra sets this variable. Its mpiexec may start processes with srun, so that they
+        # have SLURM's variables, too.
         is_hydra = read_variable(env, "MPI_LOCALRANKID") is not None
         if is_slurm_task and not is_hydra:
-            return None
+            return None  # srun started this process, and has set PMI_* variables
         return super().detect(env)
 
 
@@ -539,11 +567,10 @@ class MPICHEnvironment(_VariableEnvironment):
 class SlurmEnvironment(_VariableEnvironment):
     """A step that ``srun`` started, with one process per task. Rank 0 is on the step's first host.
 
-    Some processes have variables of SLURM, but do not belong to a step with one process per task:
-    the body of an ``sbatch`` script, and an interactive shell (``salloc``, ``srun --pty bash``).
-    They are not this environment. A step of several tasks with a pseudo-terminal is this
-    environment, because an srun inside an interactive shell inherits the shell's terminal
-    variables.
+    Some processes have variables of SLURM, but are not ranks: the body of an ``sbatch`` script, and
+    an interactive shell (``salloc``, ``srun --pty bash``). They are not this environment. A process
+    with the variables of a terminal is a rank if its step has several tasks, since an ``srun``
+    inside an interactive shell inherits these variables.
     """
 
     name = "slurm"
@@ -556,7 +583,7 @@ class SlurmEnvironment(_VariableEnvironment):
     _job_id_names = (("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID"))
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        """Return the rank of this process in its job. See :meth:`Environment.detect`."""
+        """Return the place of this process in its job, or None. See :meth:`Environment.detect`."""
         step_id = read_integer_variable(env, "SLURM_STEP_ID", "SLURM_STEPID")
         if step_id is None or step_id >= _FIRST_RESERVED_STEP:
             return None  # the body of a batch script, or another step that srun did not start
@@ -567,7 +594,7 @@ class SlurmEnvironment(_VariableEnvironment):
 
 
 # The launchers in the order in which detect() tries them. A process may have the variables of
-# several launchers, of which the innermost one started it.
+# several launchers. The innermost of these launchers has started the process.
 # - Ray comes before torchrun, whose variables it sets, too.
 # - torchrun's variables may be set by hand, and then win over the launchers below.
 # - mpirun comes before SLURM. In a SLURM job, mpirun starts its daemons with srun. The processes of

@@ -23,11 +23,12 @@ _POLL_SECONDS = 0.005
 class JobStore:
     """Values that the ranks of a job share, by key, without a collective.
 
-    Use only one of the methods that write for a key, since their formats differ. A key that exists
-    is never removed.
+    Write the value of a key always with the same method, since the methods use different formats.
+    A key that exists is never removed.
 
     Args:
-        store: the store of torch that the ranks share. It is local in a job of one process.
+        store: the store of torch that the ranks share. In a job of one process, a store that is
+            local to the process.
         rank: the rank of this process.
         size: the number of ranks.
     """
@@ -37,12 +38,12 @@ class JobStore:
         self._store = store
         self.rank = rank
         self.size = size
-        self._existing_keys: set[str] = set()  # found by read(), which asks for each only once
+        self._existing_keys: set[str] = set()  # keys that read() need not check again
 
     def from_rank0(self, key: str, value: bytes) -> bytes:
         """Return rank 0's value for a key on every rank. Other ranks wait for rank 0.
 
-        Every rank has to call this method with the same keys, but rank 0 does not wait for others.
+        Every rank has to call this method with the same key. Rank 0 does not wait for other ranks.
 
         Args:
             key: the name of the value. Use a new key for each call.
@@ -67,12 +68,13 @@ class JobStore:
             ) from error
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Write a value unless a rank has written one. Return the value of the first rank."""
-        # The empty text stands for a missing key. torch takes bytes, but its stub declares str.
+        """Write a value unless a rank has written one. Return the value that is now written."""
+        # compare_set() writes if the key has the expected value. An empty expected value means that
+        # the key does not exist. torch takes bytes, but its stub declares str.
         return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its new value."""
+        """Add to a counter, which starts at 0, and return its new value."""
         return self._store.add(key, amount)
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -93,7 +95,7 @@ class JobStore:
             topic: the name of a set of values, one for each rank.
             value: a value that JSON can represent.
         """
-        text = json.dumps(value, separators=(",", ":"))  # without spaces
+        text = json.dumps(value, separators=(",", ":"))  # compact, without spaces
         self.set(f"{topic}/{self.rank}", text)
 
     def read(self, topic: str, ranks: Iterable[int], max_wait: float = 0.0) -> dict[int, Any]:
@@ -118,28 +120,35 @@ class JobStore:
         return dict(zip(published_keys, map(json.loads, texts), strict=True))
 
     def _note_existing_keys(self, keys: Set[str], max_wait: float) -> None:
-        """Add those of ``keys`` that exist in the store to ``_existing_keys``.
+        """Add the keys that exist in the store to ``_existing_keys``.
 
-        The method returns once all keys exist, or after ``max_wait`` seconds. Each key is checked
-        at least once. A noted key is never checked again, since keys are not removed.
+        This method returns once all keys exist, or after ``max_wait`` seconds. Each key is checked
+        at least once. A key in ``_existing_keys`` is not checked again, since keys are not removed.
+
+        Args:
+            keys: the keys to check.
+            max_wait: how long to wait for missing keys, in seconds.
         """
         deadline = time.monotonic() + max_wait
         missing = keys - self._existing_keys
         while missing:
-            # check() returns whether all keys of a list exist, so that each key is asked for alone.
-            self._existing_keys.update(key for key in missing if self._store.check([key]))
+            # One call for each key, since check() returns whether all keys of a list exist.
+            for key in missing:
+                if self._store.check([key]):
+                    self._existing_keys.add(key)
             if time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_SECONDS)
             missing = keys - self._existing_keys
 
     def close(self) -> None:
-        """Release the connection, even if this object is still referenced.
+        """Close the connection to the store.
 
         Afterwards this object is the empty store of a job with one rank, so that a later call of a
         method neither fails nor waits.
         """
-        self._store = dist.HashStore()  # local; torch closes a connection that nothing refers to
+        # torch closes a connection to which nothing refers. A HashStore has no connection.
+        self._store = dist.HashStore()
         self.rank = 0
         self.size = 1
         self._existing_keys.clear()
@@ -161,8 +170,8 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     if world.world_size == 1:
         return dist.HashStore()
     if world.store is not None:
-        # The optional number of workers is left out. With this number, the store would remove its
-        # file when the first of several Fabric objects closes its store.
+        # The number of workers is not passed. With this number, torch would remove the file when
+        # the first of several Fabric objects closes its store.
         return dist.FileStore(world.store.removeprefix("file://"))
     if world.port is None:
         raise ConfigurationError(
@@ -175,8 +184,7 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     if ":" in host:  # an IPv6 address
         host = f"[{host}]"
     url = f"tcp://{host}:{world.port}"
-    # rendezvous() is an iterator of tuples (store, rank, world size). The first tuple has the
-    # store.
+    # rendezvous() is a generator of one tuple: (store, rank, world size).
     store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=timeout))
     return store
 
@@ -185,9 +193,10 @@ def unused_key_prefix(store: dist.Store, world: World, timeout: timedelta) -> st
     """Return a prefix for the keys of the ranks that connect now, which no earlier rank has used.
 
     The processes of a job may have several runtimes, one after the other, on one store. A counter
-    for each rank tells the runtimes apart. The counter is not enough under torchrun, which keeps
-    its store when it restarts the ranks: a rank may have died before it was counted. So under
-    torchrun the ranks agree on a new name.
+    for each rank tells the runtimes apart: the n-th runtime has the prefix n. The counter is not
+    enough under torchrun, which keeps its store when it restarts the ranks: after a rank has died
+    before it counted, the counters of the ranks would differ. So under torchrun the ranks agree on
+    a random prefix.
 
     Args:
         store: the store that the ranks share.
@@ -200,9 +209,9 @@ def unused_key_prefix(store: dist.Store, world: World, timeout: timedelta) -> st
     Raises:
         torch.distributed.DistStoreError: a rank did not connect within the timeout.
     """
-    # torchrun sets the variable if the store is its own. If a process group exists, all ranks have
-    # connected, and are counted as without torchrun.
+    # torchrun sets this variable if the ranks use the store of torchrun.
     is_store_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # If a process group exists, all ranks are alive and have the same count.
     if is_store_of_torchrun and not dist.is_initialized():
         return _agree_on_prefix(store, world, timeout)
     return str(store.add(f"fabric/runtime/{world.rank}", 1))
@@ -211,15 +220,15 @@ def unused_key_prefix(store: dist.Store, world: World, timeout: timedelta) -> st
 def _agree_on_prefix(store: dist.Store, world: World, timeout: timedelta) -> str:
     """Return a prefix for the ranks of this start, drawn by rank 0 and confirmed by all ranks.
 
-    The store may contain what ranks wrote before a restart, so ranks exchange random texts that no
-    earlier rank can know:
+    The store may contain what ranks have written before a restart. So the ranks exchange random
+    texts, which no earlier rank can know:
 
-    1. Each other rank publishes a mailbox: a key of its own, under which it waits for the prefix.
-    2. Rank 0 writes the prefix to the mailboxes of all ranks. Some of the mailboxes may have been
-       published by dead ranks. A living rank publishes its own mailbox instead, so rank 0 repeats
-       this step.
-    3. Each other rank reads the prefix from its mailbox, and confirms it by publishing a value with
-       the prefix as the topic.
+    1. Each rank but rank 0 publishes a *mailbox*: a random key, under which it waits for the
+       prefix.
+    2. Rank 0 writes the prefix under the mailbox of each rank. The mailbox may still be that of a
+       rank that has died, so rank 0 repeats this step until the rank has confirmed.
+    3. Each rank but rank 0 reads the prefix, and confirms it by publishing a value with the prefix
+       as the topic.
 
     Args:
         store: the store that the ranks share.

@@ -38,10 +38,10 @@ class World:
 
     def __post_init__(self) -> None:
         """Raise a ConfigurationError if the numbers contradict each other."""
-        # Every other node has at least one process.
+        # Each of the other nodes has at least one process.
         max_other_nodes = self.world_size - self.local_world_size
         is_rank_valid = 0 <= self.rank < self.world_size
-        # This node's ranks before this one are also ranks of the job before this one.
+        # A local rank is at most the global rank, since the ranks of a node are in global order.
         is_local_rank_valid = 0 <= self.local_rank < min(self.local_world_size, self.rank + 1)
         is_node_rank_valid = 0 <= self.node_rank <= max_other_nodes
         if not (is_rank_valid and is_local_rank_valid and is_node_rank_valid):
@@ -64,10 +64,9 @@ class World:
     def num_nodes(self) -> int:
         """The number of nodes, if every node has as many processes as this one.
 
-        The number is 1 only if all processes are on this node, so that loopback connects them.
+        Otherwise the number may be wrong, but it is 1 only if all processes are on this node.
         """
-        # The quotient is rounded up, so that 3 processes on this node and 2 on another one are two
-        # nodes.
+        # Rounded up: with 3 processes on this node and 2 elsewhere, there are two nodes.
         return -(-self.world_size // self.local_world_size)
 
     @property
@@ -101,7 +100,7 @@ class World:
         local_world_size = read_integer_variable(env, "LOCAL_WORLD_SIZE")
         local_rank = read_integer_variable(env, "LOCAL_RANK")
         node_rank = read_integer_variable(env, "GROUP_RANK")
-        # On a single node the local rank is the rank.
+        # On a single node, the local rank equals the rank.
         has_several_nodes = local_rank is not None and local_rank != rank
         if has_several_nodes and local_world_size is None:
             raise ConfigurationError(
@@ -113,8 +112,8 @@ class World:
             )
         if local_world_size is None:
             local_world_size = world_size
-        # Missing values are derived as if all nodes had equally many processes. A
-        # number below 1 must not lead to a division by zero: the constructor refuses the number.
+        # Missing values are derived as if all nodes had equally many processes. max() only avoids a
+        # division by zero: the constructor refuses a number below 1.
         ranks_per_node = max(1, local_world_size)
         if local_rank is None:
             local_rank = rank % ranks_per_node
