@@ -12,17 +12,21 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
+from fabric.launchers.agent import AgentConfig, _Coordinator, _NodeStatus
+from fabric.store import JobStore
 from tests.ranks import run_in_ranks
 
 DEADLINE = 150
@@ -327,6 +331,38 @@ def test_a_rank_and_a_command_that_are_killed_restart_the_ranks_of_all_machines(
     assert "its command ended and was started again" in errors
     # Errors that follow from a lost rank are not shown.
     assert "Connection closed by peer" not in errors
+
+
+class RecordingStore(JobStore):
+    """A store that records the keys in the order in which they are written."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        super().__init__(store, rank, size)
+        self.written_keys: list[str] = []
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.written_keys.append(key)
+        super().set(key, value)
+
+
+def test_an_agent_that_is_admitted_finds_the_state_of_the_job() -> None:
+    hash_store = dist.HashStore()
+    newcomer = _NodeStatus(agent_id="agent", host="host", process=[], num_nodes=1, num_processes=1)
+    JobStore(hash_store, rank=0, size=1).publish("newcomer", asdict(newcomer))
+    config = AgentConfig(
+        node_rank=0,
+        num_nodes=1,
+        num_processes=1,
+        address="127.0.0.1",
+        port=1,
+        node_timeout=60,
+        restart_limit="0",
+        allows_restart=lambda now, times: False,
+    )
+    store = RecordingStore(hash_store, rank=0, size=1)
+    _Coordinator(config, store).update()
+    # An agent that reads its admission may read the state before the next key is written.
+    assert store.written_keys.index("job/0") < store.written_keys.index("member/0")
 
 
 ENDS = {

@@ -268,7 +268,7 @@ class _Coordinator:
     """
 
     def __init__(self, config: AgentConfig, store: JobStore) -> None:
-        """Wait for the agents of all machines. :meth:`update` lets them start."""
+        """Publish the first state. :meth:`update` admits agents and lets them start."""
         self._config = config
         self._store = store
         now = time.monotonic()
@@ -284,6 +284,8 @@ class _Coordinator:
         self._waiting_since = now
         # The number of the latest generation that has started. -1 before the first.
         self._started_generation = -1
+        # Published before any agent is admitted: an agent reads the state as soon as it is.
+        self._publish_state()
 
     def update(self) -> None:
         """Read all messages, decide, and publish the state. Does not wait for any machine.
@@ -295,6 +297,10 @@ class _Coordinator:
         self._admit_newcomers(now)
         if self._state.exit_code is None:
             self._decide(now)
+        self._publish_state()
+
+    def _publish_state(self) -> None:
+        """Publish the state with a new beat, which shows that machine 0 is alive."""
         self._state = replace(self._state, beat=self._state.beat + 1)
         self._store.publish("job", asdict(self._state))
 
@@ -868,7 +874,7 @@ class NodeAgent:
         if self._coordinator is not None:
             self._coordinator.update()
         state = self._read_state(store)
-        assert state is not None  # this agent has been admitted
+        assert state is not None  # the coordinator publishes a state before it admits an agent
         node_rank = self._config.node_rank
         if store.get_nowait(f"member/{node_rank}") != self._status.agent_id.encode():
             self._problem = f"another command has become machine {node_rank} of this job"
