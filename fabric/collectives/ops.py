@@ -132,8 +132,8 @@ def all_gather_ragged(
     """Gather collections whose first dimensions differ between ranks. Collective.
 
     See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. The ranks exchange the
-    lengths, and then make one collective for each dtype. In it, every rank pads its tensors to the
-    greatest length.
+    lengths of their tensors, pad the tensors to the greatest length, and then make one collective
+    for each dtype.
 
     Args:
         communicator: the ranks.
@@ -150,9 +150,9 @@ def all_gather_ragged(
     except Exception as error:
         _answer_without_call(communicator, Operation.ALL_GATHER, error)
         raise
-    # The text travels as a signature with the exchange of the lengths, so that the ranks notice if
-    # their calls differ. The arguments are for errors and hang reports, and made only there. The
-    # lengths are read at once.
+    # The exchange of the lengths carries the signature of `text`, by which the ranks notice if
+    # their calls differ. `arguments` is for errors and hang reports. The lengths are read at once,
+    # so `reads_result` is true.
     call = CallDescription(
         "all_gather",
         arguments=lambda: f"ragged=True, {concat=}, {sync_grads=}, {description}",
@@ -164,14 +164,13 @@ def all_gather_ragged(
         leaf = leaves[position]
         padding = leaf.new_zeros(max(lengths) - len(leaf), *leaf.shape[1:])
         leaves[position] = torch.cat([leaf, padding])
-    # No signature: the exchange of the lengths has already compared the calls of the ranks.
+    # Without a signature: the exchange of the lengths has already compared the calls of the ranks.
     gathered = _exchange(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
     for position, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
-            # None for a tensor without dimensions.
-            lengths_of_ranks = lengths_by_position.get(position)
+            lengths_of_ranks = lengths_by_position.get(position)  # None for a 0-dim tensor
             gathered[position] = _cut_rows(rows, lengths_of_ranks, concat)
     return unflatten(structure, gathered)
 
@@ -184,8 +183,8 @@ def _gather_lengths(
     Args:
         communicator: the ranks.
         leaves: the leaves of a ragged collection, as many on all ranks.
-        call: the user's call. The message with the lengths also has the signature of this call,
-            which is compared with that of the other ranks.
+        call: the user's call. The message with the lengths also has the signature of the call, so
+            that this function raises an error if the calls of the ranks differ.
 
     Returns:
         The lengths in rank order, by the position of the leaf. 0-dim tensors are left out.
@@ -213,7 +212,7 @@ def _cut_rows(
         lengths_of_ranks: the length of each tensor. None for 0-dim tensors, which have no padding.
         concat: whether to concatenate the tensors.
     """
-    # The results of a list are clones, so that a change of one result does not change the others.
+    # Tensors in a list are clones, so that a change of one result does not change the others.
     if lengths_of_ranks is None:
         if concat:
             return rows
@@ -335,26 +334,31 @@ def _run_for_buckets(
 def _answer_without_call(
     communicator: Communicator, operation: Operation, error: Exception
 ) -> None:
-    """Let the other ranks raise, since this rank cannot make its call. Collective.
+    """Make the other ranks raise an error, since this rank cannot make its call. Collective.
 
-    The error was raised while this rank prepared its call, before any collective. So this rank
-    answers the first collective of the other ranks with a signature that cannot match, and they do
-    not wait forever. Then the caller raises its own error.
+    Otherwise the other ranks would wait for this rank forever. This rank answers their first
+    message with a signature that matches no call. Afterwards, the caller raises ``error``.
+
+    Args:
+        communicator: the ranks.
+        operation: the call of this rank.
+        error: the error that was raised while this rank prepared the call.
     """
     if communicator.size == 1:
         return
     # Shown in reports in place of the call's arguments.
     arguments_text = f"nothing: {type(error).__name__}: {error}"
     buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
-    # The empty text becomes a checksum that matches no other. See [Note: Signatures] in
-    # communicators/checked.py.
+    # The signature of an empty text matches no other. It is compared at once if the result is read.
+    # See [Note: Signatures] in communicators/checked.py.
     call = CallDescription(
         operation.value, arguments=lambda: arguments_text, text="", reads_result=True
     )
-    # The first message of a call has the same size for every operation, so this rank can answer
-    # any call of the others by an all-gather of an empty buffer.
+    # Any operation will do here: the message with the signature has one size for all operations,
+    # and nothing follows it if the signatures differ.
     mismatched_collective = Collective(Operation.ALL_GATHER, buffer, call=call)
-    # The error of the mismatch, or torch's for a lost rank. The caller raises its own error.
+    # run() raises the error of the mismatch, or torch's error for a lost rank. The error of the
+    # caller says more.
     with suppress(RuntimeError):
         communicator.run(mismatched_collective)
 
@@ -375,16 +379,16 @@ def _allocate_tensors(leaves: list[Leaf], local_tree: Tree, device: torch.device
     Args:
         leaves: the leaves that the source sent. The list is changed in place.
         local_tree: the collection that this rank passed. Receivers may pass anything, such as None.
-            If the source's tensor requires a gradient, and this collection has a tensor with the
-            same description in its place, that tensor is used, so that it gets a gradient.
+            If a tensor of the source requires a gradient, and this collection has a tensor with the
+            same description in this position, this tensor is used, so that it gets a gradient.
         device: the device of new tensors.
     """
     local_leaves, _ = flatten(local_tree)
-    has_leaf_for_each = len(local_leaves) == len(leaves)
+    has_same_length = len(local_leaves) == len(leaves)
     for position, meta in enumerate(leaves):
         if not isinstance(meta, TensorMeta):
             continue
-        may_use_local_leaf = meta.requires_grad and has_leaf_for_each
+        may_use_local_leaf = meta.requires_grad and has_same_length
         if may_use_local_leaf and meta.describes(local_leaves[position]):
             leaves[position] = local_leaves[position]
         else:
@@ -461,9 +465,9 @@ def _positions_with_gradient(bucket: Bucket) -> list[int]:
 def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Bucket]) -> None:
     """Check that the products of Python integers over ranks fit into 64 bits.
 
-    Called after the products have been computed as int64, where a large product wraps around
-    without an error. Collective if there are Python integers: this function multiplies them again
-    as floats.
+    Called after the products have been computed in int64, in which a large product wraps around
+    without an error. So this function computes the products again as floats. Collective if there
+    are Python integers.
 
     Raises:
         ConfigurationError: a product is beyond 64 bits. Every rank raises the error.
@@ -496,22 +500,21 @@ class _Differentiable(torch.autograd.Function):
     ) -> Tensor:
         """Make the collective with a copy of ``buffer``, and return its result. Collective.
 
-        Autograd calls this method within ``apply``. The backward pass calls ``apply``, too: then
-        ``buffer`` is a gradient.
+        Autograd calls this method within ``apply``. In a backward pass, ``buffer`` is a gradient.
 
         Args:
             ctx: the context of autograd, in which :meth:`backward` finds the communicator and the
                 collective.
             communicator: the ranks.
-            collective: the collective. Its own buffer is not used.
+            collective: the collective. Its field ``buffer`` is not used.
             buffer: the buffer as a part of the graph.
         """
         ctx.communicator = communicator
-        # The call is left out: its description refers to the results, and the graph of the results
-        # refers to ctx. Such a cycle is never collected. The buffer is left out to free its memory.
+        # The field `call` is left out: it refers to the results, whose graph refers to ctx, and
+        # such a cycle is never collected. The field `buffer` is left out to free its memory.
         ctx.collective = collective._replace(buffer=None, call=None)
-        # A copy, since some collectives write to their buffer. It has to be contiguous: a gradient
-        # may be an expanded view.
+        # A copy, since some collectives write to their buffer. The clone is contiguous, which a
+        # gradient need not be.
         copied_buffer = buffer.detach().clone(memory_format=torch.contiguous_format)
         copied_buffer = copied_buffer.resolve_conj().resolve_neg()
         return communicator.run(collective._replace(buffer=copied_buffer))
@@ -520,8 +523,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         """Return the gradient of ``buffer``, from the gradient of the result. Collective.
 
-        See ``[Note: Gradients]`` for the collective of the backward pass. It goes through
-        ``apply``, so that this gradient can be differentiated again.
+        The gradient is that of the sum over ranks of each rank's local loss. See
+        ``[Note: Gradients]`` in ops.py for the collective of each backward pass.
         """
         (grad_of_result,) = grads
         communicator = ctx.communicator
@@ -539,14 +542,16 @@ class _Differentiable(torch.autograd.Function):
                 op = Reduce.SUM
             # The backward pass of an all-reduce or all-to-all is the same collective.
         backward_collective = Collective(operation, grad_of_result, op)
+        # apply() records this collective in the graph, so that the gradient can be differentiated.
         grad = _Differentiable.apply(communicator, backward_collective, grad_of_result)
         if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
             grad = grad / communicator.size
         is_broadcast = collective.operation is Operation.BROADCAST
         if is_broadcast and communicator.rank != collective.peer:  # the peer is the source
-            # Only the source's buffer has an effect on the result. These zeros are computed from
-            # the gradient, so that this rank takes part if the gradient is differentiated again.
+            # The buffer of this rank has no effect on the result, so its gradient is zero. The
+            # zeros are computed from `grad`, so that they are part of the graph: if the gradient is
+            # differentiated again, this rank takes part in the collective.
             everywhere = torch.ones((), dtype=torch.bool, device=grad.device)
             grad = grad.masked_fill(everywhere, 0)
-        # The communicator and the collective have no gradient.
+        # One gradient for each argument of forward(): the first two arguments have none.
         return None, None, grad

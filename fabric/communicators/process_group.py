@@ -24,10 +24,12 @@ from fabric.errors import CollectiveMismatchError, UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
-_MAX_DIRECT_GATHER_BYTES = 1 << 17  # of all rows together, which gloo sends straight to each rank
-_MAX_ONE_ROUND_BYTES = 16  # of a buffer that gloo reduces in one round
+# The bytes of the buffers of all ranks up to which gloo sends each buffer directly to each rank.
+_MAX_DIRECT_GATHER_BYTES = 1 << 17
+# The bytes of a buffer up to which gloo reduces the buffer in one round of messages.
+_MAX_ONE_ROUND_BYTES = 16
 
-_NO_SOURCE = -1  # in place of the source, in a collective of objects that has none
+_NO_SOURCE = -1  # stands for the source in a gather of objects, which has none
 _LENGTH_BYTES = 8  # of the length before a gathered message
 _MAX_INT64 = 2**63 - 1  # also the mask of all bits but the sign
 
@@ -118,10 +120,10 @@ class ProcessGroupCommunicator(Communicator):
         return buffer
 
     def _is_gathered_directly(self, buffer: Tensor) -> bool:
-        """Return whether an all-gather sends the buffer of each rank straight to all other ranks.
+        """Return whether an all-gather sends the buffer of each rank directly to all other ranks.
 
-        Under gloo this is faster for small buffers. The all-gather of gloo passes the buffers
-        around a ring, from one rank to the next.
+        For small buffers, this is faster than the all-gather of gloo, which passes the buffers
+        around a ring from one rank to the next.
         """
         return self._is_gloo and self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
 
@@ -176,22 +178,21 @@ class ProcessGroupCommunicator(Communicator):
             return not self._is_gloo
         if not self._is_gloo:
             return False
-        # Counted in rounds of messages, gloo reduces a tiny buffer in one round, and any larger
-        # buffer in two. An all-gather takes one round as long as buffers are sent directly, which
-        # includes buffers that are larger than tiny.
+        # gloo reduces a tiny buffer in one round of messages, and a larger one in two. A direct
+        # all-gather takes one round, so it is faster for buffers that are not tiny.
         is_tiny = buffer.nbytes <= _MAX_ONE_ROUND_BYTES
         return not is_tiny and self._is_gathered_directly(buffer)
 
     def _all_reduce_extremum(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Take the minimum or maximum of floats over the ranks, in place. Collective.
 
-        The result is NaN if any value is NaN. In a backend's own minimum, the result depends on
-        which rank has the NaN. So the values travel as integers that have the same order. A NaN
-        travels as the largest integer for a maximum, or the least integer for a minimum.
+        The result is NaN if any value is NaN, whereas the minimum of a backend may ignore a NaN. So
+        the values travel as integers that have the order of the floats. A NaN travels as the
+        largest integer for a maximum, or as the least integer for a minimum.
         """
         # Every floating-point value fits into a double without rounding.
         integers = _ordered_integers(buffer.double().view(torch.int64))
-        # Converted back to doubles, the largest and the least integer are NaNs.
+        # The largest and the least integer become NaNs when they are converted back below.
         integer_of_nan = _MAX_INT64 if op is Reduce.MAX else ~_MAX_INT64
         integers.masked_fill_(buffer.isnan(), integer_of_nan)
         dist.all_reduce(integers, op=_TORCH_REDUCTIONS[op], group=self._group)
@@ -218,8 +219,8 @@ class ProcessGroupCommunicator(Communicator):
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
         """Return the buffers of all ranks on rank ``dst``, and None on the others. Collective."""
         if buffer.is_complex():
-            # Backends have no complex numbers. torch passes complex numbers on to the backend as
-            # pairs of real numbers, but not in a gather.
+            # Backends have no complex numbers. In other collectives, torch itself passes them on as
+            # pairs of real numbers.
             gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         if self.rank != dst:
@@ -261,9 +262,10 @@ class ProcessGroupCommunicator(Communicator):
         The lengths may differ. An all-gather needs equal lengths, so the messages are padded.
 
         Raises:
-            CollectiveMismatchError: another rank broadcasts an object. Every rank raises it.
+            CollectiveMismatchError: another rank calls :meth:`_broadcast_bytes`. Every rank raises
+                the error.
         """
-        longest = self._agree_on_length(len(message), _NO_SOURCE)
+        longest = self._agree_on_length(len(message), src=_NO_SOURCE)
         # Each row is the length of the message, the message, and padding.
         length_prefix = len(message).to_bytes(_LENGTH_BYTES, "little")
         padded_message = message.ljust(longest, b"\0")
@@ -278,17 +280,19 @@ class ProcessGroupCommunicator(Communicator):
     def _agree_on_length(self, local_length: int, src: int) -> int:
         """Return the largest length of any rank, in bytes. Collective.
 
-        Every collective of objects begins with this exchange, so that ranks that make different
-        calls notice it. Messages of different forms would abort a rank under gloo.
+        Every collective of objects begins with this exchange, which also compares the calls of the
+        ranks. Otherwise, ranks that make different calls would exchange messages of different
+        lengths, which aborts a process under gloo.
 
         Args:
             local_length: the length on this rank.
             src: the source of a broadcast, or ``_NO_SOURCE`` for a gather.
 
         Raises:
-            CollectiveMismatchError: the ranks pass different sources. Every rank raises it.
+            CollectiveMismatchError: the ranks pass different values for ``src``. Every rank raises
+                the error.
         """
-        # Under MAX, src and -src become the highest and the negated lowest source.
+        # Reduced by MAX, src and -src become the highest and the negated lowest source.
         length_and_sources = torch.tensor([local_length, src, -src], device=self.device)
         self.all_reduce(length_and_sources, Reduce.MAX)
         length, highest_src, negated_lowest_src = length_and_sources.tolist()
@@ -315,14 +319,14 @@ class ProcessGroupCommunicator(Communicator):
         Raises:
             UsageError: the barrier has failed, usually because a rank did not call it in time.
         """
-        # The device is passed because torch otherwise guesses one from the rank, which may be the
-        # device of another process.
+        # Without this argument, torch would guess a device from the rank, which may be the device
+        # of another process.
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         try:
             dist.barrier(self._group, device_ids=device_ids)
         except RuntimeError as error:
-            # torch raises a plain RuntimeError if the barrier times out. The text of a different
-            # RuntimeError, such as one for a lost connection, is in the problem, too.
+            # torch raises a plain RuntimeError for a timeout, and for other problems such as a lost
+            # connection.
             raise UsageError(
                 f"barrier({name!r}) on rank {self.rank} of {self.size}",
                 problem=f"not every rank called it: {error}",
@@ -344,8 +348,9 @@ class ProcessGroupCommunicator(Communicator):
         """
         world_size = dist.get_world_size()
         if self.size < world_size:
-            # torch names a group by the number of groups that were made before. The processes
-            # outside of this group would count one less, so that later names would not match.
+            # torch names a group by the number of groups that this process has made before. The
+            # processes outside of this group would count one group less, and use other names for
+            # later groups.
             raise UsageError(
                 f"new_group({ranks}) of a group of {self.size}",
                 problem=f"the other {world_size - self.size} processes of the job would not take "
@@ -362,8 +367,8 @@ class ProcessGroupCommunicator(Communicator):
         communicator = ProcessGroupCommunicator(group, self._process_device, self._timeout)
         communicator._owns_group = True
         if communicator.device.type == "cpu":
-            # gloo has connected this rank, but perhaps not all ranks. A rank that closed the group
-            # before all are connected would break the connections of the others.
+            # new_group() of gloo returns when this rank is connected. Other ranks may still be
+            # connecting, and would fail if this rank closed the group meanwhile.
             communicator.barrier("new_group")
         return communicator
 
@@ -379,16 +384,16 @@ class ProcessGroupCommunicator(Communicator):
 def _ordered_integers(bits: Tensor) -> Tensor:
     """Return integers that have the order of the doubles with these bits.
 
-    As integers, the bits of positive doubles are in the order of the doubles, and the bits of
-    negative doubles are in the reverse order. So this function inverts all bits but the sign of
-    negative doubles. A second call with the result returns the bits again.
+    The bits of positive doubles, read as integers, have the order of the doubles. The bits of
+    negative doubles have the reverse order, so this function inverts all their bits but the sign.
+    A second call with the result returns the original bits.
 
     Args:
         bits: the bits of doubles, as int64.
     """
-    # The shift keeps the sign: it gives -1, which has all bits set, for negative numbers, else 0.
-    is_negative_mask = bits >> 63
-    return bits ^ (is_negative_mask & _MAX_INT64)
+    # An arithmetic shift: all bits of the result are equal to the sign bit.
+    sign_mask = bits >> 63
+    return bits ^ (sign_mask & _MAX_INT64)
 
 
 def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
@@ -401,9 +406,8 @@ def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
         tensors: one tensor of each rank, in rank order.
     """
     if len(tensors) == 1:
-        # A copy, so that the result is new.
         return tensors[0].clone()
-    # Sums and means are not in the table. Both begin with a sum.
+    # Sums and means are not in the table. A mean begins with a sum.
     combine = _COMBINE.get(op, torch.add)
     result = reduce(combine, tensors)
     if op is Reduce.MEAN:
