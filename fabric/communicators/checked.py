@@ -57,7 +57,7 @@ class _PendingSignature(NamedTuple):
     """The checksums of one call, which were not read yet.
 
     Attributes:
-        checksums: the checksum of each rank, or two numbers. See :func:`checksums_agree`.
+        checksums: the checksum of each rank, or the largest and the negated least checksum.
         call_text: the call of this rank, for an error.
     """
 
@@ -78,7 +78,7 @@ class PendingSignatures:
         """Keep the checksums of all ranks until :meth:`check`.
 
         Args:
-            checksums: the checksum of each rank, or two numbers. See :func:`checksums_agree`. They
+            checksums: the checksum of each rank, or the largest and the negated least one. They
                 are copied, since they may be a view, which would keep the gathered rows in memory.
             call_text: the call of this rank, for an error.
         """
@@ -275,7 +275,7 @@ class CheckedCommunicator(Communicator):
 
         Args:
             collective: the collective of this rank.
-            checksums: the checksum of each rank, or two numbers. See :func:`checksums_agree`.
+            checksums: the checksum of each rank, or the largest and the negated least checksum.
 
         Raises:
             CollectiveMismatchError: the checksums that were compared differ.

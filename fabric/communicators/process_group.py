@@ -167,7 +167,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._all_reduce_extremum(buffer, op)
         dist.all_reduce(buffer, op=_TORCH_REDUCTIONS[op], group=self._group)
         if op is Reduce.MEAN:
-            # The backend has computed a sum: _TORCH_REDUCTIONS has no mean.
+            # The backend has computed a sum, which _TORCH_REDUCTIONS has for the mean.
             buffer.div_(self.size)
         return buffer
 
@@ -231,12 +231,13 @@ class ProcessGroupCommunicator(Communicator):
         dist.gather(buffer, list(output), group_dst=dst, group=self._group)
         return output
 
-    # torch's own collectives of objects are not used, since they need numpy, which is optional. The
-    # next two methods use real tensors also in a dry run, since fake tensors have no bytes.
+    # torch's own collectives of objects are not used, since they need numpy, which is optional.
 
     @real_tensors()
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
         """Return the bytes of rank ``src`` on every rank. Collective.
+
+        The decorator makes real tensors in a dry run, too, since fake tensors have no bytes.
 
         Args:
             message: the bytes on rank ``src``, None on the other ranks.
@@ -259,7 +260,8 @@ class ProcessGroupCommunicator(Communicator):
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Return the bytes of all ranks in rank order, on every rank. Collective.
 
-        The lengths may differ. An all-gather needs equal lengths, so the messages are padded.
+        The lengths may differ. An all-gather needs equal lengths, so the messages are padded. The
+        decorator makes real tensors in a dry run, too, since fake tensors have no bytes.
 
         Raises:
             CollectiveMismatchError: another rank calls :meth:`_broadcast_bytes`. Every rank raises

@@ -22,6 +22,7 @@ the process of the earlier agent has ended. The ranks of an agent end with the a
 """
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -347,6 +348,7 @@ class _Coordinator:
             # An agent that was replaced may still write. Its messages do not count.
             if node.status is None or node.status.agent_id != status.agent_id:
                 continue
+            # Each message has a new beat. Without one, the store returns the last message again.
             if node.status.beat != status.beat:
                 node.last_seen = now
             node.status = status
@@ -367,20 +369,21 @@ class _Coordinator:
             if problem != "":
                 self._store.set(f"refused/{newcomer.agent_id}", problem)
                 continue
-            if node.newcomer != newcomer.agent_id:
+            is_first_request = node.newcomer != newcomer.agent_id
+            if is_first_request:
                 node.newcomer = newcomer.agent_id
                 node.newcomer_since = now
             if current is not None:
                 has_current_ended = newcomer.ended_agent == current.agent_id
                 if not has_current_ended and not self._is_lost(node, now):
-                    self._refuse_second_agent(node_rank)
+                    self._refuse_if_current_agent_is_alive(node_rank)
                     continue
                 self._end_ranks_of_replaced_agent(node_rank, now)
             node.status = newcomer
             node.last_seen = now
             self._store.set(f"member/{node_rank}", newcomer.agent_id)
 
-    def _refuse_second_agent(self, node_rank: int) -> None:
+    def _refuse_if_current_agent_is_alive(self, node_rank: int) -> None:
         """Refuse the newcomer of a machine once the admitted agent is known to be alive.
 
         The admitted agent may have died just before the newcomer came. So it is known to be alive
@@ -638,7 +641,9 @@ class NodeAgent:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Leave the job. An error, such as Ctrl-C, ends the job on all machines."""
         if error_type is not None:
-            self._set_end(_NodeEnd(130, is_interrupted=True, failure="the command was stopped"))
+            exit_code = 128 + signal.SIGINT
+            failure = "the command was stopped"
+            self._set_end(_NodeEnd(exit_code, is_interrupted=True, failure=failure))
         self._should_leave = True
         self._wake.set()
         # If the thread waits for a machine that does not answer, it ends with this process.
@@ -833,12 +838,14 @@ class NodeAgent:
         node_rank = self._config.node_rank
         agent_id = self._status.agent_id
         while not self._should_leave:
-            earlier = store.read("agent", [node_rank]).get(node_rank)
+            # This agent may replace an earlier agent of this machine at once if the process of the
+            # earlier agent has ended.
+            earlier_status = store.read("agent", [node_rank]).get(node_rank)
             ended_agent = ""
-            if earlier is not None and _has_ended(earlier["process"]):
-                ended_agent = earlier["agent_id"]
+            if earlier_status is not None and _has_ended(earlier_status["process"]):
+                ended_agent = earlier_status["agent_id"]
             store.publish("newcomer", asdict(replace(self._status, ended_agent=ended_agent)))
-            if self._coordinator is not None:
+            if self._coordinator is not None:  # on machine 0
                 self._coordinator.update()
             if store.get_nowait(f"member/{node_rank}") == agent_id.encode():
                 return True
@@ -871,7 +878,7 @@ class NodeAgent:
         On machine 0, the coordinator is updated in between.
         """
         self._publish_status(store)
-        if self._coordinator is not None:
+        if self._coordinator is not None:  # on machine 0
             self._coordinator.update()
         state = self._read_state(store)
         assert state is not None  # the coordinator publishes a state before it admits an agent
@@ -973,6 +980,7 @@ def _connect(address: str, port: int) -> dist.TCPStore:
     # A plain connection is tried first, since torch would print a warning if machine 0 does not
     # answer. The caller tries again until it does.
     socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT).close()
+    # The time for one call of the store. After a longer wait, this machine would be lost anyway.
     timeout = timedelta(seconds=_MAX_LEASE)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 

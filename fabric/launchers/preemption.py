@@ -107,7 +107,8 @@ class StopRequest:
             UsageError: not all ranks have answered within the timeout.
         """
         self._call_count += 1
-        # Nearly every call returns here, because this rank is not held.
+        # Nearly every call returns here, because this rank is not held. The first call does not,
+        # since _held_call is still 0.
         if self._call_count < self._held_call:
             return False
         return self._decide()

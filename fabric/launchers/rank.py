@@ -580,6 +580,7 @@ class SignalHandler:
         """
         if number == signal.SIGINT:
             return False
+        # Set in the loop, since another thread may remove the listeners meanwhile.
         has_listeners = False
         for listener in self.listeners:
             listener(number)

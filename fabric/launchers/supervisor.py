@@ -124,7 +124,7 @@ def _open_standard_streams() -> None:
     # os.open() returns the lowest descriptor that is not in use. The loop keeps 0 to 2 open.
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor < 3:
-        os.set_inheritable(descriptor, True)
+        os.set_inheritable(descriptor, True)  # the ranks need standard streams, too
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
 

@@ -146,6 +146,7 @@ def take_terminal(rank: int, debug_rank: int) -> None:
         sys.breakpointhook = _skip_breakpoint
         return
     terminal = os.open(_TERMINAL, os.O_RDWR)
+    # What has been printed so far goes to the previous output.
     sys.stdout.flush()
     sys.stderr.flush()
     # Replaces the descriptors of the standard streams, and not only sys.stdin and sys.stdout: the C
@@ -153,6 +154,7 @@ def take_terminal(rank: int, debug_rank: int) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(terminal, descriptor)
     os.close(terminal)
+    # refuse_input() and refuse_breakpoint() have replaced these two in this rank.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open until the process ends)
     sys.breakpointhook = sys.__breakpointhook__
 
