@@ -33,8 +33,8 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
     The process group is torch's "fake" one, which is for torch's own tests: its collectives return
     at once and write nothing. It is destroyed at the end of the block.
 
-    In the mode, which torch.compile uses too, operations compute shapes and dtypes, and tensors
-    have no memory. The caller enters the mode. Within :func:`real_tensors` the mode is off.
+    The caller enters the mode. In the mode, operations only compute shapes and dtypes, and tensors
+    have no memory. Within :func:`real_tensors` the mode is off.
     """
     # Imported for its side effect: the module registers the backend.
     import_module("torch.testing._internal.distributed.fake_pg")
@@ -43,6 +43,7 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
         with warnings.catch_warnings():
             # torch's deepcopy of a fake tensor causes this warning.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            # Some arguments of operators are real tensors; run_fake() says which.
             yield FakeTensorMode(allow_non_fake_inputs=True)
     finally:
         dist.destroy_process_group()
@@ -65,7 +66,7 @@ class Rank0Chunks(TorchFunctionMode):
         is_call_of_fsdp = func is torch.chunk and caller_name == "_chunk_with_empty"
         if not is_call_of_fsdp:
             return func(*args, **kwargs)
-        # The helper passes the dim, and nothing else, by keyword.
+        # The helper calls torch.chunk(tensor, chunk_count, dim=dim).
         tensor, chunk_count = args
         dim = kwargs["dim"]
         chunk_length = -(-tensor.shape[dim] // chunk_count)  # rounded up
@@ -90,7 +91,7 @@ def run_fake(
 
     Some tensors have to be real, since torch reads their values:
 
-    - DDP's C++ code writes numbers of parameters into tensors of int32, and reads the numbers.
+    - DDP's C++ code writes indices of parameters into int32 tensors, and reads the indices.
     - A DeviceMesh looks for this process's rank in tensors that hold rank numbers.
 
     Args:
@@ -106,39 +107,39 @@ def run_fake(
         with tensors_context:
             return func(*args, **kwargs)
     except DataDependentOutputException:
-        # The fake mode refuses to read a value, even of a real tensor. So the value is read with
-        # the mode off, and a 1 stands for a fake tensor.
+        # The fake mode refuses to read any value.
         if func is not _ITEM:
             raise
+        # With the mode off, the value of a real tensor can be read.
         with real_tensors():
             tensor = args[0]
             if isinstance(tensor, FakeTensor):
                 tensor = torch.ones((), dtype=tensor.dtype)
             return tensor.item()
     finally:
-        # The mode keeps weak references to the tensors that it has converted. module.to() would
-        # refuse these tensors.
+        # Forget the tensors that the mode has converted. The mode keeps weak references to them,
+        # and module.to() refuses tensors that have weak references.
         converter = mode.fake_tensor_converter.meta_converter
         converter.tensor_memo.clear()
         converter.describer.lookup_tensor.clear()
 
 
 def _is_called_by_ddp(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator creates a tensor as DDP does for numbers of parameters."""
+    """Return whether an operator is the one by which DDP creates tensors for parameter indices."""
     return func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
 
 
 def _may_be_called_by_mesh(args: tuple[Any, ...]) -> bool:
-    """Return whether an operator has tensor arguments, and a DeviceMesh may own all of them.
+    """Return whether an operator's tensors may be those in which a DeviceMesh keeps ranks.
 
-    This is a guess: the tensors are real, and have the dtypes that a DeviceMesh uses. Tensors in
-    lists do not count.
+    This is a guess: all tensor arguments are real, and have dtypes that a DeviceMesh uses. Tensors
+    in lists are not looked at.
     """
     has_tensors = False
     for argument in args:
         if not isinstance(argument, Tensor):
             continue
-        # Not isinstance(), since a FakeTensor is an instance of a subclass.
+        # Not isinstance(), since FakeTensor is a subclass of Tensor.
         is_real = type(argument) is Tensor
         if not is_real or argument.dtype not in _MESH_DTYPES:
             return False
@@ -169,8 +170,7 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> IssuedCollective | None:
         args: the operator's arguments.
     """
     if func.namespace == "c10d":
-        # The group is the first ScriptObject. The kind of a reduction is a ScriptObject, too, but
-        # comes after the group.
+        # The group is the first ScriptObject. The reduce op is a later one.
         for argument in args:
             if isinstance(argument, torch.ScriptObject):
                 return IssuedCollective(func._opname, dist.ProcessGroup.unbox(argument))
@@ -203,18 +203,18 @@ def wrap_collectives(
 
     Args:
         module: the sharded module.
-        context: called once for each parameter group and name of a collective, ``"all_gather"`` or
-            ``"reduce_scatter"``. The result decorates the collective, and so is entered at each
-            call.
+        context: called with ``"all_gather"`` and ``"reduce_scatter"`` for each parameter group. The
+            returned context is entered at each call of the collective.
         undo: restores the module when it is closed.
     """
     for group in fsdp_param_groups(module):
         for attribute, name in _FSDP_COLLECTIVES.items():
-            communication = getattr(group, attribute)
-            wrapper: Any = context(name)(communication)
+            collective = getattr(group, attribute)
+            # A ContextDecorator wraps a callable in a function that enters the context.
+            wrapper: Any = context(name)(collective)
             # FSDP2 also calls this method of a collective, to allocate the memory for its result.
-            wrapper.allocate = communication.allocate
-            undo.callback(setattr, group, attribute, communication)
+            wrapper.allocate = collective.allocate
+            undo.callback(setattr, group, attribute, collective)
             setattr(group, attribute, wrapper)
 
 
@@ -269,6 +269,6 @@ def profiled(device: torch.device, collectives: list[ProfiledCollective]) -> Ite
     finally:
         for event in autograd._disable_profiler().events():
             if _COLLECTIVE_EVENTS.match(event.name()):
-                # Without the C++ signature of a kernel.
+                # Drop the C++ signature, which follows the name of a kernel.
                 name, _, _ = event.name().partition("(")
                 collectives.append(ProfiledCollective(name, event.start_ns(), event.end_ns()))

@@ -62,13 +62,13 @@ class DigestTables:
 
     def __init__(self) -> None:
         """Compute the tables on the CPU."""
-        # Each is computed from numbers of its own.
+        # Different streams give the two tables different random numbers.
         self._elements = _build_table(_BLOCK, stream=1)
         self._blocks = _build_table(_MAX_BLOCKS, stream=2)
         self._by_device: dict[torch.device, tuple[_Table, _Table]] = {}
 
     def packed_digest(self, chunk: Chunk, shape: Sequence[int]) -> Tensor:
-        """Return the digest of a chunk as a tensor on the chunk's device, without waiting for it.
+        """Return the digest of a chunk as a tensor, without waiting for the chunk's device.
 
         Args:
             chunk: a shard of a tensor with its offsets, or the whole tensor. Any layout but a
@@ -76,14 +76,18 @@ class DigestTables:
             shape: the shape of the whole tensor.
 
         Returns:
-            ``2 + SKETCH_SIZE`` numbers of dtype int64, for :func:`unpack_digest`.
+            ``2 + SKETCH_SIZE`` numbers of dtype int64 on the chunk's device, for
+            :func:`unpack_digest`.
         """
         elements = _flat_elements(chunk, shape)
-        elements_table, blocks_table = self._tables(elements.values.device)
-        hash_sum = torch.zeros((), dtype=torch.int64, device=elements.values.device)
-        # The squared norm, and then the dot products of the sketch.
-        sums = torch.zeros(1 + SKETCH_SIZE, dtype=torch.float64, device=hash_sum.device)
+        device = elements.values.device
+        elements_table, blocks_table = self._tables(device)
+        hash_sum = torch.zeros(1, dtype=torch.int64, device=device)
+        squared_norm = torch.zeros(1, dtype=torch.float64, device=device)
+        sketch = torch.zeros(SKETCH_SIZE, dtype=torch.float64, device=device)
         for piece in elements.pieces():
+            # The key and the weights of an element are products of an entry for its position in
+            # a block, and an entry for the block.
             scrambled = _scrambled_bits(piece.values)
             values = piece.values.to(torch.float64)
             keys = elements_table.keys[piece.positions]
@@ -91,14 +95,15 @@ class DigestTables:
             weights = elements_table.weights[:, piece.positions]
             block_weights = blocks_table.weights[:, piece.blocks]
             if isinstance(piece.blocks, int):
-                # All elements of the piece are in one block, whose entries are scalars.
+                # All elements are in one block. Its entries multiply the sums, which is faster.
                 hash_sum += (scrambled * keys).sum() * block_keys
-                sums[1:] += (weights @ values) * block_weights
+                sketch += (weights @ values) * block_weights
             else:
                 hash_sum += (scrambled * keys * block_keys).sum()
-                sums[1:] += (weights * block_weights) @ values
-            sums[0] += values.square().sum()
-        return torch.cat([hash_sum.view(1), sums.view(torch.int64)])
+                sketch += (weights * block_weights) @ values
+            squared_norm += values.square().sum()
+        floats = torch.cat([squared_norm, sketch])
+        return torch.cat([hash_sum, floats.view(torch.int64)])
 
     def row_hashes(self, tensor: Tensor) -> Tensor:
         """Return a hash of each row of a dense tensor, with dtype int64 on the tensor's device.
@@ -108,10 +113,11 @@ class DigestTables:
         rows = _real_values(tensor).flatten(1)
         elements_table, blocks_table = self._tables(rows.device)
         hashes = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        for number, columns in enumerate(rows.split(_BLOCK, dim=1)):
+        for block, columns in enumerate(rows.split(_BLOCK, dim=1)):
             scrambled = _scrambled_bits(columns)
             keys = elements_table.keys[: columns.shape[1]]
-            hashes += (scrambled * keys).sum(dim=1) * blocks_table.keys[number % _MAX_BLOCKS]
+            block_key = blocks_table.keys[block % _MAX_BLOCKS]
+            hashes += (scrambled * keys).sum(dim=1) * block_key
         return hashes
 
     def _tables(self, device: torch.device) -> tuple[_Table, _Table]:
@@ -125,19 +131,22 @@ def unpack_digest(numbers: Sequence[int]) -> Digest:
     """Return the digest that :meth:`DigestTables.packed_digest` has packed.
 
     Args:
-        numbers: the elements of its result, read from the device.
+        numbers: the hash as a signed number, then the bits of the squared norm and of the sketch.
     """
-    floats = torch.tensor(numbers[1:], dtype=torch.int64).view(torch.float64).tolist()
-    return Digest(hash=numbers[0] % 2**64, square=floats[0], sketch=tuple(floats[1:]))
+    unsigned_hash = numbers[0] % 2**64
+    floats = torch.tensor(numbers[1:], dtype=torch.int64).view(torch.float64)
+    squared_norm, *sketch = floats.tolist()
+    return Digest(hash=unsigned_hash, square=squared_norm, sketch=tuple(sketch))
 
 
 class _Piece(NamedTuple):
-    """Elements of a tensor, and what their indices are in the tables.
+    """Elements of a tensor, and the indices of their entries in the tables.
 
     Attributes:
-        values: a dimension of elements.
-        positions: the indices in the table of elements, one for each value.
-        blocks: the index in the table of blocks of all values, or one for each value.
+        values: the elements, in one dimension.
+        positions: for each element, the index in the table of elements.
+        blocks: the index in the table of blocks: an int if all elements are in one block, else an
+            index for each element.
     """
 
     values: Tensor
@@ -146,12 +155,12 @@ class _Piece(NamedTuple):
 
 
 class _Elements(NamedTuple):
-    """The elements of a chunk.
+    """The elements of a chunk, with their indices in the flattened whole tensor.
 
     Attributes:
-        values: a dimension of real elements.
-        start: the index of the first element in the whole tensor, if the others follow it.
-        indices: the index of each element. None if the indices follow each other.
+        values: real numbers, in one dimension.
+        start: the index of the first element. Unused if ``indices`` is given.
+        indices: the index of each element. None if the indices are consecutive.
     """
 
     values: Tensor
@@ -166,43 +175,63 @@ class _Elements(NamedTuple):
                 blocks = indices.div(_BLOCK, rounding_mode="floor") % _MAX_BLOCKS
                 yield _Piece(values, indices % _BLOCK, blocks)
             return
+        # The indices are consecutive: each piece reaches to the end of a block.
         begin = 0
         while begin < len(self.values):
-            position = (self.start + begin) % _BLOCK
-            block = (self.start + begin) // _BLOCK % _MAX_BLOCKS
-            # Up to the end of the block.
+            index = self.start + begin
+            position = index % _BLOCK
+            block = index // _BLOCK % _MAX_BLOCKS
             values = self.values[begin : begin + _BLOCK - position]
             yield _Piece(values, slice(position, position + len(values)), block)
             begin += len(values)
 
 
 def _flat_elements(chunk: Chunk, shape: Sequence[int]) -> _Elements:
-    """Return the elements of a chunk. The elements of a sparse tensor are its values."""
+    """Return the elements of a chunk.
+
+    Args:
+        chunk: a shard of a tensor, or the whole tensor.
+        shape: the shape of the whole tensor.
+    """
     tensor = chunk.tensor
-    sizes = list(tensor.shape)
     if tensor.layout is not torch.strided:
-        sparse = tensor.detach().to_sparse_coo().coalesce()
-        coordinates = list(sparse.indices().unbind())
-        values = sparse.values()
-        # The values have dense dimensions after the first one.
-        dense_sizes = values.shape[1:]
-        dense_indices = _indices(dense_sizes, [0] * len(dense_sizes), dense_sizes, values.device)
-        rows = _combine(coordinates, shape[: len(coordinates)]) * math.prod(dense_sizes)
-        indices = rows.unsqueeze(1) + dense_indices.flatten()
-        return _with_real_parts(values, start=0, indices=indices.flatten())
-    start = 0
-    if sizes:
-        start = chunk.offsets[0] * math.prod(shape[1:])
-    # Rows of the whole tensor follow each other. Parts of rows do not.
-    if sizes[1:] == list(shape[1:]):
-        return _with_real_parts(tensor, start=start, indices=None)
-    indices = _indices(sizes, chunk.offsets, shape, tensor.device)
+        return _flat_sparse_elements(tensor, shape)
+    has_whole_rows = tensor.shape[1:] == tuple(shape[1:])
+    if has_whole_rows:
+        # Consecutive rows have consecutive indices. A scalar has no rows.
+        first_row = chunk.offsets[0] if shape else 0
+        return _with_real_parts(tensor, start=first_row * math.prod(shape[1:]), indices=None)
+    indices = _box_indices(tensor.shape, chunk.offsets, shape, tensor.device)
     return _with_real_parts(tensor, start=0, indices=indices.flatten())
 
 
+def _flat_sparse_elements(tensor: Tensor, shape: Sequence[int]) -> _Elements:
+    """Return the stored elements of a sparse tensor of any layout, in which other ones are 0.
+
+    A stored value has the dense dimensions of the tensor, which come after the sparse ones.
+    """
+    sparse = tensor.detach().to_sparse_coo().coalesce()
+    coordinates = list(sparse.indices().unbind())
+    values = sparse.values()
+    dense_sizes = values.shape[1:]
+    dense_offsets = [0] * len(dense_sizes)
+    dense_indices = _box_indices(dense_sizes, dense_offsets, dense_sizes, values.device)
+    sparse_indices = _flat_indices(coordinates, shape[: len(coordinates)])
+    starts = sparse_indices * math.prod(dense_sizes)
+    indices = starts.unsqueeze(1) + dense_indices.flatten()
+    return _with_real_parts(values, start=0, indices=indices.flatten())
+
+
 def _with_real_parts(tensor: Tensor, start: int, indices: Tensor | None) -> _Elements:
-    """Return elements, each complex one as two: its real and its imaginary part."""
+    """Return the elements of a tensor. A complex element becomes two: real and imaginary part.
+
+    Args:
+        tensor: the tensor.
+        start: the index of the first element. Unused if ``indices`` is given.
+        indices: the index of each element. None if the indices are consecutive.
+    """
     if tensor.is_complex():
+        # Element i becomes the elements 2i and 2i + 1.
         start = 2 * start
         if indices is not None:
             indices = torch.stack([2 * indices, 2 * indices + 1], dim=1).flatten()
@@ -210,23 +239,24 @@ def _with_real_parts(tensor: Tensor, start: int, indices: Tensor | None) -> _Ele
 
 
 def _real_values(tensor: Tensor) -> Tensor:
-    """Return a plain tensor of numbers that are not complex, without a gradient.
+    """Return the values of a tensor without a gradient.
 
-    The result may share its memory with the argument.
+    Complex values become pairs in a new last dimension. The result may share the tensor's memory.
     """
+    # A lazy conjugation or negation is not in the bits that are hashed, unless it is resolved.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type == "mps":
-        # It has no numbers of 64 bits.
+        # MPS lacks float64, which the sketch needs.
         tensor = tensor.cpu()
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor
 
 
-def _indices(
+def _box_indices(
     sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return the indices in a flattened tensor of the elements of a box, with the box's sizes.
+    """Return the index of each element of a box in the flattened tensor, in the box's shape.
 
     Args:
         sizes: the sizes of the box.
@@ -237,13 +267,20 @@ def _indices(
     coordinates: list[Tensor] = []
     for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         coordinate = torch.arange(offset, offset + size, device=device)
+        # Dimensions of size 1 follow, so that the coordinates broadcast to the box.
         dims_after = len(sizes) - dim - 1
         coordinates.append(coordinate.reshape(size, *[1] * dims_after))
-    return _combine(coordinates, shape).to(device).expand(tuple(sizes))
+    # A box without dimensions has no coordinates, and its index is on the CPU.
+    return _flat_indices(coordinates, shape).to(device).expand(tuple(sizes))
 
 
-def _combine(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the indices in a flattened tensor of the elements with these coordinates."""
+def _flat_indices(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return the indices in a flattened tensor of the elements with these coordinates.
+
+    Args:
+        coordinates: for each dimension, the coordinates of all elements. They are broadcast.
+        shape: the shape of the tensor.
+    """
     indices = torch.zeros((), dtype=torch.int64)
     for coordinate, size in zip(coordinates, shape, strict=True):
         indices = indices.to(coordinate.device) * size + coordinate
@@ -253,9 +290,8 @@ def _combine(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 def _scrambled_bits(values: Tensor) -> Tensor:
     """Return the bits of each element after a one-to-one map that leaves zero as it is.
 
-    The product with an odd number, modulo 2**64, can be undone, and so can the xor with the upper
-    half. They make all bits of the result depend on each bit of the element, so that similar
-    elements do not cancel each other in a sum.
+    The map mixes the bits, so that the changes of similar elements do not cancel in a sum. It
+    multiplies by an odd number modulo 2**64, and xors with the upper half. Both can be undone.
     """
     if values.dtype is torch.bool:  # cannot be viewed as an integer
         bits = values.to(torch.int64)
@@ -267,12 +303,14 @@ def _scrambled_bits(values: Tensor) -> Tensor:
 
 
 def _build_table(length: int, stream: int) -> _Table:
-    """Return a table of random numbers. Tables of other streams have other numbers."""
+    """Return a table of random numbers, which depend on the stream."""
+    # A row of keys, then the rows of weights.
     count = (1 + SKETCH_SIZE) * length
     numbers = _random_bits(torch.arange(count) + stream * 2**32).view(-1, length)
-    keys = numbers[0] | 1
-    # Numbers from 0 to 1, of 53 bits, which are exact.
+    keys = numbers[0] | 1  # odd
+    # 53 of the 64 bits are a number from 0 to 1 that float64 has exactly.
     uniform = _shift_right(numbers[1:], 11).to(torch.float64) / 2**53
+    # Uniform between -sqrt(3) and sqrt(3), for a variance of 1.
     weights = (2 * uniform - 1) * math.sqrt(3)
     return _Table(keys, weights)
 

@@ -39,8 +39,9 @@ __all__ = ["doctor", "examine_rank"]
 
 _GIB = 2**30
 _MIB = 2**20
-_IMPORTING = 30.0  # extra seconds for the import of torch, from a slow disk or on a busy machine
-_IMPORT = 'python -c "import torch, fabric"'
+# Extra time for the import of torch, which is slow from some disks and on a busy machine.
+_IMPORT_SECONDS = 30.0
+_IMPORT_REMEDY = 'python -c "import torch, fabric"'
 _PACKAGES = ("torch-fabric", "torch", "lightning-utilities")
 # Prefixes of variables that affect a job, for the first lines of the report.
 _VARIABLES = (
@@ -61,7 +62,8 @@ def doctor(processes: int, seconds: float) -> int:
 
     Args:
         processes: how many new processes to start if no launcher started this one.
-        seconds: time limit of each part, after which the process exits with 1.
+        seconds: the unit of the time limits of the parts. After its limit a part ends the process
+            with exit code 1.
 
     Returns:
         The exit code: 0 if nothing is wrong, else 1.
@@ -69,8 +71,8 @@ def doctor(processes: int, seconds: float) -> int:
     try:
         return _report(processes, seconds)
     except SystemExit as error:
-        # A part that fails raises it with a finding, a str, as its code. After a signal, the
-        # launcher raises it with a number.
+        # If a part has failed, the code is the text of a finding. If a signal has ended the ranks,
+        # the launcher raises the error with a number as its code.
         message = error if isinstance(error.code, str) else "ended by a signal"
         print(message, flush=True)
         return 1
@@ -92,7 +94,7 @@ def _report(processes: int, seconds: float) -> int:
     if world.rank == 0:
         _print_versions(launcher, world)
     has_failed = False
-    # For a check that hangs, so that it has not printed a line.
+    # The remedy is for a check that hangs, and so has not printed its line.
     remedy = "look at the check that would follow the last line of this report"
     with _report_part("this machine", 2 * seconds, remedy):
         if world.local_rank == 0:
@@ -136,7 +138,7 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
 
 
 def _print_tested_versions() -> None:
-    """Print with which releases fabric was tested, and whether the installed torch is newer."""
+    """Print the tested releases, and a note if the installed torch is newer than those."""
     for run in read_table():
         print(
             f"tested on {run.date} with Python {run.python}, torch {run.torch}, {run.dependencies} "
@@ -164,10 +166,10 @@ def _report_on_machine(prints_all: bool) -> bool:
 
 def _start_and_examine(processes: int, seconds: float) -> None:
     """Start new processes that form a job, and run :func:`examine_rank` in each of them."""
-    # 7 * seconds is the sum of the limits in examine_rank, without the import of torch. 60 seconds
-    # are for the imports of the launcher and then of the ranks.
+    # The limits in examine_rank are 7 * seconds together, without _IMPORT_SECONDS. 60 seconds are
+    # for the imports, first in this process and then in the ranks.
     limit = 60 + 7 * seconds
-    with _report_part(f"{processes} processes", limit, _IMPORT, end=_end_by_signal):
+    with _report_part(f"{processes} processes", limit, _IMPORT_REMEDY, end=_end_by_signal):
         spec = LaunchSpec(num_processes=processes)
         is_new = True
         LAUNCHERS["spawn"].launch(examine_rank, (seconds, is_new), {}, spec)
@@ -179,7 +181,7 @@ def _end_by_signal(_: int) -> None:
 
 
 def _finding(text: str, remedy: str = "") -> str:
-    """Return the lines of the report about a check: a failure if there is a remedy, else a pass."""
+    """Return the lines of the report about a check, which has failed if there is a remedy."""
     if remedy:
         return f"FAIL  {text}\n      {remedy}"
     return f"ok    {text}"
@@ -267,11 +269,12 @@ def _examine_imports() -> Iterator[str]:
     if torch_folders:
         yield from _find_shadowing_paths("torch", torch_folders)
     yield from _find_shadowing_paths("fabric", {Path(__file__).resolve().parents[1]})
-    # Other distributions on PyPI install a package of the same name, such as ``fabric`` for SSH.
+    # Another distribution may install a package named "fabric", such as the one for SSH on PyPI.
     conflicting = set(packages_distributions().get("fabric", ())) - {"torch-fabric"}
     if conflicting:
         names = " ".join(conflicting)
-        # Both wrote the same folder, so both have to be removed before one is installed again.
+        # The distributions have written the same folder. So all are removed, and ours is installed
+        # again.
         remedy = f"pip uninstall {names} torch-fabric; pip install torch-fabric"
         yield _finding(f"import fabric: {names} has the same name in this environment", remedy)
 
@@ -281,9 +284,9 @@ def _find_shadowing_paths(package: str, folders: set[Path]) -> Iterator[str]:
 
     Args:
         package: the name of the package.
-        folders: the folders of its installations, without links.
+        folders: the folders of the package's installations, with links resolved.
     """
-    # A dict keeps the order, and drops a file that is found by several paths.
+    # A dict keeps the order, and holds a file only once that several entries of sys.path lead to.
     shadowing_paths: dict[Path, None] = {}
     # The folder of a script comes first in its sys.path, and is often the working folder.
     for folder in (os.getcwd(), *sys.path):
@@ -347,7 +350,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
 
     Args:
         seconds: the unit of the time limits of the parts.
-        is_new: whether this process was started for the check, and may choose a device.
+        is_new: whether doctor has started this process. Then it uses the CPU if there are too few
+            devices for all ranks.
 
     Raises:
         SystemExit: something is wrong; its message says what.
@@ -356,7 +360,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     # Without a launcher, this process is a job of its own.
     _, world = detect(os.environ) or (None, World())
     title = f"rank {world.rank} of {world.world_size} on {socket.gethostname()}"
-    with _report_part(f"{title}: import of torch", _IMPORTING + seconds, _IMPORT):
+    with _report_part(f"{title}: import of torch", _IMPORT_SECONDS + seconds, _IMPORT_REMEDY):
         # Imported here, after the report on the machine, which may explain why the import fails.
         import torch
 
@@ -371,8 +375,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     endpoint = world.store or f"{world.address}:{world.port}"
     # Opening the store and meeting the other ranks may each take ``seconds``.
     with _report_part(f"{title}: rendezvous at {endpoint}", 2 * seconds, remedy):
-        # Rank 0 may serve this store, and faster ranks may use it for the process group already. So
-        # the store has to live as long as this function.
+        # The variable keeps the store alive until this function ends: rank 0 may serve the store,
+        # and the process group uses the same server.
         store = _open_store(world, seconds)
         descriptions = _meet_ranks(
             store, world, title=title, device_count=device_count, seconds=seconds
@@ -384,9 +388,9 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         "others; NCCL_DEBUG=INFO"
     )
     with _report_part(f"{title}: process group", 2 * seconds, remedy):
-        # New processes check the CPU's network if there are too few devices for all of them.
         has_too_few_devices = device_count < world.world_size
         accelerator = "cpu" if is_new and has_too_few_devices else "auto"
+        # No watchdog: the part has its own time limit.
         fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
         fabric.launch()
     stages.end("process group")
@@ -445,7 +449,7 @@ def _open_store(world: World, seconds: float) -> "Store":
 
     timeout = timedelta(seconds=seconds)
     if not world.port:
-        # A job of one process, or a store in a file, which waits for no rank.
+        # The world is one process, or has a store in a file. Both wait for no rank.
         return find_store(world, timeout)
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -489,7 +493,7 @@ def _meet_ranks(
     awaited_ranks: Sequence[int] = [0]
     if world.rank == 0:
         awaited_ranks = range(world.world_size)
-    # read() waits for these ranks. The result lacks a rank that has not published in time.
+    # The result lacks the ranks that have not published in time.
     descriptions = job_store.read("rank", awaited_ranks, seconds)
     missing = set(awaited_ranks) - descriptions.keys()
     if missing:
@@ -502,9 +506,9 @@ def _meet_ranks(
 
 
 def _addresses(world: World) -> tuple[str, str]:
-    """Return this process's own address, and the address of rank 0's host.
+    """Return this process's address, and the address of rank 0's host.
 
-    The own address is the one from which this process reaches the host.
+    This process's address is the one of the network interface that leads to the host.
 
     Raises:
         OSError: the name of the host cannot be resolved, or no network leads to the host.
@@ -539,7 +543,7 @@ def _check_collectives(fabric: "Fabric", world: World) -> str:
     wrong: dict[str, tuple[Any, Any]] = {}
     for name, outcome in outcomes.items():
         if outcome.actual != outcome.expected:
-            wrong[name] = tuple(outcome)
+            wrong[name] = tuple(outcome)  # a plain tuple, which prints shorter
     if wrong:
         raise UsageError(f"not what was expected: {wrong}")
     names = ", ".join(outcomes)

@@ -48,16 +48,16 @@ from fabric.world import World
 
 __all__ = ["DryRun", "Traffic", "plan"]
 
-# Three, since the last step counts for traffic, and the last two for the peak. The first step
-# differs: optimizers make their state, and DTensor works out its operations with tensors of the
-# full shape. In the second step DDP makes its buckets. Later steps are like the third.
+# A dry run makes three steps. In step 0, optimizers make their state, and DTensor works out its
+# operations with tensors of the full shape. In step 1, DDP makes its buckets. Later steps are like
+# step 2. The peak is that of steps 1 and 2, and the traffic that of step 2.
 _STEPS = 3
 _FIRST_STEP_OF_PEAK = 1
 # Fabric's names of collectives.
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
-# The kinds of memory for which no call of _Trace.mark says what it is for.
 _UNSHARDED = "unsharded parameters"
+# The kind of memory until another kind is known.
 _ACTIVATIONS = "activations and others"
 
 
@@ -70,8 +70,8 @@ class Traffic(NamedTuple):
             mesh, such as ``"shards"``.
         ranks: the number of ranks that take part.
         calls: the number of calls.
-        nbytes: the bytes of all messages together. For a gather, the output on a rank counts, for a
-            reduction, its input.
+        nbytes: the bytes of all messages together. The message of a gather is its output on a rank,
+            and the message of a reduction is its input.
     """
 
     operation: str
@@ -86,13 +86,13 @@ class DryRun:
     """The result of :func:`plan`. As text it is a table.
 
     Attributes:
-        title: what was planned.
+        title: the strategy, the precision and the size of the job.
         peak: bytes by kind of memory on the rank that needs most, at the time when their sum is
             largest.
         traffic: the collectives of a step.
         memory: bytes that a rank has. None if it was not given.
-        alternatives: the strategies that were tried if the memory is too small. The key is the code
-            to write for the strategy. If a strategy fits, it is the last one.
+        alternatives: if the memory is too small, the results for other strategies, by the code to
+            write for the strategy. They end with the first strategy that fits.
     """
 
     title: str
@@ -155,19 +155,19 @@ def plan(
     Args:
         build: ``build(fabric)`` returns the model, or a tuple of the model and its optimizers. They
             are then set up.
-        step: ``step(fabric, model, *optimizers)`` makes a step, with inputs that it makes itself.
+        step: ``step(fabric, model, *optimizers)`` makes a training step, and the inputs for it.
         world: number of processes.
         strategy: as for :class:`fabric.Fabric`.
         memory: memory of each device, in bytes or as ``"80GiB"``. If it is too small, strategies
             that need less are tried.
         num_nodes: number of nodes.
         precision: as for :class:`fabric.Fabric`.
-        accelerator: the accelerator of the job. On any but ``"cpu"`` torch's optimizers step all
-            parameters together, in more memory.
+        accelerator: the accelerator of the job. Except on ``"cpu"``, torch's optimizers step all
+            parameters together (``foreach``), which needs more memory.
 
     Raises:
-        ConfigurationError: arguments that cannot work, or what a dry run does not cover:
-            ``cpu_offload``, ``ddp_comm_hook``, and a process with several devices.
+        ConfigurationError: the arguments cannot work, or a dry run does not cover them. It covers
+            neither ``cpu_offload`` nor ``ddp_comm_hook`` nor a process with several devices.
         ValueError: this process belongs to a job.
     """
     if world % num_nodes:
@@ -185,7 +185,7 @@ def plan(
         step=step,
         world_size=world,
         num_nodes=num_nodes,
-        steps_together=accelerator != "cpu",
+        uses_foreach=accelerator != "cpu",
         memory=memory_bytes,
     )
     requested = parse_strategy(strategy)
@@ -229,7 +229,7 @@ class _Job:
         step: as for :func:`plan`.
         world_size: number of processes.
         num_nodes: number of nodes.
-        steps_together: whether optimizers step all parameters together.
+        uses_foreach: whether optimizers step all parameters together by default.
         memory: bytes of each device. None if unknown.
     """
 
@@ -237,7 +237,7 @@ class _Job:
     step: Callable[..., Any]
     world_size: int
     num_nodes: int
-    steps_together: bool
+    uses_foreach: bool
     memory: int | None
 
     def run(
@@ -245,10 +245,8 @@ class _Job:
     ) -> tuple[DryRun, tuple[type[nn.Module], ...]]:
         """Run rank 0, and return the result and the types of the layers that FSDP would wrap.
 
-        Can be called again with another strategy, since the fake process group is destroyed.
-
         Args:
-            strategy: the strategy. The object is used up: a second run needs a copy.
+            strategy: the strategy. Each run needs an object of its own, as each Fabric does.
             precision: the precision. None uses the precision of the strategy.
 
         Raises:
@@ -263,7 +261,7 @@ class _Job:
         precision = parse_precision(precision)
         fabric = self._build_fabric(strategy, precision)
         with fake_ranks(self.world_size) as fake_mode:
-            # The modes are entered after launch(), so that the trace does not count what it sends.
+            # The modes are entered after launch(), whose messages are not part of a step.
             fabric.launch()
             # The trace is entered last, since the mode that is entered last gets each operation
             # first.
@@ -282,7 +280,7 @@ class _Job:
         return result, layer_types
 
     def _build_fabric(self, strategy: Strategy, precision: Precision) -> Fabric:
-        """Return a Fabric that is rank 0 of the job, on the CPU, and reads no values."""
+        """Return a Fabric that is rank 0 of the job, on the CPU, and reads no values of tensors."""
         world = World(
             world_size=self.world_size, local_world_size=self.world_size // self.num_nodes
         )
@@ -290,7 +288,7 @@ class _Job:
             accelerator="cpu",
             strategy=strategy,
             environment=_PlannedEnvironment(world),
-            watchdog=0,
+            watchdog=0,  # fake collectives cannot hang
             # The loss scaler and the training checks look at values, which fake tensors lack.
             precision=replace(precision, loss_scale=None),
             check_training=False,
@@ -298,10 +296,10 @@ class _Job:
         )
 
     def _train(self, fabric: Fabric, trace: "_Trace") -> tuple[type[nn.Module], ...]:
-        """Build the model and make some steps, which ``trace`` records.
+        """Build the model, make ``_STEPS`` steps, and record them in the trace.
 
-        Called under fake tensors and with fake ranks. Afterwards the trace has the collectives of
-        the last step, and the peak of all steps but the first.
+        Called with fake ranks, and within the modes of fake tensors and of the trace. Afterwards
+        the trace has the collectives of the last step, and the peak of all steps but the first.
 
         Returns:
             The types of the layers that FSDP would wrap.
@@ -309,11 +307,11 @@ class _Job:
         model, *optimizers = _model_and_optimizers(self.build(fabric))
         # Found before setup, which may wrap the layers. A dict keeps each type once, in order.
         layer_types = dict.fromkeys(type(layer) for layer in find_fsdp_modules(model))
-        if self.steps_together:
+        if self.uses_foreach:
             for optimizer in optimizers:
-                _step_together(optimizer)
-        # Rank0Chunks makes sharding fast. With a scheduler, which may be any object, setup() always
-        # returns a tuple, even if there are no optimizers.
+                _use_foreach(optimizer)
+        # With a scheduler, setup() returns a tuple even if there are no optimizers. The scheduler
+        # may be any object. Rank0Chunks only makes sharding faster.
         with Rank0Chunks():
             model, *_ = fabric.setup(model, *optimizers, scheduler="none")
         trace.set_kind([*model.parameters()], "parameters")
@@ -322,7 +320,7 @@ class _Job:
             optimizer.register_step_post_hook(trace.after_step)
         for index in range(_STEPS):
             trace.calls.clear()
-            # Forgets the peak of building before step 0, and the peak of step 0 before step 1.
+            # Forget the peak of the setup before step 0, and the peak of step 0 before step 1.
             if index <= _FIRST_STEP_OF_PEAK:
                 trace.peak = 0
             self.step(fabric, model, *optimizers)
@@ -346,29 +344,31 @@ def _model_and_optimizers(built: Any) -> Sequence[Any]:
         has_optimizers = all(isinstance(optimizer, Optimizer) for optimizer in optimizers)
         if isinstance(model, nn.Module) and has_optimizers:
             return built
-    names = type(built).__name__
+    type_text = type(built).__name__
     if is_sequence:
-        names = f"{names} of {', '.join(type(part).__name__ for part in built) or 'nothing'}"
+        item_types = ", ".join(type(item).__name__ for item in built)
+        type_text = f"{type_text} of {item_types or 'nothing'}"
     raise ConfigurationError(
         "fabric.plan(build, step)",
-        problem=f"build(fabric) has returned a {names}",
+        problem=f"build(fabric) has returned a {type_text}",
         expected="a model, or a tuple of a model and its optimizers",
         suggestion="return model, optimizer, as the last line of build",
     )
 
 
-def _step_together(optimizer: Optimizer) -> None:
-    """Have an optimizer step all parameters together, as torch does by default on accelerators.
+def _use_foreach(optimizer: Optimizer) -> None:
+    """Have an optimizer step all parameters together, unless the user has chosen otherwise.
 
-    A dry run is on the CPU, where torch's default of ``foreach`` is False. A value of the user
-    stays.
+    This is torch's default on accelerators. On the CPU of the dry run, torch would step each
+    parameter by itself.
     """
     for group in optimizer.param_groups:
-        # A fused step, which the user has chosen, excludes ``foreach``.
-        if "foreach" in group and not group.get("fused"):
-            is_default = group["foreach"] is None
-            if is_default:
-                group["foreach"] = True
+        # torch refuses a group with both ``fused`` and ``foreach``.
+        if "foreach" not in group or group.get("fused"):
+            continue
+        is_default = group["foreach"] is None
+        if is_default:
+            group["foreach"] = True
 
 
 class _Alternative(NamedTuple):
@@ -401,17 +401,17 @@ def _alternatives(
     """Yield strategies, each of which may need less memory than the one before.
 
     Args:
-        requested: the strategy that needs too much memory. If it shards over a mesh, only options
-            are added to it. Otherwise FSDP takes its place.
+        requested: the strategy that needs too much memory. A ModelParallelStrategy only gets more
+            options. FSDP takes the place of any other strategy.
         precision: the precision that was requested.
-        layer_types: the types of layers whose activations are recomputed. It may be empty.
+        layer_types: the types of the layers that FSDP would wrap. Their activations are recomputed.
     """
-    # A strategy object serves one Fabric, so each alternative gets an object of its own.
+    # A strategy object serves one Fabric, so each alternative has a new object.
     base: Strategy = FSDPStrategy()
     options = ""
     if isinstance(requested, ModelParallelStrategy):
         base = requested
-        options = "..., "  # the user's own options
+        options = "..., "  # stands for the user's options in the suggested code
     else:
         sharded_grads = _with_options(base, sharding_strategy="SHARD_GRAD_OP")
         code = 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
@@ -427,8 +427,9 @@ def _alternatives(
 
 
 def _with_options(strategy: Strategy, **options: Any) -> Strategy:
-    """Return a copy of a strategy with other values of some options. Options are attributes."""
+    """Return a copy of a strategy with other values of some options."""
     changed = copy(strategy)
+    # Each option is an attribute of the same name.
     vars(changed).update(options)
     return changed
 
@@ -449,7 +450,7 @@ class _Storage:
 
 
 class _CollectiveKey(NamedTuple):
-    """What collectives have in common that are counted together. See :class:`Traffic`."""
+    """The fields of :class:`Traffic` by which collectives are counted."""
 
     operation: str
     axis: str
@@ -463,26 +464,24 @@ class _Trace(DispatchMode):
         fake_mode: the mode of fake tensors, which is entered before this one.
 
     Attributes:
-        peak: bytes of the live tensors, when they were most. Set it to 0 to begin anew.
-        calls: the bytes of each call of a collective, by kind of collective. Clear it to begin
-            anew.
+        peak: the largest total bytes of the live tensors. Set it to 0 to begin anew.
+        calls: the bytes of each call, by kind of collective. Clear it to begin anew.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
-        """Start without storages and collectives. A dry run then enters this mode."""
+        """Start without storages and collectives."""
         super().__init__()
         self._fake_mode = fake_mode
-        # The storages that are alive, by the id() of torch's storage. When torch's storage is
-        # freed, _forget() removes the entry.
-        self._live: dict[int, _Storage] = {}
-        # FSDP frees and allocates the memory of unsharded parameters by resizing their storages,
-        # which no operation shows. So their sizes are read again at each new peak.
+        # By the id() of torch's storage. When torch's storage is freed, _forget() removes the
+        # entry.
+        self._live_storages: dict[int, _Storage] = {}
+        # FSDP resizes the storages of unsharded parameters to free and allocate their memory. No
+        # operator shows a resize, so these sizes are read again at each new peak.
         self._unsharded: set[_Storage] = set()
-        self._live_nbytes = 0  # of all live storages
+        self._live_nbytes = 0
         self.peak = 0
         # The storages that were live at the peak, with their bytes at that time.
-        self._at_peak: list[tuple[_Storage, int]] = []
-        # The bytes of each call of a collective, by kind of collective.
+        self._storages_at_peak: list[tuple[_Storage, int]] = []
         self.calls: defaultdict[_CollectiveKey, list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -494,8 +493,8 @@ class _Trace(DispatchMode):
         self._track_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):
-                # torch then has the DTensor run the operator. The DTensor calls operators on its
-                # local tensors, which come here.
+                # The type is a subclass such as DTensor. After NotImplemented, torch has DTensor
+                # run the operator, and DTensor calls operators on local tensors, which come here.
                 return NotImplemented
         output = run_fake(self._fake_mode, func, args, kwargs)
         self.track(output)
@@ -506,11 +505,13 @@ class _Trace(DispatchMode):
         return output
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Mark the memory that an optimizer holds. A hook that torch calls after its ``step()``."""
+        """Set the kinds of memory of gradients and optimizer state.
+
+        torch calls this hook after each ``step()`` of the optimizer.
+        """
         gradients = [parameter.grad for parameter in parameters_of(optimizer)]
         self.set_kind(gradients, "gradients")
-        # set_kind() is not used, since a state may share the memory of a parameter, which has to
-        # keep its kind.
+        # Not set_kind(): a state may share the memory of a parameter, which has to keep its kind.
         self.track([*optimizer.state.values()], "optimizer state")
 
     def set_kind(self, tree: Any, kind: str) -> None:
@@ -523,8 +524,8 @@ class _Trace(DispatchMode):
 
         Args:
             tree: the collection.
-            kind: what the memory is for. A storage that has a kind keeps it. The kind
-                ``_ACTIVATIONS`` does not count, since it stands for memory of unknown kind.
+            kind: what the memory is for. It replaces only the kind ``_ACTIVATIONS``, which stands
+                for memory of unknown kind.
         """
         storages: list[_Storage] = []
         leaves, _ = flatten(tree)
@@ -535,11 +536,11 @@ class _Trace(DispatchMode):
             torch_storage = local_tensor(leaf).untyped_storage()
             # The id is unique as long as the storage is alive.
             key = id(torch_storage)
-            if key not in self._live:
+            if key not in self._live_storages:
                 # Python calls _forget(key, ...) when the storage is freed.
                 storage_ref = weakref.ref(torch_storage, partial(self._forget, key))
-                self._live[key] = _Storage(storage_ref)
-            storage = self._live[key]
+                self._live_storages[key] = _Storage(storage_ref)
+            storage = self._live_storages[key]
             self._resize(storage, torch_storage.nbytes())
             if storage.kind == _ACTIVATIONS:
                 storage.kind = kind
@@ -549,8 +550,8 @@ class _Trace(DispatchMode):
     def peak_by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak, the largest first."""
         peak: Counter[str] = Counter()
-        # A storage may have got its kind after the peak.
-        for storage, nbytes in self._at_peak:
+        # The kinds are read only now: some storages get their kind after the peak.
+        for storage, nbytes in self._storages_at_peak:
             peak[storage.kind] += nbytes
         return dict(peak.most_common())
 
@@ -564,9 +565,8 @@ class _Trace(DispatchMode):
     def _track_unsharded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Track the memory of FSDP's unsharded parameters. Called before each operator.
 
-        FSDP's own operators write into this memory, which is their argument ``out``. The operators
-        of the model read the memory as parameters. A parameter whose memory has another kind
-        already, such as a sharded one, keeps that kind.
+        FSDP's operators get this memory as their argument ``out``. The model's operators get it as
+        parameters. Other parameters, such as sharded ones, have the kind "parameters" already.
         """
         if func.namespace == "fsdp":
             tensors = kwargs.get("out")
@@ -579,23 +579,25 @@ class _Trace(DispatchMode):
     def _update_peak(self) -> None:
         """Record the live storages if they need more than ever. Called after each operator."""
         if self._live_nbytes > self.peak:
-            # The sum may be too large: FSDP may have freed unsharded parameters since they were
-            # seen. Their sizes are read only now, since a new peak is rare.
+            # FSDP may have freed unsharded parameters by now. A new peak is rare, so only here are
+            # their sizes read again.
             for storage in list(self._unsharded):
                 torch_storage = storage.storage_ref()
                 if torch_storage is not None:
                     self._resize(storage, torch_storage.nbytes())
         if self._live_nbytes > self.peak:
             self.peak = self._live_nbytes
-            self._at_peak = [(storage, storage.nbytes) for storage in self._live.values()]
+            live_storages = self._live_storages.values()
+            self._storages_at_peak = [(storage, storage.nbytes) for storage in live_storages]
 
     def _resize(self, storage: _Storage, nbytes: int) -> None:
+        """Record the size that a storage has now."""
         self._live_nbytes += nbytes - storage.nbytes
         storage.nbytes = nbytes
 
     def _forget(self, key: int, _: object) -> None:
-        """Stop tracking a storage that was freed. The storage's weak reference calls it."""
-        storage = self._live.pop(key)
+        """Stop tracking a storage. Its weak reference calls this when torch frees the storage."""
+        storage = self._live_storages.pop(key)
         self._resize(storage, 0)
         self._unsharded.discard(storage)
 
@@ -642,7 +644,7 @@ def _nbytes_of_tensors(tree: Any) -> int:
 def _with_unit(nbytes: int) -> str:
     """Return a number of bytes as text with a binary unit, such as ``"1.5 GiB"``."""
     prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
-    # Each prefix stands for ten more bits. For 0 bytes, the exponent would be negative.
+    # Each prefix stands for ten more bits. max() is for 0 bytes, which have -1.
     exponent = max(0, nbytes.bit_length() - 1) // 10
     exponent = min(exponent, len(prefixes) - 1)
     prefix = prefixes[exponent]
