@@ -73,22 +73,24 @@ def fingerprint(
             raise UsageError(call_text, problem="another fingerprint is under way")
     header = _header_of(session, every=every, detail=detail)
     with ExitStack() as stack:
-        # An error of rank 0 in this block is raised on all ranks.
+        # Rank 0 looks for an earlier fingerprint before any rank writes its file. An error of rank
+        # 0 in this block is raised on all ranks.
         with rank_zero_first(session.runtime.communicator):
             file = stack.enter_context(_open_file(call_text, Path(folder), header.rank))
         file.write(f"{header.to_json()}\n")
         recorder = _Recorder(file, step=first_step, every=every)
         observer = Fingerprint(session, recorder, records_modules=detail == "modules")
         stack.enter_context(closing(observer))
+        # This also calls on_setup() for modules that are set up already.
         session.attach(observer)
         yield
 
 
 def _open_file(call_text: str, folder: Path, rank: int) -> TextIO:
-    """Open the new file of a rank. Rank 0 looks for an earlier fingerprint before that.
+    """Create the file of a rank, and open it. Rank 0 calls this before the other ranks.
 
     Raises:
-        UsageError: the folder has a fingerprint.
+        UsageError: rank 0 finds an earlier fingerprint in the folder.
     """
     if rank == 0 and has_records(folder):
         raise UsageError(
@@ -107,6 +109,7 @@ def _header_of(session: Session, *, every: int, detail: str) -> Header:
     strategy = session.strategy
     sampler_kwargs = strategy.distributed_sampler_kwargs
     if sampler_kwargs is None:
+        # The strategy does not shard data. Each rank counts as a replica.
         sampler_kwargs = {"rank": runtime.world.rank, "num_replicas": runtime.world.world_size}
     device = runtime.device
     device_name = platform.machine()
@@ -136,12 +139,12 @@ def _header_of(session: Session, *, every: int, detail: str) -> Header:
 
 
 class _Pending(NamedTuple):
-    """An entry, and tensors on a device with those of its values that are not read yet.
+    """An entry whose digest or hashes are still on the device, and are read later.
 
     Attributes:
-        entry: the entry.
-        digest: the packed digest, or None.
-        samples: the hashes of samples, or None.
+        entry: the entry, without these values.
+        digest: the packed digest on the device. None for an entry without one.
+        samples: the hashes of samples on the device. None for an entry without hashes.
     """
 
     entry: Entry
@@ -150,12 +153,12 @@ class _Pending(NamedTuple):
 
 
 class _Recorder:
-    """Records values, and writes them to the file of this rank.
+    """Records values, and writes them to the file of this rank at the end of each step.
 
     Args:
-        file: the file, which has a header.
+        file: the file, in which the header is written already.
         step: the number of the first step.
-        every: the steps whose numbers are divisible by it are recorded.
+        every: a step is recorded if its number is divisible by this number.
 
     Attributes:
         is_on: whether the current step is recorded.
@@ -180,11 +183,12 @@ class _Recorder:
         self.is_on = self._step % self._every == 0
 
     def flush(self) -> None:
-        """Write the entries so far. Waits for the device."""
+        """Write the pending entries. Waits for the device."""
         digests: list[Tensor] = []
         for pending in self._pending:
             if pending.digest is not None:
                 digests.append(pending.digest)
+        # All digests are read at once, since each read waits for the device.
         rows = iter(_read_rows(digests))
         for pending in self._pending:
             entry = pending.entry
@@ -197,25 +201,31 @@ class _Recorder:
         self._pending.clear()
 
     def record(
-        self, kind: str, name: str, value: Any, *, is_shared: bool = False, reduction: str = ""
+        self,
+        kind: str,
+        name: str,
+        value: Any,
+        *,
+        is_synchronized: bool = False,
+        reduction: str = "",
     ) -> None:
         """Record the leaves of a collection.
 
         Args:
-            kind: what the value is.
-            name: the name of the value. Paths of leaves are added to it.
+            kind: the kind of the entries; see :class:`Entry`.
+            name: the name of the value. The path of each leaf is added to it.
             value: any collection, or a single leaf.
-            is_shared: whether the value is meant to be the same on all ranks.
-            reduction: how the values of ranks make up that of the whole batch.
+            is_synchronized: whether all ranks should have the same value, or shards of it.
+            reduction: ``"mean"`` or ``"sum"`` for a loss; see :class:`Entry`.
         """
-        # The innermost frames are of fabric, and are skipped.
+        # The line of the user's code: user_call() skips the frames of fabric.
         call_site = user_call(sys._getframe())
         template = Entry(
             step=self._step,
             kind=kind,
             name=name,
             call_site=str(call_site or ""),
-            is_shared=is_shared,
+            is_synchronized=is_synchronized,
             reduction=reduction,
         )
         leaves, structure = flatten(value)
@@ -227,18 +237,22 @@ class _Recorder:
                 self._append(_Pending(replace(entry, text=_text_of(leaf))))
 
     def record_samples(self, batch: Any) -> None:
-        """Record a hash of each sample of a batch, from all tensors that have a row for each."""
+        """Record a hash of each sample of a batch.
+
+        The first tensor of the batch has a row for each sample. The hash of a sample is made from
+        its rows in all tensors with as many rows.
+        """
         leaves, _ = flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _has_rows(leaf)]
         if not tensors:
             return
-        size = len(tensors[0])
-        hashes = torch.zeros(size, dtype=torch.int64, device=tensors[0].device)
+        num_samples = len(tensors[0])
+        hashes = torch.zeros(num_samples, dtype=torch.int64, device=tensors[0].device)
         for tensor in tensors:
-            if len(tensor) == size:
-                rows = self._tables.row_hashes(tensor)
-                # Multiplied by an odd number, so that the order of the tensors counts.
-                hashes = hashes * 0x5DEECE66D + rows.to(hashes.device)
+            if len(tensor) == num_samples:
+                row_hashes = self._tables.row_hashes(tensor)
+                # The factor, any odd number, makes the order of the tensors count.
+                hashes = hashes * 0x5DEECE66D + row_hashes.to(hashes.device)
         entry = Entry(step=self._step, kind="samples", name="batch")
         self._append(_Pending(entry, samples=hashes))
 
@@ -250,10 +264,11 @@ class _Recorder:
             self._append(_Pending(replace(entry, text=problem)))
             return
         entry = replace(entry, shape=list(tensor.shape))
-        # A DTensor may be a shard on this rank even if it has all elements here: those of other
-        # ranks are then empty.
+        # torch's checkpoints require this method of sharded tensors, such as DTensor. The shard of
+        # such a tensor is recorded even if it has all elements, since then those of other ranks
+        # are empty.
         is_dtensor = hasattr(tensor, "__create_chunk_list__")
-        # One chunk, but for sharded tensors of other libraries.
+        # There is one chunk, except for sharded tensors of other libraries.
         for chunk in local_chunks(tensor):
             chunk_entry = entry
             if is_dtensor:
@@ -263,21 +278,26 @@ class _Recorder:
             self._append(_Pending(chunk_entry, digest=digest))
 
     def _append(self, pending: _Pending) -> None:
+        """Add a pending entry. A limit on their number bounds their memory on the device."""
         self._pending.append(pending)
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 
 
 def _read_rows(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the elements of tensors of one length. Copies them from each device at once."""
-    by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    rows: dict[int, list[int]] = {}
-    for numbers in by_device.values():
-        stacked = torch.stack([tensors[number] for number in numbers])
-        rows.update(zip(numbers, stacked.tolist(), strict=True))
-    return [rows[number] for number in range(len(tensors))]
+    """Return the elements of each tensor. All tensors of a device are read at once.
+
+    Args:
+        tensors: tensors of one dimension and the same size.
+    """
+    indices_by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices_by_device.setdefault(tensor.device, []).append(index)
+    rows_by_index: dict[int, list[int]] = {}
+    for indices in indices_by_device.values():
+        stacked = torch.stack([tensors[index] for index in indices])
+        rows_by_index.update(zip(indices, stacked.tolist(), strict=True))
+    return [rows_by_index[index] for index in range(len(tensors))]
 
 
 def _reason_without_digest(tensor: Any) -> str:
@@ -295,7 +315,7 @@ def _reason_without_digest(tensor: Any) -> str:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain one with a row for each sample."""
+    """Return whether a tensor is dense and not a DTensor, and has rows that can be hashed."""
     is_plain = tensor.layout is torch.strided and not _reason_without_digest(tensor)
     return is_plain and not hasattr(tensor, "placements") and tensor.dim() > 0
 
@@ -313,14 +333,14 @@ class _Model(NamedTuple):
 
     Attributes:
         prefix: comes before each name. Empty for the first module.
-        contract: says where its gradients are synchronized.
-        is_shared: whether all ranks are meant to have the same parameters after a step, or shards
+        contract: has the module, and says when its gradients are synchronized.
+        is_synchronized: whether all ranks should have the same parameters after a step, or shards
             of the same parameters.
     """
 
     prefix: str
     contract: GradientContract
-    is_shared: bool
+    is_synchronized: bool
 
 
 class _NamedParameter(NamedTuple):
@@ -343,14 +363,14 @@ class Fingerprint(SessionObserver):
     A *step* ends with each ``step()`` of the first optimizer that was stepped.
 
     Attributes:
-        is_active: whether it records, until it is closed.
+        is_active: whether the hooks are there. False after :meth:`close`.
     """
 
     def __init__(self, session: Session, recorder: _Recorder, *, records_modules: bool) -> None:
         """Add the hooks. The caller then attaches this observer to the session.
 
         Args:
-            session: the session.
+            session: the session whose computations are recorded.
             recorder: writes the file of this rank.
             records_modules: whether to record the inputs and outputs of modules.
         """
@@ -359,16 +379,16 @@ class Fingerprint(SessionObserver):
         self._records_modules = records_modules
         # The thread of the loop. What other threads compute is not recorded.
         self._thread = get_ident()
-        self._has_peers = session.runtime.world.world_size > 1
+        self._has_other_ranks = session.runtime.world.world_size > 1
         self._models: list[_Model] = []
-        # How many modules, and the optimizers whose values at the start have been recorded.
-        self._num_started_models = 0
-        self._has_started = False
+        # Whether _record_start() has recorded the optimizers, and how many of the models.
+        self._has_recorded_start = False
+        self._num_recorded_models = 0
         # The id() of the first optimizer that was stepped. Its steps are the steps of the loop.
         self._first_optimizer_id: int | None = None
         # The optimizers that _before_step() is registered with.
         self._hooked_optimizers: WeakSet[Optimizer] = WeakSet()
-        # The id of the optimizer whose step() runs.
+        # The id() of the optimizer whose step() runs. None between steps.
         self._stepping_id: int | None = None
         # close() closes this stack, which removes the hooks.
         self._hooks = ExitStack()
@@ -389,7 +409,7 @@ class Fingerprint(SessionObserver):
 
     @override
     def close(self) -> None:
-        """Remove all hooks, and write what was recorded since the last step."""
+        """Remove all hooks, and write the entries since the last step. Later calls do nothing."""
         if self.is_active:
             self.is_active = False
             self._hooks.close()
@@ -397,17 +417,20 @@ class Fingerprint(SessionObserver):
 
     @override
     def on_setup(self, model: FabricModule) -> None:
-        """Record the inputs and outputs of a module and its submodules, if they are wanted."""
+        """Add a set-up module. With ``records_modules``, hook its forward pass and submodules'.
+
+        The session calls this method for each module that is set up.
+        """
         contract = model._fabric_contract
         prefix = ""
         if self._models:
             prefix = f"(model {len(self._models) + 1}) "
-        # The gradients of shards may differ too, since each rank has those of its own shards. But
-        # they are reduced over the ranks.
-        is_shared = contract.is_sharded or not contract.gradients_may_differ
-        if not self._has_peers:
-            is_shared = True
-        self._models.append(_Model(prefix, contract, is_shared))
+        # Each rank has its own shards, so gradients differ under sharding, too. But all shards
+        # belong to the same tensors, and so count as synchronized.
+        is_synchronized = contract.is_sharded or not contract.gradients_may_differ
+        if not self._has_other_ranks:
+            is_synchronized = True
+        self._models.append(_Model(prefix, contract, is_synchronized))
         if not self._records_modules:
             return
         for path, module in contract.module.named_modules():
@@ -420,26 +443,31 @@ class Fingerprint(SessionObserver):
             self._hooks.callback(after_forward.remove)
 
     def _is_recording(self) -> bool:
-        """Return whether the caller computes something that is recorded.
-
-        Two computations are not recorded: what ``torch.compile`` traces, and a forward pass that
-        activation checkpointing repeats in the backward pass.
-        """
+        """Return whether to record what the caller computes. Every hook asks first."""
         if torch.compiler.is_compiling():
             return False
-        is_in_loop = get_ident() == self._thread and not is_in_backward()
-        return self.is_active and self._recorder.is_on and is_in_loop
+        if get_ident() != self._thread:
+            return False
+        # Activation checkpointing repeats a forward pass, which was recorded, in the backward pass.
+        if is_in_backward():
+            return False
+        return self.is_active and self._recorder.is_on
 
     @override
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the same batches. Each is recorded before the loop gets it."""
-        return self._recorded_batches(batches) if self.is_active else batches
+        """Return an iterator of the same batches, which records each batch before the loop gets it.
+
+        The session calls this method for each iteration over a loader.
+        """
+        if not self.is_active:
+            return batches
+        return self._recorded_batches(batches)
 
     def _recorded_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and record each of them."""
         while True:
             if self._is_recording():
-                # Before the batch, which may draw random numbers.
+                # First, since loading the batch may draw random numbers.
                 self._record_start()
             batch = next(batches, _END_OF_BATCHES)
             if batch is _END_OF_BATCHES:
@@ -451,19 +479,26 @@ class Fingerprint(SessionObserver):
             yield batch
 
     def _record_start(self) -> None:
-        """Record the state in which training begins, once, and that of models set up later."""
-        if not self._has_started:
-            self._has_started = True
+        """Record the state in which training begins. Later calls add models set up since then.
+
+        Every hook calls this method before it records, since the fingerprint does not know which
+        computation of training comes first.
+        """
+        if not self._has_recorded_start:
+            self._has_recorded_start = True
             self._record_random_states("random state at the start")
             for optimizer in self._session.optimizers:
                 self._record_optimizer_state("optimizer state at the start", optimizer)
-        for model in self._models[self._num_started_models :]:
-            for entry in _parameters_of_model(model):
+        for model in self._models[self._num_recorded_models :]:
+            for named_parameter in _parameters_of_model(model):
                 self._recorder.record(
-                    "parameter at the start", entry.name, entry.parameter, is_shared=True
+                    "parameter at the start",
+                    named_parameter.name,
+                    named_parameter.parameter,
+                    is_synchronized=True,
                 )
             self._record_buffers("buffer at the start", model)
-        self._num_started_models = len(self._models)
+        self._num_recorded_models = len(self._models)
 
     def _before_forward(
         self, name: str, _: nn.Module, args: Any, kwargs: Mapping[str, Any]
@@ -484,8 +519,8 @@ class Fingerprint(SessionObserver):
         if not self._is_recording():
             return
         self._record_start()
-        # How the losses of the ranks combine to the loss of a single process. A weighted loss is a
-        # sum over samples, which is divided later by the sum of the weights of all ranks.
+        # A weighted loss is a sum over samples. The sum over all ranks is divided later by the
+        # weights of all ranks.
         reduction = "mean"
         if weight is not None or reduce == "sum":
             reduction = "sum"
@@ -494,24 +529,32 @@ class Fingerprint(SessionObserver):
             self._recorder.record("loss weight", "weight", weight, reduction="sum")
 
     def _after_backward(self, _: Tensor, error: BaseException | None) -> None:
-        """Record the gradients after a backward pass. The last layers come first."""
+        """Record the gradients after a backward pass, unless it has raised an error.
+
+        The last layers come first, as in the backward pass.
+        """
         if error is not None or not self._is_recording():
             return
         for model in self._models:
-            # A sharded model does not show gradients that are not reduced, even on a single rank.
-            is_complete = not self._has_peers and not model.contract.is_sharded
-            is_shared = is_complete or model.contract.synchronizes()
-            for entry in reversed(_parameters_of_model(model)):
-                if entry.parameter.requires_grad:
-                    gradient = entry.parameter.grad
-                    self._recorder.record("gradient", entry.name, gradient, is_shared=is_shared)
+            # A single rank has complete gradients after every backward pass. But FSDP hides
+            # unreduced gradients, even on a single rank.
+            is_complete = not self._has_other_ranks and not model.contract.is_sharded
+            is_synchronized = is_complete or model.contract.synchronizes()
+            for named_parameter in reversed(_parameters_of_model(model)):
+                if named_parameter.parameter.requires_grad:
+                    self._recorder.record(
+                        "gradient",
+                        named_parameter.name,
+                        named_parameter.parameter.grad,
+                        is_synchronized=is_synchronized,
+                    )
 
     def _watch_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Register :meth:`_before_step` with a set-up optimizer. A step pre-hook of all optimizers.
+        """Register :meth:`_before_step` with a set-up optimizer.
 
-        torch calls the hooks of all optimizers before the hooks of one optimizer. The latter may
-        still average, divide or unscale gradients. :meth:`_before_step` becomes the last of them,
-        and is called in this step already.
+        torch calls this method before each step of any optimizer, and then the optimizer's own
+        hooks. Those of fabric average, divide or unscale gradients. So :meth:`_before_step` is
+        added as the last of the optimizer's own hooks, and torch calls it in this step already.
         """
         is_set_up = optimizer in self._session.optimizers
         if is_set_up and optimizer not in self._hooked_optimizers:
@@ -520,9 +563,11 @@ class Fingerprint(SessionObserver):
             self._hooks.callback(handle.remove)
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
-        """Record the options and the gradients of a step."""
+        """Record the options and the gradients of a step. A step pre-hook of each optimizer."""
         if self._stepping_id is not None:
-            return  # torch calls the hooks again if step() calls the step() of its base class
+            # The step() of a subclass calls the step() of its base class. torch calls the hooks for
+            # both, and only the outer one counts.
+            return
         self._stepping_id = id(optimizer)
         if self._first_optimizer_id is None:
             self._first_optimizer_id = id(optimizer)
@@ -534,27 +579,36 @@ class Fingerprint(SessionObserver):
             for option, value in group.items():
                 if option != "params":
                     name = f"{option} of group {number} of {title}"
-                    self._recorder.record("option", name, value, is_shared=True)
-        for entry in self._parameters_of_optimizer(optimizer):
+                    self._recorder.record("option", name, value, is_synchronized=True)
+        for named_parameter in self._parameters_of_optimizer(optimizer):
             self._recorder.record(
                 "gradient at the step",
-                entry.name,
-                entry.parameter.grad,
-                is_shared=entry.model.is_shared,
+                named_parameter.name,
+                named_parameter.parameter.grad,
+                is_synchronized=named_parameter.model.is_synchronized,
             )
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
-        """Record parameters and optimizer state, and end the step of the loop."""
+        """Record parameters and optimizer state. The first optimizer also ends the loop's step.
+
+        torch calls this method after each step of any optimizer.
+        """
         if self._stepping_id != id(optimizer):
-            return  # the hooks have been called before, for the step() of a base class
+            # The step() of the base class has called this method, and now that of the subclass. Or
+            # the optimizer is not set up.
+            return
         self._stepping_id = None
         is_first = self._first_optimizer_id == id(optimizer)
         if self._is_recording():
-            # The optimizer computes its state first.
+            # State comes first, as the optimizer computes the parameters from it.
             self._record_optimizer_state("optimizer state", optimizer)
-            for entry in self._parameters_of_optimizer(optimizer):
-                is_shared = entry.model.is_shared
-                self._recorder.record("parameter", entry.name, entry.parameter, is_shared=is_shared)
+            for named_parameter in self._parameters_of_optimizer(optimizer):
+                self._recorder.record(
+                    "parameter",
+                    named_parameter.name,
+                    named_parameter.parameter,
+                    is_synchronized=named_parameter.model.is_synchronized,
+                )
             if is_first:
                 for model in self._models:
                     self._record_buffers("buffer", model)
@@ -563,37 +617,42 @@ class Fingerprint(SessionObserver):
             self._recorder.end_step()
 
     def _record_buffers(self, kind: str, model: _Model) -> None:
-        """Record the buffers of a module, which may differ between ranks."""
+        """Record the buffers of a module, of which each rank may have other values."""
         for name, buffer in model.contract.module.named_buffers():
             self._recorder.record(kind, f"{model.prefix}{name}", buffer)
 
     def _record_random_states(self, kind: str) -> None:
+        """Record a digest of the state of each random generator."""
         for name, digest in stream_digests().items():
             self._recorder.record(kind, name, digest)
 
     def _record_optimizer_state(self, kind: str, optimizer: Optimizer) -> None:
         """Record the state of an optimizer, by the names of the parameters."""
-        for entry in self._parameters_of_optimizer(optimizer):
-            # Not `optimizer.state[parameter]`, which would add an entry.
-            state = optimizer.state.get(entry.parameter, {})
+        for named_parameter in self._parameters_of_optimizer(optimizer):
+            # Not optimizer.state[parameter]: the state is a defaultdict, which would add an entry.
+            state = optimizer.state.get(named_parameter.parameter, {})
             for key, value in state.items():
-                is_shared = entry.model.is_shared
-                self._recorder.record(kind, f"{entry.name} {key}", value, is_shared=is_shared)
+                self._recorder.record(
+                    kind,
+                    f"{named_parameter.name} {key}",
+                    value,
+                    is_synchronized=named_parameter.model.is_synchronized,
+                )
 
     def _parameters_of_optimizer(self, optimizer: Optimizer) -> list[_NamedParameter]:
         """Return the parameters of an optimizer that belong to set-up modules."""
         by_id: dict[int, _NamedParameter] = {}
         for model in self._models:
-            for entry in _parameters_of_model(model):
-                by_id[id(entry.parameter)] = entry
-        entries: list[_NamedParameter] = []
+            for named_parameter in _parameters_of_model(model):
+                by_id[id(named_parameter.parameter)] = named_parameter
+        named_parameters: list[_NamedParameter] = []
         for parameter in parameters_of(optimizer):
             if id(parameter) in by_id:
-                entries.append(by_id[id(parameter)])
-        return entries
+                named_parameters.append(by_id[id(parameter)])
+        return named_parameters
 
     def _title_of(self, optimizer: Optimizer) -> str:
-        """Return the class of an optimizer, with its number if several are set up."""
+        """Return the class name of an optimizer, with a number if several are set up."""
         title = type(optimizer).__name__
         optimizers = list(self._session.optimizers)
         if len(optimizers) > 1 and optimizer in optimizers:
@@ -602,8 +661,11 @@ class Fingerprint(SessionObserver):
 
 
 def _parameters_of_model(model: _Model) -> list[_NamedParameter]:
-    """Return the parameters of a set-up module, also during a forward pass that replaces them."""
-    entries: list[_NamedParameter] = []
+    """Return the parameters of a set-up module.
+
+    They come from the contract, which knows them even while a forward pass has replaced them.
+    """
+    named_parameters: list[_NamedParameter] = []
     for name, parameter in model.contract.parameters().items():
-        entries.append(_NamedParameter(f"{model.prefix}{name}", parameter, model))
-    return entries
+        named_parameters.append(_NamedParameter(f"{model.prefix}{name}", parameter, model))
+    return named_parameters

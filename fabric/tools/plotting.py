@@ -50,13 +50,13 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         raise ConfigurationError(call_text, problem="no metric has been logged there yet")
     columns = min(len(panels), _MAX_COLUMNS)
     rows = math.ceil(len(panels) / columns)
-    # In inches: a panel is 4.5 wide and 3 high.
+    # A panel is 4.5 inches wide and 3 inches high.
     figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
     for position, (name, lines) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, position, title=name, xlabel="step")
         _draw_lines(axes, lines)
-    # Notebooks render an object by its method _repr_png_. A Figure has this method only once pyplot
-    # is imported, which is slow.
+    # Notebooks show an object by its method _repr_png_. matplotlib adds the method when pyplot is
+    # imported, which is slow. So the method is added here.
     figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     if output is not None:
         figure.savefig(output, dpi=150)
@@ -75,7 +75,7 @@ def _read_panels(tables: list[Path]) -> _Panels:
         with open(table, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for row_number, row in enumerate(rows):
-            # The cell is empty if the metrics were logged without a step.
+            # The cell is empty if the metrics were logged without a step. Then the row counts.
             step = float(row.pop("step") or row_number)
             for name, cell in row.items():
                 # A cell is empty if the metric was not logged in this row. It is None at the end of
@@ -86,8 +86,9 @@ def _read_panels(tables: list[Path]) -> _Panels:
                 if len(tables) > 1:
                     label = f"{table.parent}: {name}"
                 _, _, panel_name = name.rpartition("/")
-                lines = panels.setdefault(panel_name, {})
-                lines.setdefault(label, []).append((step, float(cell)))
+                panel_lines = panels.setdefault(panel_name, {})
+                points = panel_lines.setdefault(label, [])
+                points.append((step, float(cell)))
     return panels
 
 
@@ -111,7 +112,7 @@ def _png(figure: Any) -> bytes:
 
 
 def _find_tables(folder: Path) -> list[Path]:
-    """Return the table of metrics in a folder or, if there is none, those in the folders below.
+    """Return the table of metrics in a folder. If it has none, return all tables in folders below.
 
     Raises:
         ConfigurationError: there is no table.

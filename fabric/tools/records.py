@@ -66,7 +66,7 @@ class Header:
     settings: dict[str, str]
 
     def to_json(self) -> str:
-        """Return the line of a file."""
+        """Return the first line of a file, which begins with the version of the format."""
         return json.dumps({"fabric_fingerprint": 1, **vars(self)})
 
 
@@ -79,15 +79,15 @@ class Entry:
         kind: what the value is, such as ``"output"``.
         name: the name of the value among those of its kind.
         call_site: the line of the user's code.
-        is_shared: whether the value is meant to be the same on all ranks, or is a shard of such a
-            value. Otherwise it belongs to this rank.
+        is_synchronized: whether all ranks should have the same value, or shards of the same value.
+            Otherwise the value belongs to this rank.
         text: the value, if it is not a tensor.
         digest: the digest of a tensor or of a shard.
         dtype: the dtype of the tensor.
         shape: the shape of the whole tensor.
         shard: where the shard begins in the tensor, and its sizes. Empty for a whole tensor.
-        reduction: how the losses of ranks make up that of the whole batch, ``"mean"`` or ``"sum"``.
-            Empty for other kinds.
+        reduction: ``"mean"`` or ``"sum"``: the loss of the whole batch is the mean or the sum of
+            the losses of all ranks. Empty for values that are not losses.
         samples: a hash of each sample of a batch.
     """
 
@@ -95,7 +95,7 @@ class Entry:
     kind: str
     name: str
     call_site: str = ""
-    is_shared: bool = False
+    is_synchronized: bool = False
     text: str = ""
     digest: Digest | None = None
     dtype: str = ""
@@ -105,10 +105,11 @@ class Entry:
     samples: list[int] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return the line of a file."""
+        """Return the line of a file, without fields that have their default."""
         values: dict[str, Any] = {}
         for entry_field in fields(self):
             value = getattr(self, entry_field.name)
+            # All defaults are false. The step has none, and may be 0.
             if value or entry_field.name == "step":
                 values[entry_field.name] = value
         return json.dumps(values, separators=(",", ":"))
@@ -121,7 +122,7 @@ class RankRecord:
     Attributes:
         path: the file.
         header: the first line of the file.
-        lines: by number of a step, where the lines of its entries begin in the file.
+        lines: by number of a step, the offsets in the file of the lines of its entries.
         finished: the numbers of the steps that have ended.
     """
 
@@ -140,7 +141,11 @@ class RankRecord:
         return entries
 
     def _parse(self, line: bytes) -> Entry:
-        """Return the entry of a line."""
+        """Return the entry of a line.
+
+        Raises:
+            ConfigurationError: the line is not an entry.
+        """
         try:
             values = json.loads(line)
             if "digest" in values:
@@ -166,7 +171,7 @@ def has_records(folder: Path) -> bool:
 
 
 def read_rank(folder: Path, rank: int) -> RankRecord:
-    """Read the file of a rank.
+    """Read the header of a rank's file, and find the lines of each step.
 
     Raises:
         ConfigurationError: there is no such file, or it is damaged.
@@ -182,7 +187,7 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
         record = RankRecord(path, _read_header(path, file.readline()), lines={}, finished=set())
         begin = file.tell()
         for line in file:
-            # A rank that was killed may have left a part of a line.
+            # A rank that was killed may have left a part of a last line.
             if not line.endswith(b"\n"):
                 break
             match = _LINE.match(line)
@@ -200,7 +205,11 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
 
 
 def _read_header(path: Path, line: bytes) -> Header:
-    """Return the header in the first line of a file."""
+    """Return the header in the first line of a file.
+
+    Raises:
+        ConfigurationError: the line is no header, or has another version of the format.
+    """
     try:
         values = json.loads(line)
         version = values.pop("fabric_fingerprint")

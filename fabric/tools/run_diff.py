@@ -4,8 +4,8 @@
 replicas. Their files are then compared rank by rank. Otherwise the runs are compared in what does
 not depend on the layout: parameters, gradients, optimizer states and options, whose shards are
 added up; the samples of all ranks together; and the mean or sum of the losses of all ranks. With
-``close``, so are the steps in which the runs split the same samples into other numbers of
-micro-batches.
+``close``, a step in which the runs split the same samples into other numbers of micro-batches is
+compared in the same way.
 
 [Note: Close] ``close`` is the largest distance of two tensors, in proportion to their norm. The
 distance is estimated from the sketches. Rounding errors are not in proportion to the tensor that
@@ -64,6 +64,7 @@ _PRECISIONS = {
 }
 _ROUNDINGS = 8  # times the precision of a dtype
 _SHOWN_STEPS = 3
+_SHOWN_INTERVALS = 8
 
 
 class _Key(NamedTuple):
@@ -80,7 +81,7 @@ class _Key(NamedTuple):
     call: int
 
     def __str__(self) -> str:
-        """Return the words for the value."""
+        """Return the value in the words of the report, such as ``"parameter w after the step"``."""
         before, after = _WORDS[self.kind]
         words = [before, self.name, after]
         if self.call:
@@ -131,7 +132,7 @@ class _Run:
             for entry in entries:
                 hashes += entry.samples
             samples_by_rank.append(hashes)
-        # The first rank of each replica stands for its other ranks, which have the same batches.
+        # All ranks of a replica have the same batches, so the first one stands for them.
         first_ranks: dict[int, int] = {}
         for rank, record in enumerate(self.ranks):
             first_ranks.setdefault(record.header.data_rank, rank)
@@ -176,7 +177,8 @@ class _Step:
         number: the number of the step.
         ranks: the entries by rank.
         replicas: the first rank of each data-parallel replica.
-        samples: the hashes of samples by data-parallel replica.
+        samples: for each data-parallel replica, the hashes of its samples. Empty lists if the
+            loader was not set up.
         norms: by rank and kind, the norm of all tensors of the kind.
     """
 
@@ -187,14 +189,14 @@ class _Step:
     samples: Sequence[Sequence[int]]
 
     def sample_counts(self) -> Counter[int]:
-        """Return how often all ranks together had each sample."""
+        """Return how often each sample occurs in the batches of all replicas, by its hash."""
         counts: Counter[int] = Counter()
         for samples in self.samples:
             counts.update(samples)
         return counts
 
-    def num_batches(self) -> int:
-        """Return how many batches the first rank had."""
+    def num_micro_batches(self) -> int:
+        """Return how many batches the first rank has read. 0 if the loader was not set up."""
         calls = [key.call for key in self.ranks[0] if key.kind == "batch"]
         return max(calls, default=-1) + 1
 
@@ -213,8 +215,7 @@ class _Step:
     def full_entry(self, key: _Key, rank: int) -> Entry:
         """Return a value of a rank. A shard is replaced by the full tensor.
 
-        The digest of a tensor is the sum of the digests of its shards, so it can be had without
-        the tensor.
+        The digest of the full tensor is the sum of the digests of its shards.
         """
         entry = self.ranks[rank][key]
         if not entry.shard:
@@ -241,23 +242,23 @@ class _Step:
         total = 0.0
         for rank in self.replicas:
             digest = self.ranks[rank][key].digest
-            # A loss on the meta device has no digest. Then no loss of the step is compared.
+            # A loss on the meta device has no value that could be summed.
             if digest is None:
                 return self.ranks[rank][key]
-            # The sketch of a loss is the loss times fixed random numbers. So the first element has
-            # the sign of the loss, or the opposite sign for all losses. The sum is right up to
-            # this common sign, which is the same in both runs.
+            # The norm has lost the sign of the loss. The first number of the sketch is the loss
+            # times a fixed random number, so this sign is that of the loss, or the opposite one for
+            # every loss of both runs.
             total += math.copysign(digest.norm, digest.sketch[0])
         entry = self.ranks[0][key]
         if entry.reduction == "mean":
             total /= len(self.replicas)
-        # The losses of both runs are summed here, so that any one-to-one digest is enough.
+        # The digest is only compared to that of the other run, which is made here, too.
         digest = Digest(hash=hash(total), square=total**2, sketch=(total,))
         return replace(entry, digest=digest)
 
 
 def _sum_of_digests(digests: Sequence[Digest]) -> Digest:
-    """Return the digest of a tensor from those of its shards."""
+    """Return the digest of a tensor from the digests of its shards."""
     hashes, squares, sketches = zip(*digests, strict=True)
     sketch = tuple(map(math.fsum, zip(*sketches, strict=True)))
     return Digest(hash=sum(hashes) % 2**64, square=math.fsum(squares), sketch=sketch)
@@ -269,9 +270,9 @@ class _Difference:
 
     Attributes:
         step: the number of the step.
-        position: how many values of the step are recorded before it. -1 for the samples, which come
-            first.
-        rank: the rank of the second run, or None if the value belongs to all ranks.
+        position: the place of the value in the order of the computation; see
+            :func:`_keys_with_positions`. -1 for the samples, which come first.
+        rank: the rank on which the value differs. None if the value belongs to all ranks.
         key: what identifies the value.
         first: the value in the first run. None if the first run lacks it.
         second: the value in the second run. None if the second run lacks it.
@@ -288,16 +289,16 @@ class _Difference:
 def _sort_key(difference: _Difference) -> tuple[int, bool]:
     """Return the sort key of a difference within its step.
 
-    Where the runs compute different things at one position, the value that only one of them has
-    comes first, since it explains the others. For example, a gradient that is None in one run
-    changes the norm by which all gradients are clipped.
+    At one position, a tensor that only one run has comes first, since it explains the other
+    differences. For example, a gradient that is None in one run changes the norm by which all
+    gradients are clipped.
     """
     first = difference.first
     second = difference.second
-    is_in_both = False
+    is_tensor_in_both_or_neither = False
     if first is not None and second is not None:
-        is_in_both = (first.digest is None) == (second.digest is None)
-    return difference.position, is_in_both
+        is_tensor_in_both_or_neither = (first.digest is None) == (second.digest is None)
+    return difference.position, is_tensor_in_both_or_neither
 
 
 @dataclass
@@ -374,11 +375,12 @@ class _Comparison:
         differing_values: by step, the number of values of each kind that differ.
         compared_values: by step and kind, the number of values that were compared.
         notes: what was not compared.
-        reordered_steps: the steps that have the same samples in another order.
-        other_sample_steps: the steps whose batches have other samples.
-        excess_samples: how often more the first run had each sample in these steps.
-        is_without_modules: whether one of the runs has no inputs and outputs of modules in a step.
-            They are left out from then on.
+        reordered_steps: the steps in which the runs have the same samples in another order.
+        other_sample_steps: the steps in which the runs have other samples.
+        excess_samples: by the hash of a sample, how often the first run has it in
+            ``other_sample_steps``, minus how often the second run has it.
+        is_without_modules: whether only one of the runs has inputs and outputs of modules in a
+            step. Both are left out from this step on.
         has_other_micro_batches: whether the runs split the same samples of any step into other
             numbers of micro-batches.
     """
@@ -402,7 +404,7 @@ class _Comparison:
             first = self.first.read_step(number)
             second = self.second.read_step(number)
             self._compare_samples(first, second)
-            # For example, one of the models is compiled, or runs in threads.
+            # A run has no inputs and outputs of modules if, for example, its model is compiled.
             self.is_without_modules |= first.has_modules() != second.has_modules()
             differences = list(self._differences_of_step(first, second))
             if not differences:
@@ -447,11 +449,14 @@ class _Comparison:
         return common_steps
 
     def _compare_samples(self, first: _Step, second: _Step) -> None:
-        """Find out whether a step has the same samples, and in which order."""
-        has_other_dtypes = first.batch_dtypes() != second.batch_dtypes()
-        if first.samples == second.samples or has_other_dtypes:
+        """Note a step in which the runs have other samples, or the same ones in another order."""
+        if first.samples == second.samples:
             return
-        if not any(first.samples) or not any(second.samples):
+        # The hash of a sample depends on its dtype.
+        if first.batch_dtypes() != second.batch_dtypes():
+            return
+        has_samples = any(first.samples) and any(second.samples)
+        if not has_samples:
             return
         first_counts = first.sample_counts()
         second_counts = second.sample_counts()
@@ -460,7 +465,7 @@ class _Comparison:
             self.excess_samples.update(first_counts)
             self.excess_samples.subtract(second_counts)
         elif self._has_same_layout():
-            # The replicas of another layout have other shares of a batch.
+            # In another layout, the replicas have other shares of a batch, which is no reordering.
             self.reordered_steps.append(first.number)
 
     def _differences_of_step(self, first: _Step, second: _Step) -> Iterator[_Difference]:
@@ -469,7 +474,11 @@ class _Comparison:
         self.has_other_micro_batches |= has_other_micro_batches
         if has_other_micro_batches or not self._has_same_layout():
             yield from self._differences_across_layouts(first, second)
-            return
+        else:
+            yield from self._differences_by_rank(first, second)
+
+    def _differences_by_rank(self, first: _Step, second: _Step) -> Iterator[_Difference]:
+        """Yield the values that differ between the same ranks of both runs."""
         for rank in range(len(first.ranks)):
             first_entries = first.ranks[rank]
             second_entries = second.ranks[rank]
@@ -489,13 +498,15 @@ class _Comparison:
                     yield _Difference(first.number, position, rank, key, left, right)
 
     def _differ_in_micro_batches(self, first: _Step, second: _Step) -> bool:
-        """Return whether only the number of micro-batches differs, with a tolerance.
+        """Return whether the runs split the same samples into other numbers of micro-batches.
 
-        A loop without a set-up loader has no samples, and its micro-batches are not known.
+        Always False for a comparison of bits, in which other micro-batches are a difference. Also
+        False if the loader was not set up, since then the samples are unknown.
         """
-        if self.close is None or first.num_batches() == second.num_batches():
+        if self.close is None or first.num_micro_batches() == second.num_micro_batches():
             return False
-        return any(first.samples) and first.sample_counts() == second.sample_counts()
+        has_samples = any(first.samples)
+        return has_samples and first.sample_counts() == second.sample_counts()
 
     def _differences_across_layouts(self, first: _Step, second: _Step) -> Iterator[_Difference]:
         """Yield the values that differ among those that do not depend on the layout."""
@@ -506,16 +517,17 @@ class _Comparison:
             yield _Difference(
                 step, position=-1, rank=None, key=samples_key, first=None, second=None
             )
-        # What does not depend on the layout is read from rank 0 of each run.
-        left_rank = first.ranks[0]
-        right_rank = second.ranks[0]
-        incomparable_kinds = _kinds_that_depend_on_layout(left_rank, right_rank)
-        for position, key in _keys_with_positions(left_rank, right_rank):
-            left = left_rank.get(key)
-            right = right_rank.get(key)
-            # Each rank has its own loss, but values_of_ranks() returns that of the whole batch.
-            is_of_a_rank = key.kind != "loss" and not _is_shared(left, right)
-            if is_of_a_rank or key.kind in incomparable_kinds:
+        # Rank 0 of each run has every value that does not depend on the layout.
+        first_entries = first.ranks[0]
+        second_entries = second.ranks[0]
+        dependent_kinds = _kinds_that_depend_on_layout(first_entries, second_entries)
+        for position, key in _keys_with_positions(first_entries, second_entries):
+            # None where the run has no such value.
+            left = first_entries.get(key)
+            right = second_entries.get(key)
+            # A loss belongs to its rank, too, but values_of_ranks() combines the losses.
+            is_of_a_rank = key.kind != "loss" and not _is_synchronized(left, right)
+            if is_of_a_rank or key.kind in dependent_kinds:
                 continue
             if self._is_left_out(step, key, left, right):
                 continue
@@ -525,13 +537,21 @@ class _Comparison:
                 continue
             norm_of_kind = first.norms[0][key.kind]
             pairs = _pair_values(first.values_of_ranks(key), second.values_of_ranks(key))
-            for rank, left_value, right_value in pairs:
-                if not self._are_close(left_value, right_value, norm_of_kind):
-                    yield _Difference(step, position, rank, key, left_value, right_value)
-                    break  # one difference of a value is enough
+            for pair in pairs:
+                if not self._are_close(pair.first, pair.second, norm_of_kind):
+                    # One rank is enough for the report of a value.
+                    yield _Difference(step, position, pair.rank, key, pair.first, pair.second)
+                    break
 
     def _is_left_out(self, step: int, key: _Key, left: Entry | None, right: Entry | None) -> bool:
-        """Return whether a value cannot be compared, or need not agree."""
+        """Return whether a value cannot be compared, or need not agree.
+
+        Args:
+            step: the number of the step.
+            key: what identifies the value.
+            left: the value of the first run. None if the first run lacks it.
+            right: the value of the second run. None if the second run lacks it.
+        """
         if key.kind in _MODULE_KINDS and self.is_without_modules:
             return True
         # A run that was killed within the step lacks values that it would have recorded.
@@ -541,18 +561,22 @@ class _Comparison:
             return True
         if self.close is None:
             return False
+        if key.kind in _RANDOM_KINDS:
+            # Digests of random states can only be equal, not close.
+            return True
         if key.kind == "option":
-            # Implementations of an optimizer, such as foreach=, differ only in rounding. The name
-            # of an option has more words after it, such as its parameter group.
+            # The name is such as "foreach of group 0 of AdamW". Implementations of an optimizer,
+            # such as foreach, differ only in rounding.
             option, _, _ = key.name.partition(" ")
             return option in _IMPLEMENTATIONS
-        # After a backward pass without synchronization, FSDP has no gradients to show. Others have.
-        is_synchronized = _is_shared(left, right)
-        if key.kind == "gradient" and not is_synchronized and self._strategies_differ():
+        if _is_synchronized(left, right):
+            return False
+        # FSDP hides gradients that are not reduced, and other strategies show them.
+        if key.kind == "gradient" and self._strategies_differ():
             return True
-        # With samples in another order, only what is summed over the ranks is close.
-        is_reordered = step in self.reordered_steps and not _is_shared(left, right)
-        return is_reordered or key.kind in _RANDOM_KINDS
+        # With samples in another order, a rank has other values, and only sums over all ranks are
+        # close.
+        return step in self.reordered_steps
 
     def _strategies_differ(self) -> bool:
         """Return whether the runs have different strategies."""
@@ -582,17 +606,19 @@ class _Comparison:
             # A tensor has infinite or undefined numbers, which have no distance.
             return first.digest.hash == second.digest.hash
         precision = max(_PRECISIONS.get(first.dtype, 0), _PRECISIONS.get(second.dtype, 0))
+        # Also in proportion to the norm of the kind, the tolerance is at most `close`.
         rounding = min(self.close, _ROUNDINGS * precision) * norm_of_kind
         norm = max(first.digest.norm, second.digest.norm)
         return distance <= max(self.close * norm, rounding)
 
     def _are_texts_close(self, first: Entry, second: Entry) -> bool:
-        """Return whether two values are equal or close, of which at least one is no tensor."""
+        """Return whether two values are equal or close. At most one of them is a tensor."""
         if self.close is None:
             return first.text == second.text and first.digest == second.digest
         if first.text == second.text:
             return True
-        # Some strategies set a gradient to None where others set it to zero.
+        # A tensor of zeros is close to None: some strategies set a gradient to None where others
+        # set it to zero. No other tensor is close to a text.
         texts = {first.text, second.text}
         for digest in (first.digest, second.digest):
             if digest is not None:
@@ -651,7 +677,7 @@ class _Comparison:
         if not self.other_sample_steps:
             return lines
         start = self.other_sample_steps[0]
-        # If all steps together have the same samples, the runs only divide them in other batches.
+        # Samples that move from one step to another cancel out in the sum over all steps.
         has_other_samples = any(self.excess_samples.values())
         if has_other_samples:
             lines.append(f"other samples from step {start}")
@@ -690,7 +716,11 @@ class _Comparison:
 
 
 def _keys_with_positions(first: _Entries, second: _Entries) -> list[tuple[int, _Key]]:
-    """Return the keys of both ranks, each with how many values were recorded before it."""
+    """Return the keys of both runs, each with its position in the order of the computation.
+
+    The position is how many values of the step were recorded before. All values of one optimizer
+    step, such as the parameters, have the position of the first one.
+    """
     positions: dict[_Key, int] = {}
     for entries in (first, second):
         position = 0
@@ -704,49 +734,69 @@ def _keys_with_positions(first: _Entries, second: _Entries) -> list[tuple[int, _
     return [(position, key) for key, position in positions.items()]
 
 
-def _is_shared(first: Entry | None, second: Entry | None) -> bool:
-    """Return whether a value is meant to be the same on all ranks, in each run that has it."""
+def _is_synchronized(first: Entry | None, second: Entry | None) -> bool:
+    """Return whether a value is synchronized over the ranks in each run that has the value."""
     entries = [entry for entry in (first, second) if entry is not None]
-    return all(entry.is_shared for entry in entries)
+    return all(entry.is_synchronized for entry in entries)
 
 
 def _kinds_that_depend_on_layout(first: _Entries, second: _Entries) -> set[str]:
-    """Return the kinds whose values depend on the number of micro-batches or of ranks.
+    """Return the kinds whose values depend on the number of ranks or of micro-batches.
 
-    The runs may split a batch into other numbers of micro-batches. Then they have other numbers of
-    losses, loss weights and gradients. And gradients of weighted losses have a factor that depends
-    on the number of ranks, until clipping or the step divides them.
+    Args:
+        first: the entries of a rank of the first run, in one step.
+        second: the entries of a rank of the second run, in the same step.
     """
-    excess_counts = Counter(key.kind for key in first)
-    excess_counts.subtract(key.kind for key in second)
-    kinds = {kind for kind in _BACKWARD_KINDS if excess_counts[kind] != 0}
-    if any(key.kind == "loss weight" for key in (*first, *second)):
+    kinds: set[str] = set()
+    excess = Counter(key.kind for key in first)
+    excess.subtract(key.kind for key in second)
+    for kind in _BACKWARD_KINDS:
+        # With other numbers of micro-batches, the runs have other numbers of backward passes.
+        if excess[kind] != 0:
+            kinds.add(kind)
+    has_weights = any(key.kind == "loss weight" for key in (*first, *second))
+    if has_weights:
+        # Gradients of weighted losses have a factor that depends on the number of ranks, until
+        # clipping or the step divides them.
         kinds.add("gradient")
     return kinds
 
 
-def _pair_values(
-    first: list[Entry], second: list[Entry]
-) -> Iterator[tuple[int | None, Entry, Entry]]:
-    """Yield pairs of a value of each run, by which all values of both runs are compared.
+class _Pair(NamedTuple):
+    """A value of each run, which should be equal.
 
-    The values of a run should be equal on all its ranks, and those of the other run equal to them.
-    So each value is compared to that of the other run's first rank.
+    Attributes:
+        rank: the rank whose value is checked. None if the value belongs to all ranks.
+        first: the value of the first run.
+        second: the value of the second run.
+    """
 
-    Yields:
-        the rank in question, or None if the value belongs to all ranks, and the pair.
+    rank: int | None
+    first: Entry
+    second: Entry
+
+
+def _pair_values(first: Sequence[Entry], second: Sequence[Entry]) -> Iterator[_Pair]:
+    """Yield pairs that are all equal only if all values of both runs are equal.
+
+    The value of each rank is paired with the value of rank 0 of the other run.
+
+    Args:
+        first: a value on each rank of the first run, or a single value that belongs to all ranks.
+        second: the same for the second run.
     """
     for rank, entry in enumerate(second):
-        yield (rank if len(second) > 1 else None), first[0], entry
+        belongs_to_all_ranks = len(second) == 1
+        yield _Pair(None if belongs_to_all_ranks else rank, first[0], entry)
     for rank, entry in enumerate(first[1:], start=1):
-        yield rank, entry, second[0]
+        yield _Pair(rank, entry, second[0])
 
 
 def _estimate_distance(first: Digest, second: Digest) -> float:
     """Return an estimate of the distance of two tensors. NaN if it is not finite.
 
-    Each number of a sketch is the sum of the tensor's elements times random numbers. So its
-    difference between the tensors is about as large as the norm of their difference.
+    A number of a sketch is the dot product of the tensor with a random vector. So the difference of
+    two such numbers is about as large as the norm of the difference of the tensors.
     """
     distances = [abs(first.norm - second.norm)]
     for left, right in zip(first.sketch, second.sketch, strict=True):
@@ -779,7 +829,7 @@ def _settings_lines(first: _Run, second: _Run) -> list[str]:
 
 
 def _describe_value(entry: Entry) -> str:
-    """Return a text for a value: that of a number or string, or the norm of a tensor."""
+    """Return a text for a value. The text for a tensor is its norm, dtype and shape."""
     if entry.digest is None:
         return entry.text
     shape = "x".join(map(str, entry.shape)) or "scalar"
@@ -787,8 +837,8 @@ def _describe_value(entry: Entry) -> str:
 
 
 def _distance_lines(first: Entry, second: Entry) -> list[str]:
-    """Return a line about how far two tensors are apart, if that says anything."""
-    if first.is_shared != second.is_shared:
+    """Return a line about how far two values are apart, or no line if they have no distance."""
+    if first.is_synchronized != second.is_synchronized:
         return ["  only one of the runs has it synchronized over the ranks"]
     if first.digest is None or second.digest is None or first.shape != second.shape:
         return []
@@ -805,6 +855,7 @@ def _describe_steps(steps: Sequence[int]) -> str:
     """Return a text for numbers of steps: ``"steps 0 to 4, 8"``."""
     if not steps:
         return "no steps"
+    # The first and the last step of each run of consecutive steps.
     intervals: list[list[int]] = []
     for step in steps:
         if intervals and step == intervals[-1][1] + 1:
@@ -812,12 +863,12 @@ def _describe_steps(steps: Sequence[int]) -> str:
         else:
             intervals.append([step, step])
     texts: list[str] = []
-    for begin, end in intervals[:8]:
+    for begin, end in intervals[:_SHOWN_INTERVALS]:
         text = f"{begin} to {end}"
         if begin == end:
             text = str(begin)
         texts.append(text)
-    if len(intervals) > 8:
+    if len(intervals) > _SHOWN_INTERVALS:
         texts.append(f"... {steps[-1]}")
     word = "step" if len(steps) == 1 else "steps"
     return f"{word} {', '.join(texts)}"

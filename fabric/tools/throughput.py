@@ -24,9 +24,9 @@ __all__ = ["Throughput"]
 
 
 class _Sums(NamedTuple):
-    """The sums over ranks that are exchanged at the end of a window.
+    """The numbers of a window, of one rank or summed over ranks.
 
-    The message of a rank has the same fields, with the numbers of this rank alone.
+    Each rank sends its numbers at the end of a window, and gets the sums.
 
     Attributes:
         samples: the samples of the window.
@@ -34,7 +34,7 @@ class _Sums(NamedTuple):
         first_samples: the samples of the first step, whose FLOPs were counted.
         first_tokens: the tokens of the first step.
         first_flops: the FLOPs of the first step.
-        elapsed: nanoseconds of the window.
+        elapsed: nanoseconds of the window. As a sum, the mean times ``ranks``.
         ranks: the number of ranks.
     """
 
@@ -48,7 +48,10 @@ class _Sums(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """The FLOPs of the window, in proportion to tokens, or to samples without tokens."""
+        """The FLOPs of the window, estimated from the FLOPs of the first step.
+
+        FLOPs are taken to be in proportion to tokens, or to samples if the loop has no tokens.
+        """
         first_size = self.first_tokens or self.first_samples
         if not first_size:
             return 0.0
@@ -73,7 +76,7 @@ class Throughput:
     def __init__(
         self, fabric: Fabric, *, every: int = 50, warmup: int = 10, peak_flops: float | None = None
     ) -> None:
-        """Check the arguments. The time is measured from the end of the warm-up on."""
+        """Check the arguments. The first window begins at the end of the warm-up."""
         is_valid = every >= 1 and warmup >= 1 and (peak_flops is None or peak_flops > 0)
         if not is_valid:
             raise ConfigurationError(
@@ -109,14 +112,15 @@ class Throughput:
         if not is_first_step:
             yield
             return
-        # Without this stance, torch would never compile a module that is called for the first time
-        # within a dispatch mode, such as the counter.
+        # torch would never compile a module whose first call is within a dispatch mode, such as the
+        # counter. The stance prevents this.
         with torch.compiler.set_stance("force_eager"), self._counter:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block, such as validation. Waits for the device."""
+        # The window is made to begin later by the duration of the block.
         before = self._wait_and_read_clock()
         try:
             yield
@@ -138,8 +142,8 @@ class Throughput:
 
         Returns:
             At the end of a window ``samples_per_second``, ``tokens_per_second``,
-            ``flops_per_second`` (all processes together) and ``mfu``. Rates that are not known are
-            left out. The rates are the same on every process. At all other steps None.
+            ``flops_per_second`` (all processes together) and ``mfu``. Unknown rates are left out.
+            The rates are the same on every process. None at all other steps.
         """
         if self._steps == 0:
             self._first_samples = samples
@@ -157,7 +161,7 @@ class Throughput:
         # At the end of the warm-up there is no window yet, and only the clock starts.
         if measured_steps > 0:
             rates = self._rates(now - self._window_start)
-        # Without loggers, log_dict would warn, although the caller may need only the result.
+        # Without loggers, log_dict() would warn. The caller may only use the result.
         if rates and self._fabric.loggers:
             if step is None:
                 step = self._steps
@@ -173,8 +177,7 @@ class Throughput:
         Args:
             elapsed: nanoseconds of the window on this process.
         """
-        # The first step is the one whose FLOPs were counted: those of the window are in proportion.
-        # int() reads tensors, which waits for the device.
+        # int() reads a tensor, which waits for the device.
         counts = _Sums(
             samples=int(self._samples),
             tokens=int(self._tokens),
@@ -194,7 +197,7 @@ class Throughput:
             elapsed: nanoseconds of the window on this process.
 
         Raises:
-            UsageError: MFU is wanted, and no FLOPs were counted.
+            UsageError: no FLOPs were counted, which the MFU needs.
         """
         sums = self._sum_over_ranks(elapsed)
         if self._peak_flops and not sums.first_flops:
@@ -205,9 +208,9 @@ class Throughput:
             )
         # The mean over ranks, in seconds.
         seconds = sums.elapsed / sums.ranks / 1e9
-        # Several ranks may compute parts of the same batch, and each of them has counted all of its
-        # samples. So the sum is divided by the number of ranks that share a batch. Each rank counts
-        # only its own tokens, whose sum is right.
+        # Ranks that share a batch, as in tensor parallelism, have all counted its samples. So the
+        # sum of samples is divided by the number of ranks per batch. Tokens count only once, since
+        # each rank counts the tokens of its part.
         batch_count = self._fabric.strategy._data_parallel_communicator().size
         samples = sums.samples * (batch_count / sums.ranks)
         flops_of_one_process = sums.flops / sums.ranks / seconds
@@ -233,14 +236,15 @@ class Throughput:
 class _FlopCounter(DispatchMode):
     """A mode that counts the FLOPs of operators, by the formulas of ``torch.utils.flop_counter``.
 
-    It counts the operators that autograd and the user call. torch's ``FlopCounterMode`` would also
-    count recomputation and, for a DTensor, the work of all ranks.
+    torch's ``FlopCounterMode`` would also count recomputation and, for a DTensor, the work of all
+    ranks. This mode leaves out recomputation, and counts the work of this rank.
 
     Attributes:
         flops: the FLOPs of this rank so far.
     """
 
-    # torch reads it: operators such as flex_attention reach __torch_dispatch__, too.
+    # torch reads this attribute. True lets operators such as flex_attention reach
+    # __torch_dispatch__.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -262,16 +266,16 @@ class _FlopCounter(DispatchMode):
                 without a formula count as 0.
         """
         kwargs = kwargs or {}
-        # DTensor works out the shapes of its results with fake tensors, which compute nothing.
+        # DTensor finds the shapes of its results with fake tensors, which compute nothing.
         is_fake = FakeTensor in types
         if not is_fake and not PLAIN_TENSOR_TYPES.issuperset(types):
-            # torch then has the DTensor run the operator. The DTensor calls operators on its local
-            # tensors, which come here and are counted.
+            # The type is a subclass such as DTensor. After NotImplemented, torch has DTensor run
+            # the operator, and DTensor calls operators on local tensors, which come here.
             return NotImplemented
         result = func(*args, **kwargs)
-        # Higher-order operators (control flow, flex_attention) have no packet, and formulas are
-        # registered for them. Otherwise formulas are registered for the packet of the operator,
-        # which has all its overloads.
+        # A formula is registered for the packet of an operator, which has all its overloads.
+        # Higher-order operators (control flow, flex_attention) have no packet: the formula is
+        # registered for the operator itself.
         is_higher_order = not hasattr(func, "_overloadpacket")
         operator = func
         if not is_higher_order:
@@ -284,8 +288,9 @@ class _FlopCounter(DispatchMode):
                 suggestion="torch.utils.flop_counter.register_flop_formula for it; "
                 "or no count_flops()",
             )
-        # A backward pass enables gradients to recompute a checkpointed block, which is not work of
-        # the model. Under create_graph=True they are enabled throughout, and nothing is counted.
+        # Activation checkpointing enables gradients within a backward pass to recompute a block,
+        # which is no work of the model. Under create_graph=True, gradients are enabled in all of
+        # the backward pass, and none of it is counted.
         is_recomputed = is_in_backward() and torch.is_grad_enabled()
         if formula and not is_fake and not is_recomputed:
             self.flops += formula(*args, **kwargs, out_val=result)

@@ -29,6 +29,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -65,8 +66,22 @@ _STORE_TIMEOUT = 10.0  # seconds that rank 0 waits for the spans of the other ra
 
 # A point in time: nanoseconds, or an event on the stream of a CUDA device.
 Mark = Any
-# By phase: [seconds in the phase, seconds in which the rank may have waited for others].
-PhaseSeconds = dict[str, list[float]]
+
+
+@dataclass
+class PhaseTime:
+    """The time of a rank in a phase, in one round.
+
+    Attributes:
+        seconds: the duration of the phase, without phases inside of it.
+        possible_wait: seconds of the phase in which the rank may have waited for other ranks.
+    """
+
+    seconds: float = 0.0
+    possible_wait: float = 0.0
+
+
+PhaseTimes = dict[str, PhaseTime]  # by phase
 
 
 class Wait(str):
@@ -101,8 +116,8 @@ class _Round(NamedTuple):
     """A finished round; see ``[Note: Timeline]``.
 
     Attributes:
-        number: how many steps had ended at its end. 0 if the round is disturbed: it had work
-            outside of the loop, or a wait for the device.
+        number: how many steps of the loop had ended at the end of the round. 0 if the round is
+            disturbed: it had work outside of the loop, or a wait for the device.
         begin: the mark of its start.
         end: the mark of its end.
         spans: the spans that ended in the round.
@@ -117,46 +132,44 @@ class _Round(NamedTuple):
 class Timeline(SessionObserver):
     """Measures the phases of a session, by hooks, until it is closed; see ``[Note: Timeline]``.
 
-    A *span* is the time of one phase, such as a forward pass, from one *mark* (a point in time) to
-    another. A *round* lasts from one step of the first optimizer to its next.
+    A *mark* is a point in time. A *span* is the time of one phase, such as a forward pass, between
+    two marks. A *round* lasts from one step of the first optimizer to its next.
 
     Attributes:
-        now: returns a mark of the current time.
-        is_active: whether it measures, until it is closed.
-        steps: number of finished steps.
-        on_step: called with ``steps`` after each step. None outside of a profile.
-        trace: the latest spans, including those of steps, up to its ``maxlen``.
+        now: returns a mark of the current time: nanoseconds or, on CUDA, an event of the stream.
+        is_active: whether the hooks are there. False after :meth:`close`.
+        steps: number of finished steps of the loop: those of the first optimizer that was stepped.
+        on_step: called with ``steps`` after each step. A profile sets it, otherwise it is None.
+        trace: the latest spans, including those of steps, up to its ``maxlen``. A profile sets it.
+            Otherwise its length is 0.
     """
 
     def __init__(self, session: Session) -> None:
-        """Begin to measure the session. The caller then attaches the timeline to it."""
+        """Begin to measure the session. The caller then attaches the timeline to the session."""
         device = session.runtime.device
         # The thread of the loop. Spans of other threads, such as savers, do not count.
         self._thread = get_ident()
-        self._has_peers = session.runtime.world.world_size > 1
+        self._has_other_ranks = session.runtime.world.world_size > 1
         self._is_cuda = device.type == "cuda"
-        # Returns the current time: nanoseconds or, for CUDA, an event on the stream.
         self.now: Callable[[], Mark] = time_ns
         if self._is_cuda:
             self.now = partial(_record_event, device)
-        # Set by a profile: called after each step with the number of finished steps.
         self.on_step: Callable[[int], None] | None = None
-        # Keeps no spans, until a profile sets a longer deque.
         self.trace: deque[_Span] = deque(maxlen=0)
         self.steps = 0
-        # The id() of the first optimizer that was stepped. Only its steps are counted in ``steps``.
+        # The id() of the first optimizer that was stepped.
         self._first_optimizer_id: int | None = None
-        # When the latest gradient of the current backward pass was ready. None before the first.
+        # When the latest gradient of the current backward pass was ready. None if none is ready.
         self._last_gradient_time: Mark | None = None
-        # Nested spans: the last one is the innermost.
-        self._open: list[_OpenSpan] = []
+        # Each span is inside of the span before it.
+        self._open_spans: list[_OpenSpan] = []
         # The finished spans of the current round.
         self._spans: list[_Span] = []
         self._rounds: deque[_Round] = deque(maxlen=_KEPT_ROUNDS)
-        self._round_began = self.now()
-        self._step_began = self._round_began
-        # Whether the current round has work outside of the loop, as the first one has.
-        self._is_disturbed = True
+        self._round_start = self.now()
+        self._step_start = self._round_start
+        # Whether the current round is disturbed; see _Round. The first one has the setup.
+        self._is_round_disturbed = True
         # close() closes this stack, which removes the hooks.
         self._hooks = ExitStack()
         self.is_active = True
@@ -174,42 +187,43 @@ class Timeline(SessionObserver):
         self._record_between("backward", session.backward_hooks)
         recorder = session.runtime.recorder
         if recorder is not None:
-            # close() puts the earlier context back.
             earlier_context = recorder.collective_context
             self._hooks.callback(setattr, recorder, "collective_context", earlier_context)
             recorder.collective_context = self._around_collective
 
     @contextmanager
     def _around_collective(self, call: object) -> Iterator[None]:
-        """Record the block, which runs one collective, as a wait. ``str(call)`` names it."""
+        """Record the block, which runs one collective, as a wait with the name ``str(call)``."""
         with self.during(Wait(call)):
             yield
 
     @override
     def close(self) -> None:
-        """Remove all hooks. What was measured is kept."""
+        """Remove all hooks. :meth:`totals` still works."""
         self._hooks.close()
         self.is_active = False
 
     @override
     def on_setup(self, model: FabricModule) -> None:
-        """Record the forward passes of a module, and when its gradients and buffers are ready.
+        """Record the forward passes of a module, and the times in which it may wait for ranks.
 
-        The session calls it for each module that is set up. A sharded module waits in FSDP's
-        collectives. Any other module may wait for gradients and buffers of DDP.
+        The session calls this method for each module that is set up. A sharded module waits in
+        FSDP's collectives. Any other module may wait until DDP has reduced its gradients, or has
+        broadcast its buffers.
         """
         contract = model._fabric_contract
         self._record_between("forward", model._fabric_hooks)
         if contract.is_sharded:
             wrap_collectives(model._fabric_prepared, self._around_collective, self._hooks)
             return
-        if not self._has_peers:
+        if not self._has_other_ranks:
             return
+        # A rank waits from its last gradient on.
         for parameter in contract.parameters().values():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
                 self._hooks.callback(handle.remove)
-        # DDP broadcasts the buffers at the start of a forward pass.
+        # DDP broadcasts the buffers before the forward of the user's module.
         has_buffers = next(contract.module.buffers(), None) is not None
         if contract.needs_forward and has_buffers:
             before_forward = contract.module.register_forward_pre_hook(self._record_buffers_wait)
@@ -217,12 +231,17 @@ class Timeline(SessionObserver):
 
     @override
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the same batches. Fetching each of them is a phase, as long as this is active."""
-        return self._with_timed_fetches(batches) if self.is_active else batches
+        """Return an iterator of the same batches, which records the fetch of each as a phase.
+
+        The session calls this method for each iteration over a loader.
+        """
+        if not self.is_active:
+            return batches
+        return self._with_timed_fetches(batches)
 
     def _with_timed_fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches. The time in which each is fetched is a span ``"data"``."""
-        # fetch(batches, default) is next(batches, default) within a new span "data".
+        # A context manager decorates next(): fetch() calls next() within a new span.
         fetch = self.during("data")(next)
         while True:
             batch = fetch(batches, _END_OF_BATCHES)
@@ -234,8 +253,13 @@ class Timeline(SessionObserver):
     def around_phase(
         self, name: str, context: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
-        """Return a context around ``context`` that is recorded as a span, if this is active."""
-        return self._recorded_context(name, context) if self.is_active else context
+        """Return ``context``, or a context that also records the phase as a span.
+
+        The session calls this method for its own phases, such as a save.
+        """
+        if not self.is_active:
+            return context
+        return self._recorded_context(name, context)
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -252,8 +276,8 @@ class Timeline(SessionObserver):
         with self.during(name), context:
             yield
 
-    def totals(self) -> dict[int, PhaseSeconds]:
-        """Return the seconds in each phase of the latest rounds, by number of the round.
+    def totals(self) -> dict[int, PhaseTimes]:
+        """Return the times of each phase of the latest rounds, by number of the round.
 
         Disturbed rounds are left out. If all finished rounds are disturbed, the result has only the
         last one. If none is finished, the result has the current round. Waits for the device.
@@ -264,19 +288,20 @@ class Timeline(SessionObserver):
             rounds = list(self._rounds)
         if not rounds:
             unfinished = _Round(
-                number=0, begin=self._round_began, end=self.now(), spans=self._spans
+                number=0, begin=self._round_start, end=self.now(), spans=self._spans
             )
             rounds = [unfinished]
         # The events of a CUDA device can be read only once the device has reached them.
         self.wait()
-        totals: dict[int, PhaseSeconds] = {}
-        for finished in rounds:
-            totals[finished.number] = _seconds_by_phase(finished)
+        totals: dict[int, PhaseTimes] = {}
+        for latest_round in rounds:
+            # If all are disturbed, all have the number 0, and the last one remains.
+            totals[latest_round.number] = _times_by_phase(latest_round)
         return totals
 
     def wait(self) -> None:
         """Wait for the device, and mark the current round as disturbed by the wait."""
-        self._is_disturbed = True
+        self._is_round_disturbed = True
         if self._is_cuda:
             torch.accelerator.synchronize()
 
@@ -284,79 +309,79 @@ class Timeline(SessionObserver):
         """Record what runs between the hooks as spans of this name, until :meth:`close`."""
         before = partial(self._begin_span, name)
         after = partial(self._end_span, name)
-        # These hooks come first in both lists. So other hooks before the phase count as part of the
-        # phase, and other hooks after it do not.
+        # First in both lists: the time of other hooks before the phase counts as part of the phase,
+        # and the time of other hooks after the phase does not.
         hooks.before.insert(0, before)
         hooks.after.insert(0, after)
         self._hooks.callback(hooks.before.remove, before)
         self._hooks.callback(hooks.after.remove, after)
 
     def _is_in_loop(self) -> bool:
-        """Return whether the caller runs in the loop's thread, or in a backward pass.
-
-        A backward pass may run in a thread of autograd, and belongs to the loop.
-        """
+        """Return whether the caller is in the loop's thread, or in a thread of autograd."""
         return get_ident() == self._thread or is_in_backward()
 
     def _is_open(self, name: str) -> bool:
-        return any(span.name == name for span in self._open)
+        """Return whether a span of this name has begun and has not ended."""
+        return any(span.name == name for span in self._open_spans)
 
     def _begin_span(self, name: str) -> None:
-        """Begin a span, inside of the spans that are open. Ignored outside of the loop."""
-        if self._is_in_loop():
-            if name == "backward":
-                # The time in an earlier backward pass must not count for this one.
-                self._last_gradient_time = None
-            self._open.append(_OpenSpan(name, self.now()))
+        """Begin a span inside of the open spans. Ignored in other threads than the loop's."""
+        if not self._is_in_loop():
+            return
+        if name == "backward":
+            # Forget the last gradient of the backward pass before.
+            self._last_gradient_time = None
+        self._open_spans.append(_OpenSpan(name, self.now()))
 
     def _end_span(self, name: str, *_: object) -> None:
-        """End the innermost span of a name, and the spans inside of it.
+        """End the innermost span of a name, and the spans inside of that span.
 
-        Ignored if no such span is open, for example since it was begun before the hooks were there.
-        The other arguments are those of a hook, and are not used.
+        Ignored if no span of this name is open: the phase may have begun before the hooks were
+        added. The other arguments are those of a hook, and are not used.
         """
         if not self._is_in_loop() or not self._is_open(name):
             return
         end = self.now()
         ended_name = None
-        # Usually this is one span. Inner spans are still open only if an error skipped their end.
+        # Usually the span is the innermost one. Spans inside of it are still open only if an error
+        # has skipped their end.
         while ended_name != name:
-            ended_name, begin = self._open.pop()
+            ended_name, begin = self._open_spans.pop()
             outer = _OTHER
-            if self._open:
-                outer = self._open[-1].name
-            self._keep_span(_Span(ended_name, outer=outer, begin=begin, end=end))
+            if self._open_spans:
+                outer = self._open_spans[-1].name
+            self._add_span(_Span(ended_name, outer=outer, begin=begin, end=end))
         if name == "backward" and self._last_gradient_time is not None:
-            # After its last gradient, the rank only waits for the reduction of gradients. A name
-            # that is a Wait makes the span a wait.
+            # After its last gradient, the rank only waits for the reduction of gradients.
             wait = Wait("gradients")
-            self._keep_span(_Span(wait, outer=name, begin=self._last_gradient_time, end=end))
+            self._add_span(_Span(wait, outer=name, begin=self._last_gradient_time, end=end))
 
-    def _keep_span(self, span: _Span) -> None:
+    def _add_span(self, span: _Span) -> None:
+        """Add a finished span to the current round and to the trace of a profile."""
         self._spans.append(span)
         self.trace.append(span)
 
     def _record_gradient_time(self, *_: object) -> None:
-        """Record the time. A hook of each parameter, which runs when its gradient is computed."""
+        """Record the time. torch calls this hook when the gradient of any parameter is computed."""
         self._last_gradient_time = self.now()
 
     def _record_buffers_wait(self, *_: object) -> None:
         """Record the time since the forward pass began as a wait.
 
-        A hook before the forward of the user's module, which DDP runs once it has broadcast the
-        buffers.
+        A hook before the forward of the user's module. DDP calls this forward after it has
+        broadcast the buffers.
         """
-        if self._open and self._open[-1].name == "forward":
-            begin = self._open[-1].begin
-            self._keep_span(_Span(Wait("buffers"), outer="forward", begin=begin, end=self.now()))
+        if self._open_spans and self._open_spans[-1].name == "forward":
+            begin = self._open_spans[-1].begin
+            self._add_span(_Span(Wait("buffers"), outer="forward", begin=begin, end=self.now()))
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
-        """Begin the span of an optimizer's step. A hook of torch for all optimizers.
+        """Begin the span of an optimizer's step. End the round before a step of the loop.
 
-        The step of the first optimizer that was stepped also ends the round.
+        torch calls this hook before each step of any optimizer.
         """
-        # If step() calls the step() of its base class, torch runs this hook for both of them. The
-        # span covers the outer call.
+        # The step() of a subclass calls the step() of its base class. torch calls the hook for
+        # both, and the span covers the outer call.
         if self._is_open("optimizer"):
             return
         if self._first_optimizer_id is None:
@@ -369,20 +394,20 @@ class Timeline(SessionObserver):
         """Keep the current round, and begin the next one."""
         now = self.now()
         # totals() leaves out rounds with the number 0, if there are others.
-        number = 0 if self._is_disturbed else self.steps
-        finished = _Round(number=number, begin=self._round_began, end=now, spans=self._spans)
+        number = 0 if self._is_round_disturbed else self.steps
+        finished = _Round(number=number, begin=self._round_start, end=now, spans=self._spans)
         self._rounds.append(finished)
-        self._round_began = now
+        self._round_start = now
         self._spans = []
-        self._is_disturbed = False
+        self._is_round_disturbed = False
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
-        """End the span of an optimizer's step. A hook of torch for all optimizers.
+        """End the span of an optimizer's step. The first optimizer also ends the loop's step.
 
-        The step of the first optimizer that was stepped also ends the step of the loop.
+        torch calls this hook after each step of any optimizer.
         """
-        # If step() calls the step() of its base class, torch runs this hook for both of them. The
-        # first run, for the base class, has ended the span.
+        # The step() of a subclass calls the step() of its base class. torch calls the hook for
+        # both, and the call for the base class has ended the span.
         if not self._is_open("optimizer"):
             return
         self._end_span("optimizer")
@@ -390,11 +415,11 @@ class Timeline(SessionObserver):
         if self._first_optimizer_id != id(optimizer):
             return
         now = self.now()
-        # Steps are numbered from 0, so the number of a step is the number of steps before it.
+        # The number of a step is the number of steps before it.
         name = f"step {self.steps}"
-        self.trace.append(_Span(name, outer=_OTHER, begin=self._step_began, end=now))
+        self.trace.append(_Span(name, outer=_OTHER, begin=self._step_start, end=now))
         self.steps += 1
-        self._step_began = now
+        self._step_start = now
         if self.on_step is not None:
             self.on_step(self.steps)
 
@@ -413,26 +438,25 @@ def _nanoseconds(begin: Mark, end: Mark) -> float:
     return 1e6 * milliseconds
 
 
-def _seconds_by_phase(finished: _Round) -> PhaseSeconds:
-    """Return the seconds in each phase of a round. The seconds add up to the duration of the round.
+def _times_by_phase(finished: _Round) -> PhaseTimes:
+    """Return the times of each phase of a round. Their seconds add up to the round's duration.
 
     The time of a phase inside of another phase counts only for the inner one.
     """
-    # The first number is the time in the phase. The second one is the time of possible waits.
-    totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    totals[_OTHER][0] = _nanoseconds(finished.begin, finished.end) / 1e9
+    times: defaultdict[str, PhaseTime] = defaultdict(PhaseTime)
+    # _OTHER is the outer phase of phases that are in no other phase.
+    times[_OTHER].seconds = _nanoseconds(finished.begin, finished.end) / 1e9
     for span in finished.spans:
         seconds = _nanoseconds(span.begin, span.end) / 1e9
         is_wait = isinstance(span.name, Wait)
         if is_wait:
-            # A wait is part of the outer phase, and is not taken out of its seconds.
-            totals[span.outer][1] += seconds
+            # A wait is a part of its outer phase.
+            times[span.outer].possible_wait += seconds
         else:
-            # The outer phase has begun with its whole duration, which includes this phase. Outside
-            # of all phases, _OTHER has begun with the duration of the round.
-            totals[span.name][0] += seconds
-            totals[span.outer][0] -= seconds
-    return dict(totals)
+            # The span of the outer phase includes this span, which counts only once.
+            times[span.name].seconds += seconds
+            times[span.outer].seconds -= seconds
+    return dict(times)
 
 
 class Timings(NamedTuple):
@@ -485,10 +509,7 @@ def _time_and_rank(times: Sequence[float], seconds: float) -> str:
 
 
 def _latest_timeline(session: Session) -> Timeline | None:
-    """Return the timeline that observes a session, or that has observed it last.
-
-    None if there was no timeline.
-    """
+    """Return the timeline of a session, active or closed. None if there has been none."""
     for observer in session.observers:
         if isinstance(observer, Timeline):
             return observer
@@ -513,7 +534,7 @@ def timings(session: Session) -> Timings:
     phases = _phases_of(totals_by_rank, round_numbers)
     # Both have the dimensions (rounds, ranks, phases).
     seconds, possible_waits = _as_tensors(totals_by_rank, round_numbers, phases)
-    # The least time of any rank is the communication itself; see [Note: Timeline].
+    # The rank that comes last does not wait: its time is that of the communication itself.
     communication = possible_waits.amin(dim=1, keepdim=True)
     waits = possible_waits - communication
     own = seconds - waits
@@ -530,7 +551,7 @@ def timings(session: Session) -> Timings:
     )
 
 
-def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseSeconds]]) -> list[int]:
+def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseTimes]]) -> list[int]:
     """Return the numbers of the rounds that all ranks have in their totals.
 
     Args:
@@ -545,7 +566,7 @@ def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseSeconds]]) -> list
 
 
 def _phases_of(
-    totals_by_rank: Sequence[Mapping[int, PhaseSeconds]], round_numbers: Sequence[int]
+    totals_by_rank: Sequence[Mapping[int, PhaseTimes]], round_numbers: Sequence[int]
 ) -> list[str]:
     """Return the names of the phases of some rounds, in the order in which they appear."""
     phases: dict[str, None] = {}  # a dict keeps the order, unlike a set
@@ -556,7 +577,7 @@ def _phases_of(
 
 
 def _as_tensors(
-    totals_by_rank: Sequence[Mapping[int, PhaseSeconds]],
+    totals_by_rank: Sequence[Mapping[int, PhaseTimes]],
     round_numbers: list[int],
     phases: list[str],
 ) -> tuple[Tensor, Tensor]:
@@ -566,20 +587,23 @@ def _as_tensors(
     did not have.
 
     Args:
-        totals_by_rank: for each rank, its seconds by number of the round and phase.
+        totals_by_rank: for each rank, its times by number of the round and phase.
         round_numbers: the rounds to return, which all ranks have.
         phases: the names of the phases.
     """
-    rows: list[list[list[list[float]]]] = []
+    no_time = PhaseTime()
+    seconds: list[float] = []
+    possible_waits: list[float] = []
     for number in round_numbers:
-        row: list[list[list[float]]] = []
         for totals in totals_by_rank:
-            phase_seconds = totals[number]
-            row.append([phase_seconds.get(phase, [0.0, 0.0]) for phase in phases])
-        rows.append(row)
-    # The last dim has the two numbers of each phase.
-    seconds, possible_waits = torch.tensor(rows, dtype=torch.float64).unbind(dim=-1)
-    return seconds, possible_waits
+            for phase in phases:
+                phase_time = totals[number].get(phase, no_time)
+                seconds.append(phase_time.seconds)
+                possible_waits.append(phase_time.possible_wait)
+    shape = (len(round_numbers), len(totals_by_rank), len(phases))
+    seconds_tensor = torch.tensor(seconds, dtype=torch.float64).view(shape)
+    waits_tensor = torch.tensor(possible_waits, dtype=torch.float64).view(shape)
+    return seconds_tensor, waits_tensor
 
 
 def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, str], float]:
@@ -600,12 +624,12 @@ def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, s
     for own_seconds, waits in zip(own, waited, strict=True):
         # The rank that waited least came last, so the other ranks waited for it.
         last_rank = int(waits.argmin())
-        # By phase, how much longer the last rank took than the fastest one. The others are taken
-        # to have waited for the phase in which that is most.
+        # By phase, how much longer the last rank took than the fastest rank. The delay is put down
+        # to the phase with the largest excess.
         excess = own_seconds[last_rank] - own_seconds.amin(dim=0)
         phase = phases[int(excess.argmax())]
         others_waited = float((waits - waits.min()).sum())
-        # The mean over the other ranks, as a part of the mean over the rounds.
+        # A mean over the other ranks, and a summand of the mean over rounds.
         delays[last_rank, phase] += others_waited / (ranks - 1) / rounds
     longest_first = sorted(delays.items(), key=lambda item: -item[1])
     return dict(longest_first)
@@ -643,7 +667,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     # An error of rank 0 in this block is raised on all ranks.
     with rank_zero_first(communicator):
         if session.runtime.store.rank == 0:
-            # Opened now for its error: the trace is written only at the end.
+            # The trace is written at the end. Opening the file now raises an error early.
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
     clock = _synchronize_clocks(communicator)
@@ -661,11 +685,11 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
 
 
 class _Clock(NamedTuple):
-    """How this process's clock relates to rank 0's; see ``[Note: Clocks]``.
+    """The clock of a trace, which is rank 0's; see ``[Note: Clocks]``.
 
     Attributes:
-        start: the time on rank 0's clock at which the trace begins, in nanoseconds.
-        lead: how far this process's clock is ahead of rank 0's, in nanoseconds.
+        start: the time at which the trace begins on rank 0's clock, in nanoseconds.
+        lead: how far this process's clock is ahead of rank 0's clock, in nanoseconds.
     """
 
     start: int
@@ -681,8 +705,8 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
         communicator.barrier("fabric.profile")
         exits.append(time_ns())
     entries_of_rank0 = communicator.broadcast_object(entries, 0)
-    # Times from rank 0's entry to this rank's exit. Each lead is the difference of the clocks plus
-    # the duration of a barrier. So the least lead is the nearest to the difference of the clocks.
+    # From rank 0's entry to this rank's exit, the two clocks show the lead of this rank's clock
+    # plus the duration of a barrier. So the least difference is the nearest to the lead.
     leads: list[int] = []
     for entered, exited in zip(entries_of_rank0, exits, strict=True):
         leads.append(exited - entered)
@@ -690,9 +714,11 @@ def _synchronize_clocks(communicator: Communicator) -> _Clock:
 
 
 def _require_contiguous(call_text: str, steps: Any) -> None:
-    """Raise a ConfigurationError unless ``steps`` is a contiguous range.
+    """Raise a ConfigurationError unless ``steps`` is a contiguous range that begins at 0 or later.
 
-    ``call_text`` is the user's call, for the error. ``steps`` may have any type.
+    Args:
+        call_text: the user's call, for the error.
+        steps: an object of any type.
     """
     is_contiguous = isinstance(steps, range) and steps.step == 1 and 0 <= steps.start < steps.stop
     if not is_contiguous:
@@ -729,11 +755,12 @@ class _Profile:
         self._collectives: list[ProfiledCollective] = []
         self._add_metadata("process_name", f"rank {self._store.rank}")
         self._add_metadata("thread_name", "phases")
-        # The calls to make at the end, in reverse order: the trace is written last.
+        # Closed after the last step, or by close(). It makes its calls in reverse order, so that
+        # the trace is written after the calls of _begin_recording().
         self._at_end = ExitStack()
         self._at_end.callback(self._publish_and_write)
         timeline.on_step = self._on_step
-        # As after a step: this begins the recording if the steps begin at 0.
+        # Begins the recording if the steps begin at 0.
         self._on_step(timeline.steps)
 
     def close(self) -> None:
@@ -755,8 +782,7 @@ class _Profile:
         end the profile of collectives, and add the events of spans and collectives.
         """
         timeline = self._timeline
-        # The device must be idle, so that its mark and the clock of the host are read at the same
-        # moment.
+        # Once the device is idle, its mark and the time of the host belong to the same moment.
         timeline.wait()
         start_mark = timeline.now()
         start_ns = time_ns()
@@ -765,15 +791,16 @@ class _Profile:
         self._at_end.enter_context(profiled(self._device, self._collectives))
         self._at_end.callback(timeline.wait)
 
-    def _add_recorded_events(self, mark: Mark, began: int) -> None:
+    def _add_recorded_events(self, start_mark: Mark, start_ns: int) -> None:
         """Add the events of the spans and collectives that were recorded.
 
         Args:
-            mark: a mark of the timeline. The begin of a span is its distance from this mark.
-            began: the time of the mark, on this process's clock, in nanoseconds.
+            start_mark: the mark at which the recording began. Marks of a device have no time, only
+                a distance from each other.
+            start_ns: the time of this mark on this process's clock, in nanoseconds.
         """
         for span in self._timeline.trace:
-            begin = began + _nanoseconds(mark, span.begin)
+            begin = start_ns + _nanoseconds(start_mark, span.begin)
             duration = _nanoseconds(span.begin, span.end)
             # The format wants the duration of a complete event ("X") in microseconds.
             self._add_event("X", span.name, begin, track=0, dur=duration / 1e3)
@@ -806,33 +833,39 @@ class _Profile:
         self._events.append({**event, **options})
 
     def _add_metadata(self, kind: str, name: str) -> None:
-        """Add the name of this process or of its track of phases."""
+        """Add the name of this process, or of its track of phases, which is track 0.
+
+        Args:
+            kind: ``"process_name"`` or ``"thread_name"``.
+            name: the name that is shown.
+        """
         event = {"ph": "M", "name": kind, "pid": self._store.rank, "tid": 0, "args": {"name": name}}
         self._events.append(event)
 
     def _publish_and_write(self) -> None:
         """Publish the events of this rank. On rank 0, write the events of all ranks.
 
-        Runs once, at the end of the profile. Not collective: ranks may end early or not at all.
+        Called once, at the end of the profile. Not collective, since other ranks may end earlier,
+        or never.
         """
         self._timeline.on_step = None
         # A deque of length 0 keeps nothing: this ends the recording.
         self._timeline.trace = deque(maxlen=0)
-        # The ranks have agreed on the start of the clock. So the topic is the same on all ranks,
-        # and differs between profiles.
+        # The start is rank 0's time, so all ranks have the same topic, and each profile another.
         topic = f"trace/{self._clock.start}"
         try:
             self._store.publish(topic, self._events)
             if self._store.rank == 0:
                 self._write_of_all_ranks(topic)
-        # A warning only: an error must not end the job, or hide an error of the profiled block.
+        # Only a warning, so that a trace that fails neither ends the job nor hides an error of the
+        # profiled block.
         except (OSError, RuntimeError) as error:
             warnings.warn(f"{self._target} was not written: {error}", stacklevel=2)
 
     def _write_of_all_ranks(self, topic: str) -> None:
         """Write the events that the ranks have published. Warns of ranks that are missing."""
         ranks = range(self._store.size)
-        # Waits for the other ranks. The result lacks a rank that does not publish in this time.
+        # The result lacks a rank that does not publish its events in this time.
         events_by_rank = self._store.read(topic, ranks, max_wait=_STORE_TIMEOUT)
         trace: list[dict[str, Any]] = []
         for events in events_by_rank.values():
