@@ -304,8 +304,9 @@ def call_site(collective: Collective) -> object:
     call = collective.call
     if call is not None and call.call_site is not None:
         return call.call_site
-    # The three innermost callers are functions of fabric in any case. user_call() returns None in
-    # the threads in which autograd runs backward passes: their stack has no frame of user code.
+    # The search for a line of the user begins at the third caller, since the nearer callers are
+    # always functions of fabric. user_call() finds no such line in the threads in which autograd
+    # runs backward passes.
     return user_call(sys._getframe(3)) or "a backward pass"
 
 

@@ -54,13 +54,15 @@ _TORCH_SETTINGS = [
 class ProcessLauncher(base.Launcher):
     """A launcher that runs a function in new processes on this machine.
 
-    ``"spawn"`` starts a new interpreter for each rank. It is the slowest start method and isolates
-    ranks best. ``"forkserver"`` forks from a server process that has torch loaded and lives as long
-    as this process. It isolates ranks as well as spawn, and a second launch takes hundredths of a
-    second. ``"fork"`` copies this process, so that nothing has to be pickled. It is refused once
-    CUDA is initialized. Its ranks run with one thread per operation, because the thread pool of an
-    operation that ran before the fork does not exist in the copy, and waiting for that pool would
-    hang. Do not raise the number of threads in such a rank.
+    - ``"spawn"`` starts a new interpreter for each rank. It is the slowest start method, and
+      isolates ranks best.
+    - ``"forkserver"`` forks ranks from a server process that has torch loaded and lives as long as
+      this process. It isolates ranks as well as spawn. A second launch takes hundredths of a
+      second.
+    - ``"fork"`` copies this process, so that nothing has to be pickled. A launch is refused once
+      CUDA is initialized. The ranks run with one thread per operation, because the copy has the
+      thread pools of this process without their threads, and an operation would wait for these
+      threads forever. Do not raise the number of threads in such a rank.
 
     Functions of importable modules are sent by name. Closures, lambdas and functions that a script
     or notebook defines are sent by value with ``cloudpickle``. Without ``cloudpickle`` a function
@@ -142,13 +144,14 @@ class ProcessLauncher(base.Launcher):
                 if self.name != "fork":
                     # An argument that cannot be pickled raises here, before a process is started.
                     payload = payload_of_call(call, argument_file.path)
+                # Only the supervisor's waits act on signals. One may have come during the pickling.
                 supervisor.raise_if_signaled()
                 supervisor.start(start_process, worlds, payload, spec.results)
                 pickled_results = supervisor.wait_for_ranks()
                 # Loaded here, since the tensors are in files that the supervisor removes. A rank
                 # that spec.results does not select has sent a pickled None.
                 results = [load(pickled_result) for pickled_result in pickled_results]
-                supervisor.raise_if_signaled()
+                supervisor.raise_if_signaled()  # a signal may have come during the loading
         except KeyboardInterrupt:
             # The supervisor raises KeyboardInterrupt for every signal that ends a job. For a signal
             # other than SIGINT, _exit_by_signal() raises SystemExit instead.
@@ -303,8 +306,10 @@ def _sources_without_file() -> dict[str, Any]:
     """
     sources: dict[str, Any] = {}
     for name, entry in linecache.cache.items():
-        has_been_read = len(entry) == 4
-        if has_been_read and entry[1] is None:
+        if len(entry) == 1:
+            continue
+        _, modification_time, _, _ = entry
+        if modification_time is None:
             sources[name] = entry
     return sources
 

@@ -162,7 +162,8 @@ class Failure:
             connection, a timeout).
         has_lost_peer: whether the error says that another process has closed its connection. That
             process may have ended normally.
-        time: when the error was noticed, in seconds on the system-wide monotonic clock.
+        time: when the error was noticed, in seconds on the monotonic clock, which all processes of
+            a machine share. Default: now.
     """
 
     text: str
