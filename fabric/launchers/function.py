@@ -306,7 +306,7 @@ def _sources_without_file() -> dict[str, Any]:
     """
     sources: dict[str, Any] = {}
     for name, entry in linecache.cache.items():
-        if len(entry) == 1:
+        if len(entry) != 4:
             continue
         _, modification_time, _, _ = entry
         if modification_time is None:
