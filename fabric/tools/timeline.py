@@ -69,7 +69,7 @@ Mark = Any
 
 
 @dataclass
-class PhaseTime:
+class _PhaseTime:
     """The time of a rank in a phase, in one round.
 
     Attributes:
@@ -81,7 +81,7 @@ class PhaseTime:
     possible_wait: float = 0.0
 
 
-PhaseTimes = dict[str, PhaseTime]  # by phase
+_PhaseTimes = dict[str, _PhaseTime]  # by phase
 
 
 class Wait(str):
@@ -276,7 +276,7 @@ class Timeline(SessionObserver):
         with self.during(name), context:
             yield
 
-    def totals(self) -> dict[int, PhaseTimes]:
+    def totals(self) -> dict[int, _PhaseTimes]:
         """Return the times of each phase of the latest rounds, by number of the round.
 
         Disturbed rounds are left out. If all finished rounds are disturbed, the result has only the
@@ -293,7 +293,7 @@ class Timeline(SessionObserver):
             rounds = [unfinished]
         # The events of a CUDA device can be read only once the device has reached them.
         self.wait()
-        totals: dict[int, PhaseTimes] = {}
+        totals: dict[int, _PhaseTimes] = {}
         for latest_round in rounds:
             # If all are disturbed, all have the number 0, and the last one remains.
             totals[latest_round.number] = _times_by_phase(latest_round)
@@ -438,12 +438,12 @@ def _nanoseconds(begin: Mark, end: Mark) -> float:
     return 1e6 * milliseconds
 
 
-def _times_by_phase(finished: _Round) -> PhaseTimes:
+def _times_by_phase(finished: _Round) -> _PhaseTimes:
     """Return the times of each phase of a round. Their seconds add up to the round's duration.
 
     The time of a phase inside of another phase counts only for the inner one.
     """
-    times: defaultdict[str, PhaseTime] = defaultdict(PhaseTime)
+    times: defaultdict[str, _PhaseTime] = defaultdict(_PhaseTime)
     # _OTHER is the outer phase of phases that are in no other phase.
     times[_OTHER].seconds = _nanoseconds(finished.begin, finished.end) / 1e9
     for span in finished.spans:
@@ -551,7 +551,7 @@ def timings(session: Session) -> Timings:
     )
 
 
-def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseTimes]]) -> list[int]:
+def _common_rounds(totals_by_rank: Sequence[Mapping[int, _PhaseTimes]]) -> list[int]:
     """Return the numbers of the rounds that all ranks have in their totals.
 
     Args:
@@ -566,7 +566,7 @@ def _common_rounds(totals_by_rank: Sequence[Mapping[int, PhaseTimes]]) -> list[i
 
 
 def _phases_of(
-    totals_by_rank: Sequence[Mapping[int, PhaseTimes]], round_numbers: Sequence[int]
+    totals_by_rank: Sequence[Mapping[int, _PhaseTimes]], round_numbers: Sequence[int]
 ) -> list[str]:
     """Return the names of the phases of some rounds, in the order in which they appear."""
     phases: dict[str, None] = {}  # a dict keeps the order, unlike a set
@@ -577,7 +577,7 @@ def _phases_of(
 
 
 def _as_tensors(
-    totals_by_rank: Sequence[Mapping[int, PhaseTimes]],
+    totals_by_rank: Sequence[Mapping[int, _PhaseTimes]],
     round_numbers: list[int],
     phases: list[str],
 ) -> tuple[Tensor, Tensor]:
@@ -591,7 +591,7 @@ def _as_tensors(
         round_numbers: the rounds to return, which all ranks have.
         phases: the names of the phases.
     """
-    no_time = PhaseTime()
+    no_time = _PhaseTime()
     seconds: list[float] = []
     possible_waits: list[float] = []
     for number in round_numbers:
