@@ -437,7 +437,7 @@ def _can_read_ray() -> bool:
     if RayEnvironment().detect(os.environ) is None:
         return False
     try:
-        _has_ray_preemption()
+        _has_ray_preemption()  # called only for its errors
     except (ImportError, AttributeError, RuntimeError) as error:
         warnings.warn(
             "should_stop follows the time limit only, and not the preemptions of Ray, which this "

@@ -744,7 +744,7 @@ def _flush_files(freeze_probe: list[Any] | None) -> None:
     """Flush all open files of this process, which ends without the interpreter's finalization.
 
     Args:
-        freeze_probe: a list that was made when this process began, or None.
+        freeze_probe: a list that was made when this process began. None if there is no such list.
     """
     gc.disable()  # the process ends, so a collection of garbage would only take time
     # gc.get_objects() leaves out frozen objects. In a forked rank, these are the objects of the

@@ -837,8 +837,8 @@ class Supervisor:
         outcome = describe_exit(exit_code)
         title = f"rank {cause.global_rank} of {cause.config.world.world_size}"
         if exit_code == 0:
-            # This rank has no error to show: it left early. The error of another rank shows where
-            # it was missed.
+            # A rank that has left early has no error. The earliest error of another rank shows
+            # where this rank was missed.
             text = _first_consequence(failures, cause=f"{title} {outcome}")
         elif cause.failure is not None:
             text = cause.failure.text
