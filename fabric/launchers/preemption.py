@@ -290,7 +290,7 @@ class StopRequest:
     def close(self) -> None:
         """Restore the signal handlers, and let the other ranks agree without this one.
 
-        May be called from any thread, and more than once.
+        Call this method once, in any thread.
         """
         self._stop_listening()
         # After a DistError, the store has ended, and no rank waits for the answer of this one.

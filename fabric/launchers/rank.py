@@ -543,7 +543,8 @@ class SignalHandler:
         listeners: functions to call with the number of a signal that asks the job to save. While
             there are listeners, a signal other than SIGINT does not raise.
         handled_by_listeners: the numbers of the signals that listeners have been called with.
-        last_raised: the exception that the handler raised last, or None.
+        last_raised: the exception that the handler raised last, or None. The hook of
+            :func:`_repeat_lost_signals` compares it with an exception that was dropped.
         last_raised_for: the number of the signal for which ``last_raised`` was raised, or 0.
     """
 
@@ -594,8 +595,8 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     """Make the signals that end a job raise in the main thread. Call this once, in the main thread.
 
     Args:
-        on_signal: called with the number of such a signal, once a handler in this process has
-            handled the signal. The call is made in a thread that this function starts.
+        on_signal: tells the supervisor that this rank has handled a signal. It is called with the
+            number of a signal that ends a job, in a thread that this function starts.
     """
     handler = SignalHandler()
     for number in ending_signals():
@@ -607,7 +608,7 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     # does not interrupt the wait, and the handler does not run. So the interpreter writes the
     # number of each signal to a pipe, and another thread reads it and wakes the main thread.
     reading_end, writing_end = os.pipe()
-    os.set_blocking(writing_end, False)
+    os.set_blocking(writing_end, False)  # set_wakeup_fd() requires this
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     # A forked child must not write its own signals to the pipe of this process. -1 means no pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -626,12 +627,12 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
 
 
 def _repeat_lost_signals(handler: SignalHandler, writing_end: int) -> None:
-    """Handle a signal again whose exception the interpreter has dropped.
+    """Install a hook that handles a signal again if the interpreter drops the handler's exception.
 
     A signal may arrive while the main thread runs a ``__del__`` method or the callback of a weak
     reference, for example during an import. Such calls cannot raise: the interpreter passes their
-    exceptions to ``sys.unraisablehook`` and goes on. The rank would then run on, with the signal
-    ignored.
+    exceptions to ``sys.unraisablehook`` and goes on. Without the hook, the rank would run on, with
+    the signal ignored.
 
     Args:
         handler: the handler of the signals.
@@ -677,7 +678,7 @@ def _wake_on_signals(
     """
     while True:
         received = os.read(reading_end, 1)
-        if not received:
+        if not received:  # the writing end was closed
             return
         number = received[0]
         time.sleep(_WAKE_INTERVAL)  # usually enough for the main thread to run the handler
