@@ -198,8 +198,8 @@ def _gather_lengths(
     buffer = torch.tensor(lengths, dtype=torch.int64, device=communicator.device)
     rows = communicator.run(Collective(Operation.ALL_GATHER, buffer, call=call))
     # From one row per rank to one row per leaf.
-    lengths_of_ranks = rows.t().tolist()
-    return dict(zip(positions, lengths_of_ranks, strict=True))
+    lengths_of_leaves = rows.t().tolist()
+    return dict(zip(positions, lengths_of_leaves, strict=True))
 
 
 def _cut_rows(

@@ -460,7 +460,7 @@ class _Coordinator:
         for node_rank, node in enumerate(self._nodes):
             self._add_cause_if_failed(node_rank, now)
             if self._is_lost(node, now):
-                continue
+                continue  # its ranks have ended
             end = self._end_in_this_generation(node)
             if end is None:
                 is_any_running = True
@@ -701,9 +701,12 @@ class NodeAgent:
         lease: see ``[Note: Lost machines]`` in agent.py. The main thread calls this method
         repeatedly while ranks run.
         """
-        if self._state.generation != self._status.generation or self._problem != "":
+        # The coordinator ends a generation by publishing the number of the next one.
+        has_generation_ended = self._state.generation != self._status.generation
+        has_job_ended = self._state.exit_code is not None
+        if has_generation_ended or has_job_ended or self._problem != "":
             return True
-        return self._state.exit_code is not None or self._is_silent_for(self._config.lease / 2)
+        return self._is_silent_for(self._config.lease / 2)
 
     def report(self, script_end: ScriptEnd) -> None:
         """Tell the coordinator how the ranks of this machine have ended."""

@@ -737,7 +737,10 @@ def _keep_operators() -> None:
     registry = weakref.finalize._registry  # pyright: ignore[reportAttributeAccessIssue]
     for finalizer in list(registry):
         alive = finalizer.peek()
-        if alive is not None and isinstance(alive[0], library.Library):
+        if alive is None:
+            continue
+        watched_object, _, _, _ = alive
+        if isinstance(watched_object, library.Library):
             finalizer.atexit = False
 
 

@@ -349,11 +349,12 @@ def _start_process(
     output = None
     if logs is not None:
         output = logs.open(config.world.rank)
+    # The first rank gets the standard input of this process, and the others get an empty one.
     is_first = config.world.local_rank == 0
     if server is not None:
-        stdin = 0 if is_first else None
+        stdin = 0 if is_first else None  # None is an empty input for start_rank()
         return server.start_rank(control, config, stdin, output)
-    stdin = None if is_first else subprocess.DEVNULL
+    stdin = None if is_first else subprocess.DEVNULL  # None is inherited from this process
     process = base.start_interpreter(
         main,
         control.fileno(),
