@@ -55,14 +55,18 @@ class UnreducedGradients:
         # The records that had an unreduced gradient at the end of the last backward pass. Their
         # parameters have a placeholder in ``grad``, unless the user has cleared it since.
         self._records_with_placeholder: list[Any] = []
-        # The hooks of the sharded parameters. Empty if the model is not watched.
-        self._handles: list[RemovableHandle] = []
+        # The hooks of watch() on the sharded parameters. Empty if the model is not watched.
+        self._gradient_hooks: list[RemovableHandle] = []
         self.num_passes = 0
-        # The number of the last backward pass that has reached a watched parameter.
-        self._backward_number = -1
+        # torch's number of the last backward pass that has reached a watched parameter. -1 is the
+        # number of no backward pass.
+        self._last_backward_number = -1
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the sharded parameters that have unreduced gradients."""
+        """Return the sharded parameters that have unreduced gradients.
+
+        Gradients that the user has cleared are dropped first.
+        """
         self._drop_cleared()
         parameters: list[nn.Parameter] = []
         for record in self._records:
@@ -73,27 +77,27 @@ class UnreducedGradients:
     def watch(self) -> None:
         """Watch backward passes until one has reduced gradients. Called by ``no_backward_sync``.
 
-        Each parameter gets a hook, since a backward pass may leave out any of them.
+        Each parameter gets a hook, since a backward pass may leave out some parameters.
         """
-        if self._handles:
+        if self._gradient_hooks:
             return
         for record in self._records:
             parameter = record.sharded_param
             if parameter.requires_grad:
-                # Backward passes reach the gathered parameter, to which shard_module() has given
-                # the dict of hooks of the sharded one.
-                self._handles.append(parameter.register_hook(self._on_gradient))
+                # A backward pass calls the hooks of the gathered parameter. The sharded and the
+                # gathered parameter share one dict of hooks, see shard_module().
+                self._gradient_hooks.append(parameter.register_hook(self._on_gradient))
 
     def reset_pass(self) -> None:
-        """Clear FSDP2's state after a pass that raised. The gradients stay as they are."""
+        """Clear FSDP2's state after a pass that raised, but keep all gradients."""
         reset_fsdp_pass(self._root, self._records)
 
     @torch.no_grad()
     def add_placeholders(self) -> None:
         """Put a placeholder into ``parameter.grad`` for each unreduced gradient.
 
-        If there is a reduced gradient of an earlier backward pass, that one is the placeholder. See
-        ``[Note: Unreduced gradients]``.
+        A gradient that is in ``parameter.grad`` already serves as the placeholder. Its zeros are
+        marked as computed, so that they do not look cleared.
         """
         self._records_with_placeholder.clear()
         for record in self._records:
@@ -102,6 +106,7 @@ class UnreducedGradients:
             self._records_with_placeholder.append(record)
             parameter = record.sharded_param
             if parameter.grad is None:
+                # -0.0, since clearing writes +0.0.
                 parameter.grad = torch.full_like(parameter, -0.0)
             else:
                 mark_as_computed(local_tensor(parameter.grad))
@@ -109,22 +114,20 @@ class UnreducedGradients:
     def _on_gradient(self, grad: Tensor) -> None:
         """Drop cleared gradients when a backward pass begins. The hook of watched parameters.
 
-        Only the first call of a backward pass does something. At that time, no gradient of the pass
-        has been added to an earlier gradient yet.
+        Only the first call in each backward pass does something: later in the pass, new gradients
+        have been added to the earlier ones.
         """
         number = backward_number()
-        if number == self._backward_number:
+        if number == self._last_backward_number:
             return
-        self._backward_number = number
+        self._last_backward_number = number
         self._drop_cleared()
         at_end_of_backward(self._after_backward)
 
     def _after_backward(self) -> None:
         """Put placeholders in ``parameter.grad``, or stop watching after a reduction.
 
-        Called at the end of a backward pass. A placeholder stands for an unreduced gradient. If the
-        user clears it, the unreduced gradient is dropped, too. See
-        ``[Note: Unreduced gradients]``.
+        Autograd calls this method at the end of each watched backward pass.
         """
         if not self._synchronizes():
             self.num_passes += 1
@@ -132,41 +135,42 @@ class UnreducedGradients:
             return
         # The reduced gradients have replaced the placeholders.
         self._records_with_placeholder.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks.clear()
 
     def _drop_cleared(self) -> None:
         """Drop the unreduced gradients of parameters whose placeholders the user has cleared.
 
-        The user clears a placeholder by setting it to None or to zero. Waits for the device once,
-        if there are placeholders. A second call drops nothing more.
+        The user clears a placeholder by setting it to None or to zero. This method waits for the
+        device once, if there are placeholders.
         """
-        with_elements: list[Any] = []
-        # For each record in with_elements, whether its placeholder is zero. The flags are tensors
-        # on the device, so that all are read at once.
+        records: list[Any] = []
+        # For each of these records, whether its placeholder is zero. The flags are tensors on the
+        # device, so that one read gets all of them.
         is_zero_flags: list[Tensor] = []
-        without_elements: list[Any] = []
+        # The records of parameters of which this rank's shard has no elements.
+        records_of_empty_shards: list[Any] = []
         for record in self._records_with_placeholder:
             grad = record.sharded_param.grad
             if grad is None:
                 drop_unreduced_gradient(record)
             elif local_tensor(grad).numel() == 0:
-                without_elements.append(record)
+                records_of_empty_shards.append(record)
             else:
-                with_elements.append(record)
+                records.append(record)
                 is_zero_flags.append(is_cleared(local_tensor(grad)))
         are_zero: list[bool] = []
         if is_zero_flags:
             are_zero = torch.stack(is_zero_flags).tolist()
-        for record, is_zero in zip(with_elements, are_zero, strict=True):
+        for record, is_zero in zip(records, are_zero, strict=True):
             if is_zero:
                 drop_unreduced_gradient(record)
-        # A shard without elements cannot show that it was set to zero. Such a shard counts as
-        # cleared if all shards with elements were. If this rank has only shards without elements,
-        # the version of the placeholder decides: zero_grad() raises it from 0.
-        for record in without_elements:
-            if with_elements:
+        # An empty shard has no element that shows whether it was set to zero. It counts as cleared
+        # if all other shards were. If this rank has only empty shards, the in-place version of the
+        # placeholder decides: it is 0 until zero_grad() writes to the placeholder.
+        for record in records_of_empty_shards:
+            if records:
                 was_cleared = all(are_zero)
             else:
                 was_cleared = in_place_version(record.sharded_param.grad) > 0

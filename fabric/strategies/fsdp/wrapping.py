@@ -34,11 +34,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
-    """Return the choice of modules that the user passed, with classes as a tuple.
+    """Return the user's choice of modules. Classes are returned as a tuple.
 
     Args:
         option: the name of the option, for the error.
-        choice: a class, several classes, or a function of a module. None stays None.
+        choice: a class, several classes, or a function of a module. None is returned as None.
 
     Raises:
         ArgumentTypeError: the choice is anything else.
@@ -48,7 +48,7 @@ def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
     classes = tuple(choice) if isinstance(choice, Collection) else (choice,)
     if classes and all(_is_module_class(value) for value in classes):
         return classes
-    # A class is callable, too. A class that is not a class of modules is a mistake of the user.
+    # A class is callable, too. A class that is no module class is refused below.
     if callable(choice) and not isinstance(choice, type):
         return choice
     raise ArgumentTypeError(
@@ -59,10 +59,10 @@ def parse_choice(option: str, choice: Any) -> ModuleChoice | None:
 def parse_wrap_policy(policy: Any) -> ModuleChoice | None:
     """Return the choice of modules that the option ``auto_wrap_policy`` stands for.
 
-    A positive int is the least number of parameters of an FSDP module, as in torch's
-    ``size_based_auto_wrap_policy``. See :func:`parse_choice` for everything else.
+    A positive int becomes torch's ``size_based_auto_wrap_policy``, in which an FSDP module has at
+    least that many parameters. Other values are parsed by :func:`parse_choice`.
     """
-    # type() and not isinstance(): a bool is not a number of parameters.
+    # type() and not isinstance(): True is an int, but not a number of parameters.
     is_number_of_parameters = type(policy) is int and policy >= 1
     if not is_number_of_parameters:
         return parse_choice("auto_wrap_policy", policy)
@@ -102,7 +102,8 @@ def choose_modules(
             problem=f"it chooses no module of {type(root).__name__}",
             expected=f"classes of modules in it: {', '.join(class_names)}",
         )
-    return chosen[::-1]
+    chosen.reverse()  # inner before outer
+    return chosen
 
 
 def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> list[nn.Module]:
@@ -112,15 +113,15 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
         root: the model.
         policy: the value of :func:`parse_wrap_policy`.
 
-            - A tuple of classes: their instances are FSDP modules.
-            - A function of a module: the modules for which it is true are FSDP modules.
-            - A function with a parameter ``recurse``: it is called as by torch's first FSDP, as
+            - A tuple of classes: the instances of these classes are FSDP modules.
+            - A function of a module: the modules for which the function is true are FSDP modules.
+            - A function with a parameter ``recurse``, as in torch's first FSDP. It is called as
               ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
             - None: the repeated blocks, see :func:`_repeated_blocks`.
 
     Raises:
-        ConfigurationError: the policy chooses no module, or a parameter would belong to two FSDP
-            modules.
+        ConfigurationError: the policy chooses no module, or a parameter would belong to several
+            FSDP modules.
     """
     if policy is None:
         return _without_shared_parameters(root, _repeated_blocks(root))
@@ -128,10 +129,11 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
         fsdp_modules = _choose_by_module(root, policy)
     else:
         fsdp_modules = []
-        _choose_by_size(root, root, policy, fsdp_modules)  # appends to the list
-    owners_of_shared_parameters = _owners_of_shared_parameters(root, fsdp_modules)
-    if owners_of_shared_parameters:
-        names = "; ".join(" and ".join(owners) for owners in owners_of_shared_parameters)
+        _append_by_size(fsdp_modules, root, root, policy)
+    shared = _parameters_with_several_owners(root, fsdp_modules)
+    if shared:
+        # For example "embedding.weight and head.weight", two names of one parameter.
+        names = "; ".join(" and ".join(owner_by_name) for owner_by_name in shared)
         raise ConfigurationError(
             "auto_wrap_policy=...",
             problem=f"it puts names of one parameter into several FSDP modules: {names}",
@@ -143,17 +145,17 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
 def owners_by_name(
     root: nn.Module, fsdp_modules: Iterable[nn.Module]
 ) -> dict[nn.Parameter, dict[str, nn.Module]]:
-    """Return for each parameter its names, and for each name the owner.
+    """Return the owner of each name of each parameter, as ``{parameter: {name: owner}}``.
 
-    The owner is the innermost FSDP module around the parameter, or the root. A parameter that
-    modules share has several names, which may have different owners.
+    The owner is the innermost FSDP module around that name, or the root. A parameter that modules
+    share has several names, which may have different owners.
 
     Args:
         root: the model.
         fsdp_modules: its FSDP modules, without the root.
     """
     fsdp_module_set = set(fsdp_modules)  # a set is searched faster
-    # The owner of the parameters directly in a module, by the path of the module.
+    # The owner of the parameters that a module holds itself, by the path of the module.
     owner_at = {"": root}
     owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
     # A shared module is visited once under each of its paths. Parents come before children.
@@ -175,13 +177,13 @@ def _is_module_class(value: Any) -> bool:
 def _choose_by_module(root: nn.Module, policy: ModuleChoice) -> list[nn.Module]:
     """Return the modules below the root that classes, or a function of a module, choose.
 
-    The modules are in the order inner before outer.
+    Inner modules come before outer modules.
 
     Raises:
-        ConfigurationError: the policy chooses no module at all.
+        ConfigurationError: the policy chooses neither the root nor a module below it.
     """
-    # The root is sharded anyway, and is left out of the result. It is a candidate here, so that a
-    # policy that chooses only the root raises no error.
+    # The root is sharded in any case, and so it is left out of the result. It is a candidate, so
+    # that a policy that chooses only the root raises no error.
     candidates = [root]
     for module in root.modules():
         if module is not root and _can_be_sharded(module):
@@ -190,26 +192,27 @@ def _choose_by_module(root: nn.Module, policy: ModuleChoice) -> list[nn.Module]:
     return [module for module in chosen if module is not root]
 
 
-def _choose_by_size(
-    root: nn.Module,
-    module: nn.Module,
-    policy: Callable[..., object],
+def _append_by_size(
     fsdp_modules: list[nn.Module],
+    module: nn.Module,
+    root: nn.Module,
+    policy: Callable[..., object],
 ) -> int:
-    """Append the FSDP modules in a module, inner before outer, and return their size.
+    """Append a module and the modules in it to a list, if a policy of torch's first FSDP says so.
 
-    This function calls itself for the children of the module.
+    This function calls itself for the children of the module, and so inner modules are appended
+    before outer modules.
 
     Args:
-        root: the model, which is not appended itself.
-        module: the module to search, which may be an FSDP module itself.
-        policy: a policy of torch's first FSDP. With ``recurse=True`` it is asked whether to search
-            the children of a module. With ``recurse=False`` it is asked whether the parameters
-            outside of the inner FSDP modules make the module an FSDP module.
         fsdp_modules: the list that is appended to.
+        module: the module.
+        root: the model, which is not appended itself.
+        policy: with ``recurse=True``, returns whether to search the children of a module. With
+            ``recurse=False``, returns whether a module is an FSDP module, given the number of
+            elements of its parameters outside of inner FSDP modules.
 
     Returns:
-        The number of elements of the parameters in FSDP modules.
+        The number of elements of the parameters of ``module`` that are in FSDP modules.
     """
     numel = 0
     for parameter in module.parameters():
@@ -217,7 +220,7 @@ def _choose_by_size(
     numel_in_fsdp_modules = 0
     if policy(module=module, recurse=True, nonwrapped_numel=numel):
         for child in module.children():
-            numel_in_fsdp_modules += _choose_by_size(root, child, policy, fsdp_modules)
+            numel_in_fsdp_modules += _append_by_size(fsdp_modules, child, root, policy)
     # A module that the model holds twice may be in the list already.
     if module is root or module in fsdp_modules or not _can_be_sharded(module):
         return numel_in_fsdp_modules
@@ -232,51 +235,53 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Return the outermost repeated blocks of a model, in the order of ``root.modules()``.
 
     A repeated block is an item of a ModuleList, ModuleDict or Sequential that has the same class as
-    another such item. If there are none, a repeated block is any module that has submodules and the
-    same class as another such module of the model.
+    another item, such as the layers of a transformer. In a model without repeated items, a repeated
+    block is any module with submodules that has the same class as another module with submodules.
     """
     with_children = {module for module in root.modules() if _has_children(module)}
-    in_lists: set[nn.Module] = set()
+    items: set[nn.Module] = set()
     for container in root.modules():
         if isinstance(container, _CONTAINERS):
-            in_lists.update(container.children())
+            items.update(container.children())
         elif isinstance(container, nn.Sequential):
-            # A block is gathered by an all-gather of its own. A layer of a Sequential is too small
-            # for that, unless it has submodules.
-            in_lists.update(with_children.intersection(container.children()))
-    for candidates in (in_lists, with_children - {root}):
-        blocks = _modules_of_repeated_classes(root, candidates)
-        if blocks:
-            return blocks
-    return []
+            # Items without submodules, such as nn.Linear, are too small for an all-gather each.
+            items.update(with_children.intersection(container.children()))
+    blocks = _modules_of_repeated_classes(root, items)
+    if blocks:
+        return blocks
+    return _modules_of_repeated_classes(root, with_children - {root})
 
 
 def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) -> list[nn.Module]:
     """Return the outermost candidates whose class is repeated, in the order of ``root.modules()``.
 
-    A class is repeated if more than one of the candidates that can be sharded has this class.
-    Candidates within other candidates count, too.
+    A class is repeated if several candidates that can be sharded have this class. Candidates within
+    other candidates count, too.
     """
-    modules: list[nn.Module] = []
+    shardable: list[nn.Module] = []
     for module in root.modules():
         if module in candidates and _can_be_sharded(module):
-            modules.append(module)
-    counts = Counter(map(type, modules))
-    repeated = [module for module in modules if counts[type(module)] > 1]
-    inner: set[nn.Module] = set()
+            shardable.append(module)
+    counts = Counter(map(type, shardable))
+    repeated = [module for module in shardable if counts[type(module)] > 1]
+    inside_repeated: set[nn.Module] = set()
     for module in repeated:
         for submodule in module.modules():
             if submodule is not module:
-                inner.add(submodule)
-    return [module for module in repeated if module not in inner]
+                inside_repeated.add(submodule)
+    return [module for module in repeated if module not in inside_repeated]
 
 
 def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the FSDP modules that have no parameter in common with another, or with the root."""
-    # The parameters of a module that is left out go to an outer FSDP module, which may then share
-    # them with another module. So this is repeated until no parameter is shared. The loop ends: a
-    # shared parameter has an owner that is not the root, and each round leaves that owner out.
-    while shared := _owners_of_shared_parameters(root, fsdp_modules):
+    """Leave out FSDP modules until no parameter belongs to several of them, or to one and the root.
+
+    Returns:
+        The remaining FSDP modules, in the same order.
+    """
+    # The parameters of a module that is left out go to the FSDP module around it, or to the root,
+    # and may be shared with another module there. So this is repeated. The loop ends, since each
+    # round leaves out a module: one of the several owners is not the root.
+    while shared := _parameters_with_several_owners(root, fsdp_modules):
         modules_to_leave_out: set[nn.Module] = set()
         for owner_by_name in shared:
             modules_to_leave_out.update(owner_by_name.values())
@@ -284,13 +289,12 @@ def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -
     return fsdp_modules
 
 
-def _owners_of_shared_parameters(
+def _parameters_with_several_owners(
     root: nn.Module, fsdp_modules: list[nn.Module]
 ) -> list[dict[str, nn.Module]]:
-    """Return the owners, by parameter name, of each parameter that several modules would own.
+    """Return the dict ``{name: owner}`` of each parameter that would have several owners.
 
-    See :func:`owners_by_name`. The list has one dict for each such parameter. It is empty if each
-    parameter has one owner.
+    The owner is an FSDP module or the root, see :func:`owners_by_name`.
     """
     shared: list[dict[str, nn.Module]] = []
     for owner_by_name in owners_by_name(root, fsdp_modules).values():
@@ -305,7 +309,7 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _can_be_sharded(module: nn.Module) -> bool:
-    """Return whether a module has parameters, and a forward pass before which to gather them."""
+    """Return whether a module has parameters, and a forward method before which to gather them."""
     is_container = isinstance(module, _CONTAINERS)
     has_no_forward = type(module).forward is nn.Module.forward
     if is_container and has_no_forward:
