@@ -60,6 +60,7 @@ class ShardedForward:
         """Register the hooks. Called once, after the model has been sharded."""
         self.root = root
         self.unsharded = unsharded
+        # Reads unsharded.synchronizes in C.
         self.synchronizes: Callable[[], bool] = partial(attrgetter("synchronizes"), unsharded)
         self.unreduced = UnreducedGradients(root, self.synchronizes)
         self._rank = rank
@@ -87,7 +88,8 @@ class ShardedForward:
     def _register_parameter_checks(self) -> None:
         """Register hooks that refuse other tensors in place of the parameters of FSDP modules.
 
-        The hooks run before FSDP's own, which would put the gathered parameters in their place.
+        The hooks run before FSDP's own hooks, which would overwrite the other tensors by the
+        gathered parameters. The root needs no hook: :meth:`_begin_pass` checks it.
         """
         for path, module in self.root.named_modules():
             if is_fsdp_module(module) and module is not self.root:
@@ -99,19 +101,18 @@ class ShardedForward:
         """Register hooks that refuse calls of the submodules from outside of the model.
 
         Args:
-            fsdp_modules: the modules that stand for all modules within them.
+            fsdp_modules: the FSDP modules. Modules within an FSDP module get no hook.
 
         Returns:
             The hooks. To save time, they are taken off their modules while a forward pass of the
             model is running.
         """
         entries: list[HookEntry] = []
-        # Yields the submodules that have parameters and can be called. The modules within an FSDP
-        # module are left out, and get no hook of their own.
-        for path, module in callable_submodules(self.root, set(fsdp_modules).__contains__):
+        is_leaf = set(fsdp_modules).__contains__
+        # Yields the submodules that have parameters and can be called, down to the leaves.
+        for path, module in callable_submodules(self.root, is_leaf):
             refuse = partial(self._refuse_submodule, path)
-            # Prepended to run before FSDP's own hook, which would take the submodule for the root
-            # of a model.
+            # Before FSDP's own hook, which would take the submodule for the root of a model.
             handle = module.register_forward_pre_hook(refuse, prepend=True)
             entries.append(hook_entry(handle))
         return entries
@@ -120,7 +121,8 @@ class ShardedForward:
     def without_sync(self) -> Iterator[None]:
         """Do not reduce gradients in backward passes in this context.
 
-        FSDP2 keeps the full gradients on this rank until a backward pass outside of the context.
+        FSDP2 keeps the full gradients on this rank, and reduces them in the next backward pass
+        outside of the context.
         """
         synchronized_before = self.unsharded.synchronizes
         self.unreduced.watch()
@@ -153,7 +155,9 @@ class ShardedForward:
         return [*self.unreduced.parameters(), *self.unsharded.unreduced_parameters()]
 
     def _refuse_submodule(self, path: str, module: nn.Module, args: Any) -> None:
-        """Raise a UsageError for a call of a submodule by itself. Its forward pre-hook.
+        """Raise a UsageError if a submodule is called from outside of the model.
+
+        This is a forward pre-hook of the submodule.
 
         Args:
             path: the path of the submodule in the model.
@@ -164,7 +168,7 @@ class ShardedForward:
         # In a backward pass, the user's own activation checkpointing calls submodules again.
         if is_in_forward or is_in_backward():
             return
-        # If a public method of the user's model calls the submodule, the error names the method.
+        # A call such as "model.encode(...)" if a public method of the model calls the submodule.
         call = call_of_method(self.root) or f"{path}(...)"
         raise UsageError(
             f"{call} on rank {self._rank}",
@@ -179,29 +183,28 @@ class ShardedForward:
     def _check_registered(
         self, parameters: ShardedParameters, module: nn.Module, args: Any
     ) -> None:
-        """Check that an FSDP module holds its own parameters. Its forward pre-hook."""
+        """Raise a UsageError if other tensors stand in for the parameters of an FSDP module.
+
+        This is a forward pre-hook of the FSDP module.
+        """
+        # Dynamo traces hooks. The check must not become part of the compiled graph.
         if not torch.compiler.is_dynamo_compiling():
             parameters.check_registered()
 
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
         """Prepare the model for a forward pass. The first forward pre-hook of the root.
 
-        torch calls :meth:`_end_pass` at the end of each forward pass, even of one that raised. In
-        between, :meth:`_note_success` sets ``_has_succeeded`` if the forward pass did not raise.
+        At the end of the forward pass, torch calls :meth:`_note_success`, but only if the pass did
+        not raise, and then :meth:`_end_pass` in any case.
         """
-        # In a compiled model, Dynamo traces this hook, but not the steps that are skipped here.
+        # Dynamo traces this hook in a compiled model. The skipped steps must not become part of
+        # the graph.
         is_compiling = torch.compiler.is_dynamo_compiling()
+        # The model may call itself.
         is_outermost = self._depth == 0
         if is_outermost and not is_compiling:
-            # If a backward pass has not ended, it has raised an error. The exception is a backward
-            # pass that is still running: its activation checkpointing calls the root.
-            has_failed_backward = self._backward_is_unfinished() and not is_in_backward()
-            if has_failed_backward:
-                self.unreduced.reset_pass()
-            # A forward pass that is not followed by a backward pass leaves gathered parameters in
-            # place. This pass would use their values, which are older than the change.
-            if self._parameters.have_changed() and self._parameters.are_gathered():
-                self.reshard()
+            self._reset_failed_backward()
+            self._reshard_outdated()
             self._parameters.check_registered()
         self._depth += 1
         self._has_succeeded = False
@@ -212,16 +215,34 @@ class ShardedForward:
             for entry in self._submodule_hooks:
                 entry.hooks.pop(entry.key, None)
 
+    def _reset_failed_backward(self) -> None:
+        """Clear FSDP2's state of a backward pass that raised. Called before a forward pass.
+
+        A backward pass that has begun and not ended has raised. The exception is a backward pass
+        that is running now, in which activation checkpointing makes the forward pass.
+        """
+        if self._backward_is_unfinished() and not is_in_backward():
+            self.unreduced.reset_pass()
+
+    def _reshard_outdated(self) -> None:
+        """Free gathered parameters whose shards have changed. Called before a forward pass.
+
+        A forward pass without a backward pass leaves parameters gathered. If an optimizer or a load
+        changes the shards after it, the next forward pass has to gather them again.
+        """
+        if self._parameters.have_changed() and self._parameters.are_gathered():
+            self.reshard()
+
     def _note_success(self, root: nn.Module, args: Any, output: Any) -> None:
         """Record that the forward pass did not raise. A forward hook of the root.
 
-        torch does not call this hook after an error, whereas it always calls ``_end_pass``.
+        torch calls this hook before :meth:`_end_pass`, and only if the call did not raise.
         """
-        # The model may call itself. Only the end of the outermost call is the end of the pass.
+        # The model may call itself. The pass has succeeded when the outermost call returns.
         self._has_succeeded = self._depth == 1
 
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
-        """Leave the model as it was before the forward pass. A forward hook of the root.
+        """Leave the model ready for the next forward pass. A forward hook of the root.
 
         torch calls this hook after an error, too. Then ``output`` may be None.
         """
@@ -239,12 +260,11 @@ class ShardedForward:
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
-        if self._has_succeeded:
-            self._parameters.check_gathered_unchanged()
         if not self._has_succeeded:
             self.unreduced.reset_pass()
-        elif not torch.is_grad_enabled():
-            # FSDP2 keeps the parameters of the root gathered for a backward pass, which does not
-            # follow here. The user must find the shards: a change of gathered parameters would be
-            # lost.
+            return
+        self._parameters.check_gathered_unchanged()
+        if not torch.is_grad_enabled():
+            # FSDP2 keeps the parameters of the root gathered for a backward pass. No backward pass
+            # follows here, and a change of the gathered parameters by the user would be lost.
             self.reshard()

@@ -36,24 +36,26 @@ class ShardedParameters:
         self._rank = rank
         self._path = path
         self._slots = list(parameter_slots(root))
-        # The fields of the slots, each in the order of the slots, for functions that run in C.
+        # The fields of the slots, in the order of the slots. The checks of every forward pass go
+        # over these lists with map() and functions in C, which is faster than a Python loop.
         self._parameters = [slot.parameter for slot in self._slots]
-        self._owners = [slot.parameters_of_module for slot in self._slots]
+        self._parameter_dicts = [slot.parameters_of_module for slot in self._slots]
         self._names = [slot.name for slot in self._slots]
-        # By the id of the sharded parameter. Listed now, since FSDP2 may adopt another shard later.
+        # By the id of the sharded parameter. A key stays valid if FSDP2 gives the record another
+        # sharded parameter later.
         self._records: dict[int, Any] = {}
         for record in fsdp_parameter_records(root):
             self._records[id(record.sharded_param)] = record
         # The parameters that forward passes have gathered so far.
         self._gathered: list[Tensor] = []
-        # The sum of the in-place versions of the parameters at the latest call of have_changed().
+        # The sum of the in-place versions of the parameters at the last call of have_changed().
         self._sum_of_versions = 0
 
     def register_load_hooks(self) -> None:
-        """Register hooks with which ``load_state_dict`` of the model takes full tensors.
+        """Register hooks with which ``load_state_dict`` of the model accepts full tensors.
 
-        The hook of a module replaces the full tensors of its parameters in the state dict by this
-        rank's shards. The hooks stay as long as the modules.
+        The hook of a module replaces the full tensors of the module's parameters in the state dict
+        by this rank's shards. The hooks are never removed.
         """
         shards_by_module: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for slot in self._slots:
@@ -62,10 +64,10 @@ class ShardedParameters:
             module.register_load_state_dict_pre_hook(partial(shard_module_state, shards))
 
     def have_changed(self) -> bool:
-        """Return whether a parameter was changed in place since the latest call.
+        """Return whether a parameter was changed in place since the last call.
 
-        Optimizers and loading change parameters in place. torch counts such changes in the version
-        of the parameter.
+        Optimizers and loading change parameters in place. torch counts these changes in the
+        in-place version of each parameter, which never decreases.
         """
         sum_of_versions = sum(map(in_place_version, self._parameters))
         if sum_of_versions == self._sum_of_versions:
@@ -74,7 +76,10 @@ class ShardedParameters:
         return True
 
     def are_gathered(self) -> bool:
-        """Return whether a slot holds a gathered parameter, or another tensor, now."""
+        """Return whether some slot now holds something else than the sharded parameter.
+
+        Usually that is the gathered parameter.
+        """
         for slot in self._slots:
             if slot.parameters_of_module[slot.name] is not slot.parameter:
                 return True
@@ -87,21 +92,24 @@ class ShardedParameters:
             UsageError: a slot holds another tensor. FSDP2 would compute with the sharded parameter,
                 or would take the tensor for a shard.
         """
-        # Without a Python function, since every forward pass compares all parameters.
-        registered = map(dict.get, self._owners, self._names)
+        # The usual case: every slot holds its sharded parameter.
+        registered = map(dict.get, self._parameter_dicts, self._names)
         if all(map(is_, registered, self._parameters)):
             return
         substituted = self._substituted_slots()
         if not substituted:
+            # The other slots hold gathered parameters, or stand-ins for replicated parameters.
             return
-        remedy = (
-            "functional_call(copy, fabric.broadcast(fabric.get_state_dict(model)), ...), where "
-            "copy is a copy.deepcopy of the module from before setup"
-        )
         if self._path:
+            # A forward method of the model made the call.
             remedy = (
                 "auto_wrap_policy={Model} of the strategy, with the class whose forward makes the "
                 "call, so that all parameters are gathered there"
+            )
+        else:
+            remedy = (
+                "functional_call(copy, fabric.broadcast(fabric.get_state_dict(model)), ...), where "
+                "copy is a copy.deepcopy of the module from before setup"
             )
         raise UsageError(
             f"{self._path or 'model'}(...) on rank {self._rank}",
@@ -119,10 +127,9 @@ class ShardedParameters:
             UsageError: a gathered parameter has been changed. FSDP2 would drop the change.
         """
         if len(self._gathered) < len(self._records):
-            # A pass may leave out some modules, whose parameters no pass has gathered yet.
+            # The list grows until forward passes have reached all modules.
             self._gathered = gathered_parameters(self._records.values())
-        # Without a Python function, since every forward pass reads all versions. FSDP2 does not
-        # change them.
+        # The version of a gathered parameter stays 0 when FSDP2 itself writes to it.
         if not any(map(in_place_version, self._gathered)):
             return
         changed: list[ParameterSlot] = []
@@ -148,16 +155,17 @@ class ShardedParameters:
             if registered is slot.parameter:
                 continue
             record = self._records.get(id(slot.parameter))
-            # Parameters without a record are replicated, and may be replaced.
+            # A parameter without a record is replicated. Other tensors may stand in for it.
             if record is not None and not is_parameter_of_record(registered, record):
                 substituted.append(slot)
         return substituted
 
     def _qualified_names(self, slots: list[ParameterSlot]) -> list[str]:
-        """Return the names of slots in the whole model."""
-        paths = {module: path for path, module in self._root.named_modules()}
+        """Return the names of slots in the whole model, such as ``"blocks.0.up.weight"``."""
+        path_of_module = {module: path for path, module in self._root.named_modules()}
         names: list[str] = []
         for slot in slots:
-            parts = (self._path, paths.get(slot.module, ""), slot.name)
+            # The path to the root, the path below it and the name. The paths may be empty.
+            parts = (self._path, path_of_module.get(slot.module, ""), slot.name)
             names.append(".".join(filter(None, parts)))
         return names
