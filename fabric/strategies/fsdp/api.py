@@ -266,7 +266,7 @@ class FSDPStrategy(ParallelStrategy):
         self.auto_wrap_policy = parse_wrap_policy(auto_wrap_policy)
         self.broadcast_buffers = broadcast_buffers
 
-        # The names of the user's options that only torch's first FSDP had.
+        # The names of options that only torch's first FSDP had, which the user has passed.
         self._first_fsdp_options = _first_fsdp_options(fsdp_kwargs, self._sharding)
         self.activation_checkpointing = _parse_activation_checkpointing(
             activation_checkpointing, fsdp_kwargs.get("activation_checkpointing_policy")
@@ -277,11 +277,11 @@ class FSDPStrategy(ParallelStrategy):
 
         # How often init_module was used, for keys in the store.
         self._init_context_count = 0
-        # The hooks of each sharded model, by the id of the model. The model keeps its hooks alive:
-        # setup_environment() puts a dict with weak values here. Until then, an empty plain dict,
-        # since a strategy is pickled on the way to a rank.
+        # The hooks of each sharded model, by the id of the model. setup_environment() puts a dict
+        # with weak values here, so that the model alone keeps its hooks alive. That dict cannot be
+        # pickled, and a strategy is pickled before setup_environment() on the way to a rank.
         self._sharded_forwards: MutableMapping[int, ShardedForward] = {}
-        # What teardown() takes back.
+        # Closed by teardown().
         self._cleanup = ExitStack()
 
     @property
@@ -304,19 +304,21 @@ class FSDPStrategy(ParallelStrategy):
         """Start the runtime in this process, and check the mesh against the job. Collective."""
         super().setup_environment(runtime)
         check_mesh(self.device_mesh, self._sharding, self.world_size)
-        # Without this call, the process may keep the memory of parameters that a step has freed.
+        # From now on, large freed blocks return to the system. Otherwise the process may keep the
+        # memory of gathered parameters.
         self.runtime.accelerator.return_freed_memory()
         self._sharded_forwards = WeakValueDictionary()
-        # torch warns that in-place changes of a view may give wrong gradients. Under this strategy
-        # they are correct, or raise an error that _EXPLANATIONS explains.
+        # torch warns that a change in place of a returned view may give wrong gradients. Under this
+        # strategy, such a change gives correct gradients or an error that _EXPLANATIONS explains.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if self.is_global_zero:
             self._warn_of_options()
 
     def _warn_of_options(self) -> None:
-        """Warn of options that mean something else here, or nothing in this job.
+        """Warn of options of torch's first FSDP, and of options without an effect in this job.
 
-        Called once on rank 0, from ``setup_environment``, whose caller is frame 3.
+        Called on rank 0 by ``setup_environment``. With ``stacklevel=3``, the warnings name the
+        caller of ``setup_environment``.
         """
         if self._first_fsdp_options:
             meanings = [f"{name} {_FIRST_FSDP_OPTIONS[name]}" for name in self._first_fsdp_options]
@@ -340,16 +342,13 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def _explain_error(self, exception: BaseException) -> None:
-        """Add a note to an error of torch that :func:`_find_explanation` knows.
-
-        An exception that passes several contexts may be explained several times. It gets the note
-        once.
-        """
+        """Add a note to an error of torch that :func:`_find_explanation` knows."""
         explanation = _find_explanation(exception)
         if explanation is None:
             return
         problem, suggestion = explanation
         note = str(FabricError(problem, suggestion=suggestion))
+        # This method may be called several times for one exception.
         if note not in getattr(exception, "__notes__", ()):
             exception.add_note(note)
 
@@ -358,12 +357,12 @@ class FSDPStrategy(ParallelStrategy):
     @override
     @contextmanager
     def _init_context(self, empty: bool, source: str) -> Iterator[None]:
-        """Build modules for sharding within this context.
+        """Build modules for sharding within this context, without a full model in memory.
 
         See ``[Note: Building for shards]`` in ``fabric/strategies/init_module.py``. With
-        ``source="rank0"``, the other ranks wait for rank 0 at the end of the block. If the random
-        state of a rank equaled rank 0's at the start, the rank gets rank 0's random state at the
-        end, as if it had drawn the values, too.
+        ``source="rank0"``, the other ranks wait for rank 0 at the end of the block. They then get
+        rank 0's random state, as if they had drawn the values, too. A rank whose random state was
+        another one than rank 0's from the start keeps its own.
 
         Args:
             empty: whether a checkpoint will fill the parameters, so that no rank draws values.
@@ -371,7 +370,7 @@ class FSDPStrategy(ParallelStrategy):
         """
         is_from_rank0 = source == "rank0" and not empty
         is_receiver = is_from_rank0 and not self.is_global_zero
-        # Ranks use the contexts in the same order, so the key is the same on all ranks.
+        # Ranks enter the contexts in the same order, so the key is the same on all ranks.
         key = f"init_module/{self._init_context_count}"
         self._init_context_count += 1
         if empty:
@@ -381,8 +380,8 @@ class FSDPStrategy(ParallelStrategy):
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
         state_before = _rng_state()
-        # This rank's random states before and after the block, joined. If the block of rank 0
-        # raises, rank 0 stores this empty value, by which the other ranks know of the error.
+        # This rank's random states before and after the block, joined. Empty if the block raises:
+        # rank 0 then stores the empty value, so that the other ranks raise, too.
         states = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
@@ -396,24 +395,23 @@ class FSDPStrategy(ParallelStrategy):
             self._receive_rng_state(key, state_before, states)
 
     def _share_rng_states(self, key: str, states: bytes) -> bytes:
-        """Return rank 0's random states on every rank. Ranks other than 0 wait for rank 0."""
+        """Store this rank's random states on rank 0. Wait for and return them on other ranks."""
         return self.runtime.from_rank0("the end of init_module on rank 0", key, states)
 
     def _receive_rng_state(self, key: str, state_before: bytes, states: bytes) -> None:
-        """Wait for rank 0's random states, and take over the last one if the first was the same.
+        """Wait for rank 0, and take over its random state if this rank started with the same state.
 
         Called on all ranks but rank 0, at the end of ``init_module(source="rank0")``.
 
         Args:
             key: the key of rank 0's states in the store.
-            state_before: this rank's state at the start of the block.
-            states: this rank's states at the start and at the end of the block, joined.
+            state_before: this rank's random state at the start of the block.
+            states: this rank's random states at the start and at the end of the block, joined.
 
         Raises:
             UsageError: rank 0's block raised.
         """
-        # Returns the value that rank 0 has stored. The value of this rank is not used.
-        states_of_rank0 = self._share_rng_states(key, states)
+        states_of_rank0 = self._share_rng_states(key, states)  # does not use this rank's states
         if not states_of_rank0:
             raise UsageError(
                 f'init_module(source="rank0") on rank {self.global_rank}',
@@ -444,10 +442,10 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Raise for a module or optimizers that cannot be set up. Nothing has changed yet.
+        """Raise for a module or optimizers that cannot be set up. Called before any change.
 
-        Collective if there is a module: a problem of one rank, or a model that differs between
-        ranks, is an error on all ranks.
+        Collective if there is a module. If one rank has a problem, or if the model differs between
+        ranks, all ranks raise.
         """
         # Parameters are sharded over the last dimension of the mesh.
         num_shards = self._shard_mesh().shape[-1]
@@ -460,18 +458,17 @@ class FSDPStrategy(ParallelStrategy):
         try:
             plan = self._check_model(root)
         except FabricError as raised:
-            # Raised below by check_same_model(), on all ranks: the other ranks wait in it.
+            # check_same_model() raises it on all ranks, which wait for each other there.
             error = raised
         check_same_model(self.runtime.communicator, root, error=error, plan=plan)
 
     def _check_model(self, root: nn.Module) -> object:
-        """Check that a model can be sharded, and return what else the ranks have to agree on.
+        """Check that a model can be sharded. Not a collective.
 
-        Not a collective. Subclasses override this method.
+        Subclasses override this method. They may return a plan of how to split the model.
 
         Returns:
-            An object whose ``repr`` has to be equal on all ranks. None if the ranks have to agree
-            only on the model.
+            None, or an object whose ``repr`` has to be equal on all ranks.
 
         Raises:
             FabricError: the model cannot be sharded.
@@ -479,7 +476,7 @@ class FSDPStrategy(ParallelStrategy):
         check_shardable(root, is_source=self.is_global_zero, models=self._prepared_modules)
         if self._shards_parameters:
             check_no_renormalized_tables(root)
-        # Raises if the option activation_checkpointing matches no module.
+        # Called for its error if the option activation_checkpointing matches no module.
         self._checkpointed_modules(root)
         fsdp_modules = self._find_fsdp_modules(root)
         check_dtypes(root, fsdp_modules, self._ignored_parameters, self.runtime.precision)
@@ -492,16 +489,17 @@ class FSDPStrategy(ParallelStrategy):
         :meth:`check_setup` has to be called before.
         """
         root = uncompiled(module)
-        self._cleanup.callback(handle_operators(self.global_rank))
+        stop_handling_operators = handle_operators(self.global_rank)
+        self._cleanup.callback(stop_handling_operators)  # called by teardown()
         # Chosen first, since the steps below change the classes of modules and the parameters.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):
-            # The forward method is replaced and not the module, so that the names stay, and the
-            # hooks that gather parameters run outside of the checkpointed call.
+            # Only the forward method is replaced. So the names of parameters stay, and the hooks
+            # that gather parameters run outside of the checkpointed call.
             checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
         mesh = self._shard_mesh()
         # The parameters that cannot or should not be sharded become replicated DTensors. This comes
-        # before fully_shard(), which has to leave them alone.
+        # before fully_shard(), which gets them as ignored_params.
         replicated = replicate_unsharded(
             self.runtime.communicator, root, self._ignored_parameters, mesh
         )
@@ -516,23 +514,21 @@ class FSDPStrategy(ParallelStrategy):
         for fsdp_module in fsdp_modules:
             self._shard_module(fsdp_module, mp_policy=inner_policy, **arguments)
         self._shard_module(root, mp_policy=policy, **arguments)
-        # Nothing is sharded if the root is not an FSDP module, as under tensor parallelism alone.
+        # The root is not an FSDP module if nothing is sharded, as under tensor parallelism alone.
         if self.backward_prefetch is not None and is_fsdp_module(root):
             prefetched = list(filter(is_fsdp_module, fsdp_modules))
             prefetch_in_backward(root, prefetched, self.backward_prefetch)
 
         unsharded = UnshardedState(
             root,
-            # The ranks with different samples: the gradients of unsharded parameters are averaged
-            # over these ranks.
+            # Gradients are averaged over the ranks with different samples.
             communicator=self._distinct_samples_communicator(),
             replicated=replicated,
             broadcasts_statistics=self.broadcast_buffers,
         )
         # Registers hooks with the model, which keep this object alive.
         forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
-        # The dict holds the object weakly. So the entry ends with the model, before another model
-        # can get the same id.
+        # The dict has weak values. So the entry is gone before another model can get the same id.
         self._sharded_forwards[id(root)] = forward
         return module
 
@@ -577,7 +573,7 @@ class FSDPStrategy(ParallelStrategy):
             arguments["reshard_after_forward"] = False
         # An option of the user takes precedence over the sharding strategy.
         arguments.update(self.fsdp_kwargs)
-        # The user's ignored_params are among the replicated parameters.
+        # Replaces the user's ignored_params, which are among the replicated parameters by now.
         arguments["ignored_params"] = replicated
         if self._offloads_to_cpu:
             arguments["offload_policy"] = self.cpu_offload
@@ -633,15 +629,15 @@ class FSDPStrategy(ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer the sharded parameters and this rank's shards of its state.
 
-        Called after the module has been sharded. Not a collective. State dicts with full tensors
-        that the optimizer loads later are sharded, too.
+        Called after the module has been sharded. Not a collective. The optimizer also gets a hook
+        with which its ``load_state_dict`` accepts full tensors.
         """
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
                 shard = shard_of(parameter)
                 if shard is None:
-                    # Setup has not replaced this parameter by a sharded one.
+                    # No sharded model holds this parameter.
                     continue
                 parameters[index] = shard
                 state = optimizer.state.pop(parameter, None)
@@ -651,16 +647,19 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
-        """Return what the checks of training may expect of this model's gradients.
+        """Return how the gradients of a prepared module are synchronized.
 
-        Called once, after the setup of the model.
+        Called once, after the setup of the module.
         """
         root = uncompiled(prepared)
         # The hooks around each forward pass of the model.
         forward = self._sharded_forwards[id(root)]
         # Collected once, because the contract's functions are called in every step.
         parameters = dict(root.named_parameters())
-        replicated = _choose(parameters, forward.unsharded.parameters)
+        replicated: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter in forward.unsharded.parameters:
+                replicated[name] = parameter
         has_low_precision = self.runtime.precision.compute_dtype is not None
         return replace(
             super().gradient_contract(prepared),
@@ -742,7 +741,7 @@ def _parse_name(option: str, value: Any, names: Sequence[str]) -> str:
 def _first_fsdp_options(fsdp_kwargs: Mapping[str, Any], sharding_strategy: str) -> list[str]:
     """Return the names of the user's options that only torch's first FSDP had, for a warning.
 
-    A sharding strategy that FSDP2 does not have is among the names.
+    ``"NO_SHARD"`` is among the names if it is the sharding strategy.
     """
     names = [name for name in _FIRST_FSDP_OPTIONS if name in fsdp_kwargs]
     if sharding_strategy in _FIRST_FSDP_OPTIONS:
@@ -751,11 +750,12 @@ def _first_fsdp_options(fsdp_kwargs: Mapping[str, Any], sharding_strategy: str) 
 
 
 def _fully_shard_options(strategy_name: str, fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's further options, without those that only torch's first FSDP had.
+    """Return the user's options for ``fully_shard``.
 
     Args:
         strategy_name: the class of the strategy, for the error.
-        fsdp_kwargs: the further options.
+        fsdp_kwargs: the options that the strategy does not have itself. Options that only torch's
+            first FSDP had are left out of the result.
 
     Raises:
         ArgumentTypeError: ``fully_shard`` does not accept an option, or the strategy sets it.
@@ -806,7 +806,7 @@ def _parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
 
     Args:
         value: a bool, a ``CPUOffloadPolicy``, or a ``CPUOffload`` of torch's first FSDP, whose
-            attribute ``offload_params`` is a bool. A false value of any type is off.
+            attribute ``offload_params`` is a bool. None, False and other false values are off.
 
     Raises:
         ArgumentTypeError: the value has another type.
@@ -851,19 +851,8 @@ def _parse_backward_prefetch(value: Any) -> int | None:
     )
 
 
-def _choose(
-    parameters: Mapping[str, nn.Parameter], chosen: Collection[nn.Parameter]
-) -> dict[str, Tensor]:
-    """Return those of the parameters that are in a collection, with their names."""
-    chosen_parameters: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if parameter in chosen:
-            chosen_parameters[name] = parameter
-    return chosen_parameters
-
-
 def _with_buffers(parameters: Mapping[str, Tensor], root: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model, and the buffers that it has now, with their names."""
+    """Return the parameters of a model and its current buffers, by name."""
     return {**parameters, **dict(root.named_buffers())}
 
 
@@ -875,6 +864,7 @@ def _rng_state() -> bytes:
 def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
     """Return the problem behind an error of torch, and what to write instead. None if unknown."""
     text = str(exception)
+    # Comes first, since an optimizer may raise it, and a more general pattern matches it, too.
     if re.search(_MIXED_LISTS, text):
         return _EXPLANATION_OF_MIXED_LISTS
     optimizer_name = _optimizer_that_raised(exception)
@@ -890,10 +880,11 @@ def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
 def _optimizer_that_raised(exception: BaseException) -> str | None:
     """Return the name of the class of the optimizer whose ``step`` raised an exception.
 
-    Return None if the exception comes from elsewhere, as from a module in the closure of a step.
+    Returns None if the exception comes from elsewhere, such as from a module that the closure of a
+    step calls.
     """
     optimizer_name: str | None = None
-    for frame, _ in walk_tb(exception.__traceback__):
+    for frame, _ in walk_tb(exception.__traceback__):  # from the outermost call to the innermost
         owner = None
         if frame.f_code.co_argcount > 0:
             first_argument = frame.f_code.co_varnames[0]  # usually "self"

@@ -66,18 +66,11 @@ def check_mesh(
     """
     if mesh is None:
         return
-    valid_sizes: list[tuple[int, ...]] = [(world_size,)]
-    if sharding_strategy == "NO_SHARD":
-        valid_sizes = [(world_size, 1)]
-    elif sharding_strategy == "HYBRID_SHARD":
-        valid_sizes = []
-        for shards in range(1, world_size + 1):
-            if world_size % shards == 0:
-                valid_sizes.append((world_size // shards, shards))
+    valid_sizes = _valid_mesh_sizes(sharding_strategy, world_size)
     sizes: Any = mesh
     if isinstance(mesh, DeviceMesh):
         sizes = tuple(mesh.shape)
-    # 2.0 equals 2, but is no size.
+    # The types are checked, too, since (2.0,) == (2,).
     are_integers = isinstance(sizes, Sequence) and all(type(size) is int for size in sizes)
     if not are_integers or tuple(sizes) not in valid_sizes:
         expected = " or ".join(map(str, valid_sizes))
@@ -88,16 +81,32 @@ def check_mesh(
         )
 
 
+def _valid_mesh_sizes(sharding_strategy: str, world_size: int) -> list[tuple[int, ...]]:
+    """Return the sizes of all meshes with ``world_size`` processes that fit the strategy.
+
+    The sizes are ``(shards,)`` or ``(replicas, shards)``.
+    """
+    if sharding_strategy == "NO_SHARD":
+        return [(world_size, 1)]
+    if sharding_strategy != "HYBRID_SHARD":
+        return [(world_size,)]
+    valid_sizes: list[tuple[int, ...]] = []
+    for shards in range(1, world_size + 1):
+        if world_size % shards == 0:
+            valid_sizes.append((world_size // shards, shards))
+    return valid_sizes
+
+
 def mesh_sizes(
     sizes: tuple[int, ...] | None, sharding_strategy: str, world: World
 ) -> dict[str, int]:
-    """Return the size of each dimension of the mesh, by name: ``replicas`` and ``shards``.
+    """Return the size of each dimension of the mesh, by name.
 
-    A mesh with one dimension has no ``replicas``.
+    The names are ``replicas`` and ``shards``, or only ``shards`` for a mesh with one dimension.
 
     Args:
-        sizes: the sizes from the user, which have been checked. None stands for the strategy's
-            default sizes.
+        sizes: the sizes from the user, checked by :func:`check_mesh`. None stands for the
+            strategy's default sizes.
         sharding_strategy: the sharding strategy.
         world: this process's place in the job.
     """
@@ -127,11 +136,11 @@ class MixedPrecisionOption(NamedTuple):
 
 
 def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
-    """Return the policy that the option ``mixed_precision`` stands for.
+    """Return the policy and the dtype of buffers that the option ``mixed_precision`` stands for.
 
-    ``MixedPrecision`` of torch's first FSDP is translated. In torch's first FSDP, the root and the
-    other FSDP modules have separate options for casting their inputs. Here, all of them cast their
-    inputs if one of the two options is set.
+    ``MixedPrecision`` of torch's first FSDP is translated to FSDP2's policy. It says for the root
+    and for the other FSDP modules whether they cast their inputs. FSDP2's policy says so for all:
+    they cast if either option is set.
 
     Raises:
         ConfigurationError: the value is neither a ``MixedPrecisionPolicy`` nor a
@@ -146,7 +155,7 @@ def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
 
     if isinstance(value, MixedPrecisionPolicy):
         return MixedPrecisionOption(value)
-    # FSDP2 has no keep_low_precision_grads, so that option is refused.
+    # FSDP2 has no counterpart of keep_low_precision_grads.
     if not isinstance(value, MixedPrecision) or value.keep_low_precision_grads:
         raise ConfigurationError(
             f"FSDPStrategy(mixed_precision={value!r})",
@@ -171,8 +180,8 @@ def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module
 
     Args:
         root: the model.
-        is_source: whether the other ranks get this rank's values. Then no tensor may be on the
-            meta device.
+        is_source: whether the other ranks get this rank's values. If so, this rank's tensors must
+            have values, and must not be on the meta device.
         models: the models that are sharded already.
     """
     parameters = dict(root.named_parameters())
@@ -215,9 +224,10 @@ def check_shardable(root: nn.Module, is_source: bool, models: Iterable[nn.Module
 
 
 def check_no_renormalized_tables(root: nn.Module) -> None:
-    """Raise a ConfigurationError for embeddings that change their weight in forward passes.
+    """Raise a ConfigurationError for embeddings with ``max_norm``. Not a collective.
 
-    FSDP2 frees a gathered weight without a look at its changes. Not a collective.
+    Such an embedding changes its weight in forward passes. FSDP2 frees the gathered weight after
+    the pass, and the change is lost.
     """
     names: list[str] = []
     for name, module in root.named_modules():
@@ -236,7 +246,7 @@ def check_no_renormalized_tables(root: nn.Module) -> None:
 def _refuse_if_any(names: Sequence[str], root: nn.Module, problem: str, suggestion: str) -> None:
     """Raise a ConfigurationError that lists names in a model, if there are any names.
 
-    ``problem`` is the rest of a sentence: "these {problem}: {names}".
+    The error says "these {problem}: {names}", such as "these have sparse gradients: embedding".
     """
     if names:
         raise ConfigurationError(
@@ -259,7 +269,7 @@ def _names_of_sparse_tables(root: nn.Module) -> list[str]:
 
 
 def _names_in_sharded_models(root: nn.Module, models: Iterable[nn.Module]) -> list[str]:
-    """Return the names of a model's parameters and modules that sharded models share.
+    """Return the names of a model's parameters and modules that are part of a sharded model, too.
 
     Args:
         root: the model.
@@ -267,6 +277,7 @@ def _names_in_sharded_models(root: nn.Module, models: Iterable[nn.Module]) -> li
     """
     names: list[str] = []
     for name, parameter in root.named_parameters():
+        # The sharded model now holds the shard in place of this parameter.
         was_replaced_by_shard = shard_of(parameter) is not None
         if was_replaced_by_shard:
             names.append(name)
@@ -308,28 +319,28 @@ def check_dtypes(
         ignored: the parameters that are not to be sharded.
         precision: the precision of the setup.
     """
-    # The names of the parameters of each FSDP module, by dtype.
-    names_by_dtype: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
+    # For each FSDP module, the names of its parameters by dtype.
+    names_by_dtype_of_module: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
     for parameter, owners in owners_by_name(root, fsdp_modules).items():
         if not parameter.requires_grad or is_unsharded(parameter, ignored):
             continue
-        # A parameter with several names has one owner by now, so the first name is enough.
+        # find_fsdp_modules() makes sure that all names of a parameter have one owner.
         name, owner = next(iter(owners.items()))
         dtype = parameter.dtype
-        # The precision may convert the parameter before it is sharded.
+        # Setup converts the parameter before it is sharded.
         if precision.param_dtype is not None and parameter.is_floating_point():
             dtype = precision.param_dtype
-        names_by_dtype.setdefault(owner, {}).setdefault(dtype, []).append(name)
-    for names in names_by_dtype.values():
-        if len(names) == 1:
+        names_by_dtype_of_module.setdefault(owner, {}).setdefault(dtype, []).append(name)
+    for names_by_dtype in names_by_dtype_of_module.values():
+        if len(names_by_dtype) == 1:
             continue
         suggestion = "FSDPStrategy(auto_wrap_policy={...}) with a class around each dtype"
-        # float() leaves complex parameters as they are.
-        if not any(dtype.is_complex for dtype in names):
+        # model.float() would not convert complex parameters.
+        if not any(dtype.is_complex for dtype in names_by_dtype):
             suggestion = f"model.float(); or {suggestion}"
         raise ConfigurationError(
             f"setup({type(root).__name__}) with FSDP",
-            problem=f"one FSDP module has trained parameters of several dtypes: {names}",
+            problem=f"one FSDP module has trained parameters of several dtypes: {names_by_dtype}",
             suggestion=suggestion,
         )
 
@@ -347,7 +358,8 @@ def check_optimizers(
     Args:
         optimizers: the optimizers to set up.
         num_shards: the number of shards of a parameter.
-        module: the model that is about to be sharded with them. None if there is none.
+        module: the model in the same call of ``setup``, which is about to be sharded. None if there
+            is none.
         models: the models that are sharded already.
     """
     parameters_to_shard: set[nn.Parameter] = set()
@@ -359,6 +371,7 @@ def check_optimizers(
             raise UsageError(
                 f"setup of {type(optimizer).__name__} with FSDP",
                 problem,
+                # The load brings back the state of an optimizer that has made steps.
                 suggestion=(
                     "model, optimizer = fabric.setup(model, AdamW(model.parameters())), then "
                     "fabric.load(...)"
@@ -378,12 +391,12 @@ def _problem_of_optimizer(
         optimizer: the optimizer.
         num_shards: the number of shards of a parameter.
         parameters_to_shard: the parameters that are about to be sharded. The optimizer may hold
-            them: setup then gives it the shards.
+            them, because setup replaces them by their shards in the optimizer.
         models: the models that are sharded already.
     """
     parameters = parameters_of(optimizer)
-    # The shards that have replaced parameters of the optimizer. shard_of() returns None for a
-    # parameter that was not replaced.
+    # The shards by which an earlier setup has replaced the parameters in their model. shard_of()
+    # returns None for a parameter that was not replaced.
     replacements = {shard_of(parameter) for parameter in parameters} - {None}
     if replacements:
         names: list[str] = []
@@ -397,7 +410,6 @@ def _problem_of_optimizer(
         )
     if _holds_gathered(parameters, models):
         return "it holds parameters that a forward pass gathered, and that are freed again"
-    # setup gives the optimizer the shards in place of these parameters, but cannot shard its state.
     for parameter in parameters:
         if parameter in parameters_to_shard and _has_state_to_lose(optimizer.state.get(parameter)):
             return "it has state for whole parameters, and these are about to be sharded"
@@ -409,8 +421,8 @@ def _problem_of_optimizer(
 def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> bool:
     """Return whether an optimizer holds full parameters that a forward pass gathered from shards.
 
-    FSDP2 frees a gathered parameter after the pass, so a step of the optimizer would be lost. By
-    now, the parameter is either freed, or still in its model in place of its shard.
+    FSDP2 frees a gathered parameter sooner or later, and then a step of the optimizer would be
+    lost. A gathered parameter that is not freed yet is in its model in place of the shard.
 
     Args:
         parameters: the parameters of an optimizer.
@@ -433,10 +445,10 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
 
 
 def _has_state_to_lose(state: Mapping[str, Any] | None) -> bool:
-    """Return whether an optimizer has state of a parameter that would be lost by sharding.
+    """Return whether an optimizer has state of a parameter that setup could not shard.
 
-    State after a step would be lost, and so would state on the meta device. The initial values of
-    Adagrad, which have a step of 0, are not lost: they are made again for the shard.
+    Setup shards only the initial values of Adagrad, whose ``step`` is 0: each rank cuts its shard
+    from its own values, which are equal on all ranks. Values on the meta device cannot be cut.
 
     Args:
         state: the state by name. None if the parameter has no state.
@@ -447,7 +459,7 @@ def _has_state_to_lose(state: Mapping[str, Any] | None) -> bool:
     has_stepped = bool(state.get("step", 1))
     if has_stepped:
         return True
-    # The initial values for a parameter on the meta device are on the meta device, too.
+    # True for an optimizer that was made while its parameters were on the meta device.
     return any(getattr(value, "is_meta", False) for value in state.values())
 
 
@@ -469,8 +481,8 @@ def _has_step_for_shards(
         return True
     if isinstance(optimizer, optim.LBFGS):
         return all(_can_flatten(parameter, num_shards) for parameter in sharded)
-    # Adafactor changes norms of shards in place, and Rprop writes to a shard through a mask. torch
-    # has neither for DTensors.
+    # Adafactor changes the norm of a DTensor in place, and Rprop writes to a DTensor through a
+    # mask. torch supports neither.
     return not isinstance(optimizer, optim.Adafactor | optim.Rprop)
 
 
@@ -501,13 +513,14 @@ def shard_module(
 ) -> None:
     """Make an FSDP module with rank 0's values, and free the original parameters. Collective.
 
-    Inner FSDP modules have to be made first: their parameters are then left alone.
+    Inner FSDP modules have to be made first. Their parameters are DTensors then, which this
+    function leaves alone.
 
     Args:
         communicator: all ranks.
-        module: the module. If it is an FSDP module already, it stays as it is.
-        originals: the user's parameters that tensor parallelism has replaced by DTensors already,
-            by name. Their values are distributed already, and so they are only freed here.
+        module: the module. ``fully_shard`` is skipped if it is an FSDP module already.
+        originals: the user's parameters that tensor parallelism has replaced by DTensors, by name.
+            The DTensors have the values of these parameters, which are only freed here.
         **arguments: arguments of ``fully_shard``.
     """
     # Imported here, so that importing fabric stays fast.
@@ -517,7 +530,7 @@ def shard_module(
     for name, parameter in module.named_parameters():
         if not is_dtensor(parameter):
             plain_parameters[name] = parameter
-    # Called first, since fully_shard() cuts this rank's shards from this rank's own values.
+    # Comes first, since fully_shard() cuts this rank's shards from this rank's own values.
     receive_values(communicator, module, list(plain_parameters.values()))
     if not isinstance(module, FSDPModule):
         fully_shard(module, **arguments)
@@ -533,15 +546,15 @@ def shard_module(
     def share_with_gathered(*_: object) -> None:
         """Give the gathered parameters the attributes and hooks of the sharded ones, once.
 
-        This is a forward pre-hook that runs after FSDP's own pre-hook. FSDP has just gathered the
-        parameters for the first time, and uses the same tensors in all later forward passes.
+        This is a forward pre-hook of the first forward pass. It runs after FSDP's own pre-hook,
+        which has made the gathered parameters. FSDP uses the same tensors in all forward passes.
         """
-        handle.remove()  # of this hook
+        handle.remove()  # the handle of this hook
         for slot in slots:
             gathered = slot.parameters_of_module[slot.name]
             _share_attributes(slot.parameter, gathered)
 
-    # Dynamo must not trace the hook, because the hook changes the module.
+    # Dynamo must not trace the hook, because the hook removes itself from the module.
     outside_of_graphs: Any = torch.compiler.disable(share_with_gathered)
     handle = module.register_forward_pre_hook(outside_of_graphs)
 
@@ -554,20 +567,19 @@ def prepare_unsharded_module(
     is_root: bool,
     mesh: DeviceMesh,
 ) -> None:
-    """Give a module that is not sharded rank 0's values, as :func:`shard_module` does. Collective.
+    """Prepare a module in place of :func:`shard_module` if a mesh has one shard. Collective.
 
-    If the user's ``parallelize_fn`` has made FSDP modules, the root becomes one, too, without
-    parameters of its own: FSDP takes the outermost FSDP module for the whole model.
+    The module gets rank 0's values. Original parameters that were replaced are freed.
 
     Args:
         communicator: all ranks.
         module: the module.
-        originals: as for :func:`shard_module`.
-        is_root: whether this is the whole model.
+        originals: the user's parameters that tensor parallelism has replaced by DTensors, by name.
+        is_root: whether the module is the whole model.
         mesh: the mesh over which the model would be sharded. It has one rank.
     """
     plain_parameters: dict[str, nn.Parameter] = {}
-    if is_root:
+    if is_root:  # which includes the parameters of the inner modules
         for name, parameter in module.named_parameters():
             if not is_dtensor(parameter):
                 plain_parameters[name] = parameter
@@ -575,16 +587,18 @@ def prepare_unsharded_module(
     for name, original in {**plain_parameters, **originals}.items():
         parameter = module.get_parameter(name)
         if is_mapped(parameter):
-            # Moved to ordinary memory: no shard replaces it, and so it is used as it is.
+            # Training changes this parameter itself and no shard of it. So it is moved from the
+            # mapped file to ordinary memory.
             parameter.data = parameter.detach().clone()
-        # An inner module was prepared before, and its parameters are listed here again.
-        is_replaced = shard_of(original) is parameter
-        if parameter is not original and not is_replaced:
+        # True if this function was called for an inner module with the parameter before.
+        was_replaced = shard_of(original) is parameter
+        if parameter is not original and not was_replaced:
             _replace_original(original, parameter)
     has_fsdp_modules = any(map(is_fsdp_module, module.modules()))
     if is_root and has_fsdp_modules and not is_fsdp_module(module):
-        # Imported here, so that importing fabric stays fast.
-        from torch.distributed.fsdp import fully_shard
+        # The user's parallelize_fn has made FSDP modules. FSDP takes the outermost one for the
+        # whole model, and so the root becomes one, without parameters of its own.
+        from torch.distributed.fsdp import fully_shard  # keeps the import of fabric fast
 
         fully_shard(module, mesh=mesh, ignored_params=set(module.parameters()))
 
@@ -594,13 +608,14 @@ def replicate_unsharded(
 ) -> set[nn.Parameter]:
     """Copy rank 0's buffers and unsharded parameters to all ranks. Collective.
 
-    Called before the rest of the model is sharded. Each of these parameters is replaced in the
+    Called before the rest of the model is sharded. Each unsharded parameter is replaced in the
     model by a replicated DTensor, so that all parameters of the model are DTensors.
 
     Args:
         communicator: all ranks.
         root: the model, which is changed in place.
-        ignored: the parameters that should not be sharded, besides those that cannot be.
+        ignored: the parameters that the user does not want to be sharded. Parameters that cannot
+            be sharded are found by :func:`is_unsharded`.
         mesh: the mesh of the shards.
 
     Returns:
@@ -611,8 +626,7 @@ def replicate_unsharded(
 
     has_ignored_parameter = not ignored.isdisjoint(root.parameters())
     if ignored and not has_ignored_parameter and communicator.rank == 0:
-        # The usual reason: a strategy is pickled for the process of a rank, which copies the
-        # parameters in its options.
+        # Usually, the strategy was pickled for this process together with copies of the parameters.
         warnings.warn(
             f"setup of {type(root).__name__}: none of ignored_params is a parameter of it. If the "
             "model was built before the launch, write fabric.launch(train, model)",
@@ -625,15 +639,15 @@ def replicate_unsharded(
     receive_values(communicator, root, [*root.buffers(), *originals.values()])
     replicated: set[nn.Parameter] = set()
     for name, original in originals.items():
-        # Usually the original itself. If the original was a meta tensor, receive_values() has
-        # replaced it by a new parameter.
+        # The original itself, or the parameter by which receive_values() has replaced an original
+        # on the meta device.
         filled = root.get_parameter(name)
         # A clone, since a parameter may still be in a mapped file, see receive_values().
         values = filled.detach().clone()
         # Without a source rank, nothing is sent: all ranks have the values already.
         tensor = distribute_tensor(values, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         replacement = nn.Parameter(tensor, requires_grad=original.requires_grad)
-        # Under all names, if modules share the parameter.
+        # Modules that share the parameter hold it under several names.
         _replace_in_modules(root, filled, replacement)
         # Frees the original, and gives its attributes and hooks to the replacement.
         _replace_original(original, replacement)
@@ -642,7 +656,7 @@ def replicate_unsharded(
 
 
 def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], num_ahead: int) -> None:
-    """Have each FSDP module gather the modules before it, in the backward pass.
+    """Have each FSDP module gather the modules ahead of it in the backward pass.
 
     Args:
         root: the model. Its forward pass is taken to use modules in the order of ``modules()``.
@@ -651,43 +665,43 @@ def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], num_ahead
     """
     prefetched = set(fsdp_modules)
     forward_order: list[Any] = [module for module in root.modules() if module in prefetched]
-    # The backward pass goes through the reversed order, and begins with the root.
+    # The backward pass begins with the root, and then goes backward through this order.
     for index, module in enumerate([*forward_order, root]):
         first = max(0, index - num_ahead)
-        previous = forward_order[first:index]
-        previous.reverse()
-        # Without previous modules, the module is told to prefetch itself. This does nothing, since
-        # it is gathered by then. An empty list would mean torch's default: to prefetch one module.
-        module.set_modules_to_backward_prefetch(previous or [module])
+        next_in_backward = forward_order[first:index]
+        next_in_backward.reverse()
+        # If nothing is to be gathered ahead, the module itself is named, which is gathered already.
+        # An empty list would mean torch's default, which gathers one module ahead.
+        module.set_modules_to_backward_prefetch(next_in_backward or [module])
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a shared file mapping, as one from :class:`MappedMemory`."""
+    """Return whether a tensor is in a mapped file, as tensors of :class:`MappedMemory` are."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
 def receive_values(
     communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]
 ) -> None:
-    """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
+    """Give tensors rank 0's values, in memory of the communicator's device. Collective.
 
-    An :class:`EmptyParameter` is filled with NaN. If the communicator's device is the CPU, a
-    parameter may stay in a mapped file, since it is about to be sharded. A meta tensor is replaced
-    in the module. All other tensors keep their identity and get new data.
+    A meta tensor is replaced in the module by a new tensor. All other tensors keep their identity
+    and get new data. An :class:`EmptyParameter` is filled with NaN. On the CPU, a parameter may
+    stay in a mapped file, since its shards will be copied out of the file.
 
     Args:
         communicator: all ranks.
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
     """
-    # The memo for all calls of deepcopy: buffers that share memory get copies that share memory.
+    # The memo of deepcopy. With one memo, buffers that share memory get copies that share memory.
     copies: dict[int, Any] = {}
     for tensor in tensors:
         value = _receive_value(communicator, tensor)
         if is_mapped(tensor):
             is_buffer = not isinstance(tensor, nn.Parameter)
             if value.device.type == "cpu" and is_buffer:
-                # A buffer stays as it is for the whole training, so it moves to ordinary memory.
+                # A buffer is not sharded, so it has to be moved out of the mapped file.
                 value = deepcopy(tensor.detach(), copies).copy_(value)
             release_pages(tensor.untyped_storage())
         if not tensor.is_meta:
@@ -712,13 +726,13 @@ def _receive_value(communicator: Communicator, tensor: Tensor) -> Tensor:
     if isinstance(tensor, EmptyParameter):
         fill_empty(value)
     else:
-        # Written to in place. Sent as bytes, because backends do not carry all dtypes.
+        # In place. As bytes, since the backends of torch.distributed do not support all dtypes.
         communicator.broadcast(value.view(-1).view(torch.uint8), 0)
     return value
 
 
 def _replace_original(original: nn.Parameter, replacement: nn.Parameter) -> None:
-    """Share an original's attributes and hooks with its replacement, and free its memory.
+    """Share an original's attributes and hooks with its replacement, and free the original.
 
     Not a collective. An optimizer may hold ``original`` until the setup of the optimizer, which
     finds ``replacement`` by ``shard_of(original)``.
@@ -730,19 +744,18 @@ def _replace_original(original: nn.Parameter, replacement: nn.Parameter) -> None
     _share_attributes(original, replacement)
     share_accumulation_hooks(original, replacement)
     set_shard_of(original, replacement)
-    # Frees the values, although an optimizer may still hold the original. It never reads them: its
-    # setup puts the replacement in the place of the original.
+    # Frees the values, even if an optimizer still holds the original.
     original.data = original.new_empty(0)
 
 
 def _share_attributes(source: Tensor, target: Any) -> None:
-    """Give ``target`` the attributes and the gradient hooks of ``source``, which keeps them."""
+    """Give ``target`` the attributes and the gradient hooks of ``source``. Both have them then."""
     vars(target).update(vars(source))
     share_gradient_hooks(source, target)
 
 
 def _replace_in_modules(root: nn.Module, tensor: Tensor, replacement: Any) -> None:
-    """Replace a parameter or buffer under every name by which a module of the model holds it."""
+    """Replace a parameter or buffer in all modules of a model, under all of its names."""
     for module in root.modules():
         for registered in (registered_parameters(module), registered_buffers(module)):
             for name, value in registered.items():

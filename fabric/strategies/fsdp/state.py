@@ -90,7 +90,10 @@ def shard_of(parameter: Any) -> nn.Parameter | None:
 
 
 def set_shard_of(original: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Record the sharded parameter that replaces an original one, which an optimizer may hold."""
+    """Record the sharded parameter that replaces an original one.
+
+    An optimizer may still hold the original. :func:`shard_of` finds the replacement for it.
+    """
     setattr(original, _SHARD, parameter)
 
 
@@ -151,16 +154,15 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
         optimizer: the optimizer, which holds sharded parameters.
         state_dict: its state dict. State that is sharded already stays as it is.
     """
-    # In a state dict, parameters are numbers. The numbers are in the order of the optimizer's
-    # parameters.
+    # A state dict has a number in place of each parameter, in the order of the optimizer.
     numbers: list[int] = []
     for group in state_dict["param_groups"]:
         numbers.extend(group["params"])
-    # Not strict: if there are more or fewer parameters, load_state_dict() raises torch's error.
+    # Not strict: if the counts differ, load_state_dict() raises torch's own error afterward.
     parameters_by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     state: dict[int, dict[str, Any]] = {}
     for number, parameter_state in state_dict["state"].items():
-        # None for state without a parameter, which shard_parameter_state() returns as it is.
+        # None if the counts differ. shard_parameter_state() then returns the state unchanged.
         parameter = parameters_by_number.get(number)
         state[number] = shard_parameter_state(parameter, parameter_state)
     return {**state_dict, "state": state}
@@ -178,7 +180,7 @@ def shard_parameter_state(parameter: Any, state: Mapping[str, Any]) -> dict[str,
     sharded: dict[str, Any] = {}
     for name, value in state.items():
         if name in _SCALAR_STATE:
-            # Never sharded, even if the parameter has the same shape.
+            # A plain tensor, such as "step", even for a parameter that is a scalar itself.
             sharded[name] = value
         else:
             sharded[name] = _shard_like(parameter, value)
@@ -198,7 +200,7 @@ def _shard_like(sharded: Any, value: Any) -> Any:
     is_full_tensor = isinstance(value, Tensor) and not is_dtensor(value)
     if not is_full_tensor or value.shape != sharded.shape:
         return value
-    # Imported here, since the import takes long. By now, the DTensor's own code has made it.
+    # Imported here, so that importing fabric stays fast.
     from torch.distributed.tensor import distribute_tensor
 
     mesh = sharded.device_mesh
@@ -273,16 +275,16 @@ class UnshardedState:
         """Put this rank's plain tensors in place of the replicated parameters.
 
         Called before each forward pass of the whole model, if ``is_empty`` is false. Collective if
-        rank 0's running statistics are to be broadcast. All ranks decide the same, since they make
+        rank 0's running statistics are to be broadcast, which is the same on all ranks that make
         the same passes.
         """
         if self._statistics_differ and self._buffers_of_norms:
             self._broadcast_statistics()
-        # As under DDP, the next forward pass broadcasts again only if this one trains with
+        # As under DDP, the next forward pass broadcasts only if this one trains with
         # synchronization.
         self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
-        # Reset here, too: autograd drops the callback of a backward pass that raises, and so
-        # _after_backward() has not reset it.
+        # If the last backward pass raised, autograd has dropped its callback, _after_backward(),
+        # which would have reset this.
         self._awaits_backward_end = False
         for slot in self._slots:
             # For example by torch.func.functional_call(). The module then uses the user's tensor.
@@ -294,6 +296,7 @@ class UnshardedState:
             # An instance attribute hides the parameter of the same name, because Python finds it
             # before nn.Module looks for a parameter. _restore_parameters() removes it.
             vars(slot.module)[slot.name] = plain
+            # The outputs are watched, too, but a loss need not be computed from the outputs.
             self._watch_backward([plain])
 
     def after_forward(self, output: Any) -> None:
@@ -302,15 +305,15 @@ class UnshardedState:
         Called after each forward pass of the whole model, if ``is_empty`` is false.
 
         Args:
-            output: what the forward pass returned. If a tensor in ``output`` requires a gradient,
-                the parameters are put back at the end of the backward pass, in which activation
-                checkpointing runs parts of the forward pass again.
+            output: what the forward pass returned. If a tensor in it requires a gradient, a
+                backward pass will follow. The plain tensors then stay until its end, because
+                activation checkpointing repeats parts of the forward pass in it.
         """
         if not self._slots:
             return
         leaves, _ = flatten(output)
-        is_watched = self._watch_backward(leaves)
-        if not is_watched:
+        has_backward = self._watch_backward(leaves)
+        if not has_backward:
             self._restore_parameters()
 
     def _watch_backward(self, values: Iterable[Any]) -> bool:
@@ -327,11 +330,10 @@ class UnshardedState:
         return is_watched
 
     def _on_gradient(self, grad: Tensor) -> None:
-        """Have autograd call ``_after_backward`` once, at the end of the running backward pass.
+        """Have autograd call ``_after_backward`` at the end of the running backward pass.
 
         This is a hook of the outputs of a forward pass and of the plain tensors of the replicated
-        parameters. It is called for each of their gradients. The first call of a backward pass
-        registers the callback.
+        parameters. Only the first call in a backward pass registers the callback.
         """
         if not self._awaits_backward_end:
             self._awaits_backward_end = True
@@ -351,25 +353,25 @@ class UnshardedState:
         """
         self._awaits_backward_end = False
         self._restore_parameters()
-        with_gradient: list[nn.Parameter] = []
-        # This rank's tensors of the gradients, by the number of the parameter. all_reduce()
-        # compares the numbers between the ranks, so that gradients of different parameters are not
-        # added up.
+        parameters_with_gradient: list[nn.Parameter] = []
+        # This rank's plain tensors of the gradients, by the number of the parameter. all_reduce()
+        # compares the keys between the ranks, so that it never averages the gradients of different
+        # parameters.
         gradients: dict[int, Tensor] = {}
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                with_gradient.append(parameter)
+                parameters_with_gradient.append(parameter)
                 gradients[number] = local_tensor(parameter.grad)
         if not self.synchronizes:
-            self._unreduced = with_gradient
+            self._unreduced = parameters_with_gradient
             for gradient in gradients.values():
-                mark_as_computed(gradient)
+                mark_as_computed(gradient)  # so that a zero gradient does not look cleared
             return
         self._unreduced = []
         if gradients:
             means = all_reduce(self._communicator, gradients, Reduce.MEAN)
             for number, mean in means.items():
-                # Changes the gradient, which shares the memory of the local tensor.
+                # This changes ``parameter.grad``, with which the plain tensor shares its memory.
                 gradients[number].copy_(mean)
 
     def _broadcast_statistics(self) -> None:
@@ -378,29 +380,26 @@ class UnshardedState:
         Collective. All buffers travel in one message of bytes.
         """
         buffers: list[Tensor] = []
-        # The modules' own dicts, so that buffers that a module has replaced are found.
         for buffers_of_module in self._buffers_of_norms:
             for buffer in buffers_of_module.values():
                 if buffer is not None:
                     buffers.append(buffer)
         bytes_of_buffers = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
         message = torch.cat(bytes_of_buffers)
-        # Changes the message in place: afterward, it has the bytes of rank 0.
-        self._communicator.broadcast(message, 0)
+        self._communicator.broadcast(message, 0)  # in place
         sizes = [buffer_bytes.numel() for buffer_bytes in bytes_of_buffers]
         for buffer, received in zip(buffers, message.split(sizes), strict=True):
-            # A view in the buffer's dtype needs aligned bytes. A clone is aligned, whereas a part
-            # of the message may not be.
+            # Cloned, since view() needs aligned bytes, and the parts of a message are unaligned.
             value = received.clone().view(buffer.dtype)
             # Through ``data``, which hides the change from autograd. Otherwise the backward pass of
-            # the previous forward pass would raise.
+            # an earlier forward pass would raise for a buffer changed in place.
             buffer.data.copy_(value.view_as(buffer))
 
 
 def _buffers_with_statistics(root: nn.Module) -> list[dict[str, Tensor | None]]:
     """Return the dict of buffers of each module that has running statistics.
 
-    The dicts are those of the modules, so buffers that a module replaces later are included.
+    A dict is the module's own, and so it has the new buffer if the module replaces one later.
     """
     buffers_of_norms: list[dict[str, Tensor | None]] = []
     for module in root.modules():
