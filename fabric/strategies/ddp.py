@@ -145,8 +145,8 @@ class DDPStrategy(ParallelStrategy):
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs = ddp_kwargs
         self._check_hook_options()
-        # For each prepared module, the names of the parameters that torch's errors number. They
-        # are kept, because a parameter that is frozen later keeps its number.
+        # For each prepared module, the names of its trainable parameters at setup. torch's errors
+        # give indices into this list, even if a parameter is frozen later.
         self._parameter_names: WeakKeyDictionary[DistributedDataParallel, list[str]] = (
             WeakKeyDictionary()
         )
@@ -162,8 +162,8 @@ class DDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
-        # Without a state of local SGD, gradients are averaged in every step. Then the models of the
-        # ranks never differ, and an average of the models would change nothing.
+        # Without local SGD, gradients are averaged in every step, and the models of the ranks stay
+        # equal. Averaging the models would change nothing.
         is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
         if self.model_averaging_period is not None and not is_local_sgd:
             raise ConfigurationError(
@@ -188,10 +188,10 @@ class DDPStrategy(ParallelStrategy):
         try:
             self._refuse_shared_memory(module)
         except ConfigurationError as raised:
-            # Raised below by check_same_model(), on all ranks: the other ranks wait in it.
+            # check_same_model() raises it on all ranks, which wait for each other there.
             error = raised
-        # Raises on all ranks if their models differ. torch reports some differences only on some
-        # ranks, or on none.
+        # torch itself reports some differences between the models only on some ranks, or not at
+        # all.
         check_same_model(self.runtime.communicator, module, error=error)
         _normalize_strides(module)
         if not _has_trainable_parameters(module):
@@ -218,20 +218,24 @@ class DDPStrategy(ParallelStrategy):
         torch refuses to write to a tensor whose elements share memory. Not a collective.
         """
         root = uncompiled(module)
-        # DDP refuses a module without trainable parameters. Such a module is not wrapped, and all
-        # of its tensors are copied from rank 0.
-        is_wrapped = _has_trainable_parameters(root)
-        # The user has told torch not to synchronize these.
+        # What setup_module() will copy from rank 0. If the module has no trainable parameters, it
+        # is not wrapped, and everything is copied.
+        copies_parameters = True
+        copies_buffers = True
+        # The names of the tensors that the user has told torch not to synchronize.
         ignored: set[str] = set()
-        if is_wrapped:
+        if _has_trainable_parameters(root):
+            copies_parameters = self.ddp_kwargs.get("init_sync", True)
+            copies_buffers = self._broadcasts_buffers()
             ignored = names_to_ignore_in_ddp(module)
+        # For each tensor that cannot be written to, the code that gives it memory of its own.
         remedies: dict[str, str] = {}
-        if self.ddp_kwargs.get("init_sync", True) or not is_wrapped:
+        if copies_parameters:
             for name, parameter in root.named_parameters():
                 if name not in ignored and _is_expanded(parameter):
                     path = _attribute_path(name)
                     remedies[name] = f"{path}.data = {path}.data.clone()"
-        if self._broadcasts_buffers() or not is_wrapped:
+        if copies_buffers:
             for name, buffer in root.named_buffers():
                 if name not in ignored and _is_expanded(buffer):
                     path = _attribute_path(name)
@@ -249,7 +253,7 @@ class DDPStrategy(ParallelStrategy):
         """Return whether torch copies rank 0's buffers, in its constructor or in forward passes."""
         is_synchronized_in_forward = self.ddp_kwargs.get("forward_sync_buffers")
         if is_synchronized_in_forward is None:
-            # The older option, which holds for the constructor, too. None means true.
+            # The older option turns both copies off. If it is missing or None, torch copies.
             return self.ddp_kwargs.get("broadcast_buffers") is not False
         return is_synchronized_in_forward or self.ddp_kwargs.get("init_sync", True)
 
@@ -264,13 +268,12 @@ class DDPStrategy(ParallelStrategy):
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
         """Return a module in DistributedDataParallel. Collective, except in a dry run.
 
-        A dry run has fake tensors, and a single process in which no other rank answers. So there
-        the initial exchange is skipped, and a hook takes the place of the reduction of gradients.
+        A dry run is one process with fake tensors, without other ranks. It skips the initial copy
+        of rank 0's values, and a hook takes the place of the reduction of gradients.
         """
         device_ids = None
         if self.root_device.type == "cuda":
             device_ids = [self.root_device.index]
-        # In a dry run, all parameters are fake.
         is_dry_run = isinstance(next(module.parameters()), FakeTensor)
         # The user's options come last, since they take precedence.
         options = {"init_sync": not is_dry_run, **self.ddp_kwargs}
@@ -278,14 +281,15 @@ class DDPStrategy(ParallelStrategy):
         if is_dry_run:
             wrapper.register_comm_hook(None, reduce_bucket_without_result)
         if wrapper.static_graph:
-            _FirstPassCheck(wrapper)
+            _FirstPassCheck(wrapper)  # registers a hook, which keeps the check alive
         return wrapper
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
-        """Average the parameters over all ranks after a step, if there is a period for it.
+        """Have the optimizer's step average the parameters over all ranks once in a period.
 
-        The averager counts the steps and averages once in ``model_averaging_period`` steps.
+        The option ``model_averaging_period`` is the number of steps of the period. If it is None,
+        this method does nothing.
         """
         if self.model_averaging_period is None:
             return
@@ -298,9 +302,9 @@ class DDPStrategy(ParallelStrategy):
         )
 
         def average_after_step(stepped: Optimizer, *_: Any) -> None:
-            """Count a step. If the period is over, average the parameters, which is collective."""
-            # A step that is skipped after an overflow has no gradients. torch averages only
-            # parameters with gradients, and fails if there are none.
+            """Count a step. At the end of a period, average the parameters, which is collective."""
+            # torch averages only parameters with gradients, and fails if there are none, as in a
+            # step that is skipped after an overflow.
             if _has_gradients(stepped):
                 averager.average_parameters(stepped.param_groups)
 
@@ -333,24 +337,25 @@ class DDPStrategy(ParallelStrategy):
             prepared: the result of :meth:`setup_module`. It is not a DistributedDataParallel if the
                 module has no trainable parameters.
         """
-        # With model averaging, each rank steps with its own gradients between two averages.
+        # With model averaging, each rank steps with its own gradients, and the parameters of the
+        # ranks differ until the next average.
         replicas_drift = self.model_averaging_period is not None
         # With either of these options, DDP allows parameters that the loss does not use.
-        unused_options = ("find_unused_parameters", "static_graph")
-        expects_unused = any(map(self.ddp_kwargs.get, unused_options))
+        finds_unused = self.ddp_kwargs.get("find_unused_parameters", False)
+        has_static_graph = self.ddp_kwargs.get("static_graph", False)
         contract = replace(
             super().gradient_contract(prepared),
             needs_forward=True,
-            expects_unused=expects_unused,
+            expects_unused=finds_unused or has_static_graph,
             gradients_may_differ=replicas_drift,
         )
         if not isinstance(prepared, DistributedDataParallel):
             return contract
-        # A function that says whether the next backward pass averages gradients.
+        # Returns a function that says whether the next backward pass averages gradients.
         synchronizes = synchronization_check(prepared)
         contract = replace(contract, synchronizes=synchronizes)
         if self.world_size > 1 and not replicas_drift:
-            # The training checks compare these parameters between the ranks.
+            # The training checks compare these tensors between the ranks.
             replicated = partial(_synchronized_parameters, prepared)
             replicas = partial(_replicas, prepared, has_buffers=self._broadcasts_buffers())
             contract = replace(contract, replicated=replicated, replicas=replicas)
@@ -412,8 +417,8 @@ class DDPStrategy(ParallelStrategy):
             return
         indices = [int(index) for index in match["indices"].split()]
         for wrapper, names in self._parameter_names.items():
-            # The error does not say which module it is about. A module with too few parameters
-            # cannot be the one.
+            # The error does not name its module. It is taken to be about the first module with
+            # enough parameters.
             if max(indices) >= len(names):
                 continue
             title = type(uncompiled(wrapper.module)).__name__
@@ -435,14 +440,14 @@ class DDPStrategy(ParallelStrategy):
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, when the strategy is sent to the process of a rank.
+        """Return the attributes to pickle when the strategy is sent to the process of a rank.
 
-        The state of the communication hook becomes bytes, because a new process cannot unpickle
-        this state yet: the ``__setstate__`` of the hook's state looks for the process group.
+        The state of the communication hook is pickled to bytes on its own. torch's states look for
+        the process group when they are unpickled, and a new process has no group yet.
         :meth:`_unpickled_hook_state` unpickles the bytes when a module is set up.
         """
         hook_state = _PickledState(pickle.dumps(self.ddp_comm_state))
-        # A weak dictionary cannot be pickled, and has nothing that another process could use.
+        # A weak dictionary cannot be pickled. The modules in it belong to this process anyway.
         return {**vars(self), "ddp_comm_state": hook_state, "_parameter_names": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -450,9 +455,9 @@ class DDPStrategy(ParallelStrategy):
         vars(self).update(state, _parameter_names=WeakKeyDictionary())
 
     def _unpickled_hook_state(self) -> Any:
-        """Return ``ddp_comm_state``, and unpickle it first if this process got it in a pickle.
+        """Return ``ddp_comm_state``. Unpickle it first if the strategy was sent to this process.
 
-        The process group must have been initialized.
+        The process group must have been initialized, since torch's states look for it.
         """
         if isinstance(self.ddp_comm_state, _PickledState):
             # Safe: these are the bytes that __getstate__ of this strategy pickled.
@@ -461,22 +466,23 @@ class DDPStrategy(ParallelStrategy):
 
 
 class _PickledState(bytes):
-    """The pickled state of a communication hook, told from a user's state by this type."""
+    """The pickled state of a communication hook. The type marks it, since a user may pass bytes."""
 
 
 class _GroupReference:
-    """A reference to a process group that outlives the reducer of a DistributedDataParallel.
+    """A reference to a process group, which prevents a deadlock when a wrapper is freed.
 
-    gloo's destructor joins a thread that may need the interpreter lock to free the last collective.
-    A reducer that holds the last reference frees its group while it holds that lock, which
-    deadlocks. A reference of Python releases the lock before it frees the group.
+    When gloo's group is freed, it waits for a thread, and this thread may need the interpreter
+    lock. If the reducer of a DistributedDataParallel frees the group, it holds the lock meanwhile,
+    and the two wait for each other. If Python frees the group, it releases the lock first. So this
+    reference has to outlive the reducer.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
     def __reduce__(self) -> tuple[type["_GroupReference"], tuple[()]]:
-        """Copy and pickle a reference without its group, which belongs to this process."""
+        """Copy and pickle a reference without its group, which cannot be copied."""
         return _GroupReference, ()
 
 
@@ -487,7 +493,7 @@ def _has_trainable_parameters(module: nn.Module) -> bool:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether elements of a tensor share memory by a stride of 0, as after ``expand()``.
 
-    torch refuses to write to such a tensor. It writes to tensors that overlap in other ways.
+    torch refuses to write to such a tensor.
     """
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
@@ -498,7 +504,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _attribute_path(name: str) -> str:
-    """Return the Python expression for a tensor of the variable ``model``, such as model[0].x."""
+    """Return the Python expression for a tensor in ``model``: "0.weight" is model[0].weight."""
     path = "model"
     for attribute in name.split("."):
         if attribute.isdecimal():
@@ -509,15 +515,14 @@ def _attribute_path(name: str) -> str:
 
 
 def _normalize_strides(module: nn.Module) -> None:
-    """Give contiguous buffers the strides that new tensors of their shapes have.
+    """Give contiguous buffers the strides of new tensors of their shapes. They keep their memory.
 
-    The stride of a dimension of size 1 does not matter, and may be any number. If the number is
-    unusual, torch mistakes the buffer for one whose elements share memory, and DDP's copy of rank
-    0's buffers fails. A changed buffer keeps its memory.
+    The stride of a dimension of size 1 may be any number. With an unusual number, torch takes the
+    buffer for one whose elements share memory, and DDP's copy of rank 0's buffers fails.
     """
     for buffer in module.buffers():
         if buffer.layout is torch.strided and buffer.is_contiguous():
-            view = buffer.data.view(buffer.shape)
+            view = buffer.data.view(buffer.shape)  # has the usual strides
             if view.stride() != buffer.stride():
                 buffer.data = view
 
@@ -532,9 +537,10 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Return the parameters whose gradients are averaged, by the user's names and in torch's order.
+    """Return the parameters whose gradients are averaged, by the user's names.
 
-    These are the trainable parameters without those that the user told torch to ignore.
+    These are the trainable parameters, except those that the user told torch to ignore. They are in
+    the order in which torch's errors count them.
     """
     ignored = ignored_by_ddp(wrapper)
     synchronized: dict[str, torch.Tensor] = {}
@@ -545,42 +551,44 @@ def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torc
 
 
 def _replicas(wrapper: DistributedDataParallel, *, has_buffers: bool) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that ranks hold alike, by the user's names.
+    """Return the parameters and buffers that are equal on all ranks, by the user's names.
 
     Args:
         wrapper: the wrapped module.
-        has_buffers: whether torch copies rank 0's buffers to all ranks.
+        has_buffers: whether to return buffers, because torch copies rank 0's buffers to all ranks.
     """
     ignored = ignored_by_ddp(wrapper)
     root = uncompiled(wrapper.module)
-    replicas: dict[str, torch.Tensor] = dict(root.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(root.named_parameters())
     if has_buffers:
-        replicas.update(root.named_buffers())
-    return {name: replicas[name] for name in replicas if name not in ignored}
+        tensors.update(root.named_buffers())
+    return {name: tensors[name] for name in tensors if name not in ignored}
 
 
 class _FirstPassCheck:
     """A check that the first backward pass of a static graph synchronizes gradients.
 
-    DDP records the graph in this pass, after a forward pass outside of ``no_sync`` has prepared it.
-    The check ends with this forward pass.
+    DDP records a static graph in the first backward pass. A forward pass outside of ``no_sync`` has
+    to prepare the recording. The check ends with that forward pass.
 
     Args:
         wrapper: the module with the static graph.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
-        """Add a hook after the forward passes."""
+        """Register the forward hook, which keeps this object alive."""
+        # Whether a forward pass outside of no_sync has prepared the recording.
         self._is_prepared = False
         self._hook = wrapper.register_forward_hook(self._after_forward)
 
     def _after_forward(
         self, wrapper: DistributedDataParallel, _arguments: object, output: object
     ) -> None:
-        """End the check, or watch whether a backward pass follows. This is a forward hook."""
+        """End the check, or have a backward pass of this output raise. This is a forward hook."""
         if not torch.is_grad_enabled():
             return
-        if wrapper.require_backward_grad_sync:
+        is_in_no_sync = not wrapper.require_backward_grad_sync
+        if not is_in_no_sync:
             self._is_prepared = True
             self._hook.remove()
             return
@@ -591,11 +599,14 @@ class _FirstPassCheck:
                 leaf.register_hook(check)
 
     def _refuse_backward(self, title: str, _gradient: torch.Tensor) -> None:
-        """Raise the UsageError, unless DDP has been prepared. This is a hook of an output.
+        """Raise the UsageError for a first backward pass without synchronization.
+
+        This is a gradient hook of an output from within ``no_sync``.
 
         Args:
             title: the class of the user's module.
         """
+        # A later forward pass may have prepared DDP before this output's backward pass.
         if self._is_prepared:
             return
         raise UsageError(
@@ -612,8 +623,8 @@ class _FirstPassCheck:
 def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) -> Iterator[None]:
     """Run the block under torch's ``Join``, and switch Join off in the wrappers at the end.
 
-    Collective at the end of the block, where a rank answers the collectives of the ranks that
-    still have batches. After an exception in the block the other ranks are not answered.
+    Collective at the end of the block. A rank that gets there first takes part in the collectives
+    of the ranks that still have batches. After an exception in the block, it does not.
 
     Args:
         wrappers: the modules whose collectives are answered.
@@ -623,8 +634,9 @@ def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) ->
     join = Join(list(wrappers), divide_by_initial_world_size=divide_by_all)
     try:
         yield
-        # Answers the other ranks. Join is not used in a with statement, because its __exit__
-        # changes the warning filters of the process. Its __enter__ does nothing.
+        # Takes part in the collectives of the other ranks until all are done. Join is not used in a
+        # with statement, since its __exit__ changes the warning filters of the process, which are
+        # restored here. Its __enter__ does nothing.
         with warnings.catch_warnings():
             join.__exit__(None, None, None)
     finally:
