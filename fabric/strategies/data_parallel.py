@@ -295,8 +295,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Return one replica of the module for each entry of ``device_ids``.
 
-        Called by the ``forward`` of torch's class. Only replica 0 shares the module's buffers, so
-        that its updates of running statistics are kept, and the other replicas' updates are not.
+        Called by the ``forward`` of torch's class. Only replica 0 shares the module's buffers. So
+        its updates of running statistics are kept, and those of the other replicas are lost.
         """
         replicas: list[nn.Module] = []
         for index in range(len(device_ids)):
@@ -317,7 +317,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             inputs: the positional arguments of each replica.
             kwargs: the keyword arguments of each replica.
         """
-        # Grad mode, inference mode and autocast are per thread: the new threads get this thread's.
+        # Each thread has its own grad mode, inference mode and autocast. This function calls a
+        # replica in the modes of the present thread.
         call_in_modes = _bind_thread_modes(self.src_device_obj.type, self.forward_context)
         results: list[Any] = [None] * len(replicas)
         errors: dict[int, BaseException] = {}
@@ -345,8 +346,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             try:
                 raise errors[index]
             finally:
-                # The traceback of an error refers to this frame, whose dict refers to the error.
-                # This cycle would keep the tensors of the frames alive.
+                # The traceback of an error refers to this frame, and this dict to the error. The
+                # cycle would keep the tensors of the replicas alive.
                 errors.clear()
         return results
 
@@ -372,9 +373,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             leaves_by_replica.append(leaves)
             structures.append(structure)
             paths_by_replica.append(leaf_paths(structure, "output"))
-        # Outputs have the same structure if their leaves have the same paths. For objects that are
-        # not tensors, such as these lists of paths, _join_leaves() returns the first one if all are
-        # equal, and raises if they differ.
+        # Returns the paths of the leaves. Raises if the replicas have different paths, and so
+        # different structures.
         paths = _join_leaves("output", paths_by_replica)
         joined: list[Leaf] = []
         for path, leaves in zip(paths, zip(*leaves_by_replica, strict=True), strict=True):
@@ -385,8 +385,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
 class CopiedDataParallel(nn.DataParallel[Any]):
     """:class:`torch.nn.DataParallel` on several accelerator devices, with the caller's autocast.
 
-    torch's class also enters autocast in the threads of the replicas, but always with autocast's
-    default dtype. The arguments are those of torch's class.
+    In the threads of the replicas, torch's class enters autocast with the default dtype, whatever
+    dtype the caller's autocast has. The arguments are those of torch's class.
 
     Attributes:
         forward_context: returns a context that each replica enters in its thread.
@@ -443,8 +443,8 @@ def _check_not_compiled(module: nn.Module) -> None:
 def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
     """Return the reduction of a tensor over dim 0, in the tensor's dtype.
 
-    Row n of the tensor is from replica n. A tensor without dimensions is returned unchanged: it is
-    a value of the one process, and not of its replicas.
+    Row n of the tensor is from replica n. A tensor without dimensions is one value of the whole
+    process, and is returned unchanged.
 
     Raises:
         ConfigurationError: the tensor has no rows.
@@ -456,8 +456,8 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
             f'all_reduce of shape {tuple(tensor.shape)} under strategy="dp"',
             problem="it has no rows",
         )
-    # In float16, the sum of the rows may overflow although their mean would not. So some dtypes are
-    # reduced in a wider one, as in a reduction over processes.
+    # Some dtypes are reduced in a wider dtype, as in a reduction over processes. For example, a sum
+    # in float16 may overflow although the mean would not.
     wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
     wire_dtype = wire_dtypes.get(tensor.dtype, tensor.dtype)
     rows = tensor.to(wire_dtype).unbind()
@@ -468,12 +468,12 @@ def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Ca
     """Return a function that calls another function, in any thread, under this thread's modes.
 
     The modes are grad mode, inference mode and autocast, see ``[Note: Threads]`` of this file. They
-    are read now, and entered in the thread of each call.
+    are read now, and entered around each call.
 
     Args:
-        device_type: the device of the replicas. Its autocast is entered besides the autocast of the
-            CPU.
-        forward_context: returns a context to enter around each call, in the thread of the call.
+        device_type: the device of the replicas. The autocast modes of this device and of the CPU
+            are entered.
+        forward_context: returns a further context to enter around each call.
     """
     has_grad = torch.is_grad_enabled()
     is_inference = torch.is_inference_mode_enabled()
@@ -536,9 +536,8 @@ def _take_chunk(start: int, size: int, tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor
     rows = tensor[start : start + size]
-    # Views of one tensor share their autograd history, and two replicas that change their chunks in
-    # place would both change this history. So a tensor with gradients is copied. For others, a view
-    # without a history is enough.
+    # Views of one tensor share their autograd history. If replicas changed their chunks in place,
+    # all would change this history. So a tensor with gradients is copied.
     return rows.clone() if rows.requires_grad else rows.detach()
 
 
@@ -549,11 +548,10 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         module: the root of the tree.
         shares_buffers: whether the copy shares the buffers, too. Otherwise it has copies of them.
     """
-    # __new__ makes a module without attributes. The attributes are copied below, and not by
-    # copy.copy, which calls __reduce__ or __getstate__ of the class. These methods may leave
-    # attributes out.
+    # __new__ makes a module without attributes, which are copied below. copy.copy is not used,
+    # since it calls methods such as __getstate__, which may leave attributes out.
     replicas = {original: type(original).__new__(type(original)) for original in module.modules()}
-    # The copy of each buffer: submodules that share a buffer share the copy, too.
+    # The copy of each buffer. Submodules that share a buffer have to share the copy, too.
     copied_buffers: dict[Tensor, Tensor] = {}
     for original, replica in replicas.items():
         # The children of a replica are replicas, too.
@@ -564,8 +562,8 @@ def _replicate(module: nn.Module, shares_buffers: bool) -> nn.Module:
         if not shares_buffers:
             buffers = _copy_buffers(buffers, copied_buffers)
         vars(replica).update(vars(original))
-        # The update has also copied references to the original's dicts of parameters, buffers and
-        # children. They are replaced by dicts of the replica.
+        # By now the replica refers to the original's dicts of parameters, buffers and children. It
+        # gets dicts of its own.
         set_registered_members(replica, dict(registered_parameters(original)), buffers, children)
         # A method in the attributes, such as a replaced forward, would run on the original.
         _rebind_methods(original, replica)
@@ -579,7 +577,7 @@ def _copy_buffers(
 
     Args:
         buffers: the buffers by name. None stands for a name without a buffer.
-        copied_buffers: the copy of each buffer of the whole model that was copied before. The new
+        copied_buffers: the copies made so far for the whole model, by the original buffer. The new
             copies are added.
     """
     copies_by_name: dict[str, Tensor | None] = {}
@@ -594,10 +592,10 @@ def _copy_buffers(
 
 
 def _rebind_methods(original: nn.Module, replica: nn.Module) -> None:
-    """Bind the methods that a module has in its attributes to the replica, in place.
+    """Bind the methods in the attributes of a replica to the replica, in place.
 
-    An example is a ``forward`` that was assigned to the module for one call. In a plain copy of the
-    attributes, it would run on the original module.
+    An example is a ``forward`` method that was assigned to the original module. In a plain copy of
+    the attributes, the method is bound to the original module, and would run on it.
     """
     for name, value in vars(original).items():
         if isinstance(value, MethodType) and value.__self__ is original:
@@ -622,7 +620,7 @@ def _join_leaves(path: str, leaves: Sequence[Leaf]) -> Leaf:
         tensors = tuple(leaves)
         return torch.stack(tensors) if first.dim() == 0 else torch.cat(tensors)
     for leaf in leaves:
-        # Identity first: the comparison of an object such as an array may not be a bool.
+        # Identity comes first, since "!=" of objects such as arrays does not return a bool.
         if leaf is not first and leaf != first:
             returned = ", ".join(map(repr, leaves))
             raise ConfigurationError(

@@ -30,18 +30,25 @@ _ExpertForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 class ExpertParallel(ParallelStyle):
     """The style of a module whose parameters have a row for each expert.
 
-    See ``[Note: Split experts]``.
+    Each rank holds some of the rows, and computes these experts. See ``[Note: Split experts]`` of
+    this file.
     """
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Split the rows of the parameters, and replace the forward method. Not a collective."""
+        """Split the rows of the parameters, and replace the forward method. Not a collective.
+
+        torch calls this method for each module that has this style in the plan.
+        """
+        # A list, since the loop changes the parameters of the module.
         for name, parameter in list(module.named_parameters(recurse=False)):
+            # Without a source rank, nothing is sent: each rank takes its rows from its own values.
             split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
         experts: Any = module
         experts.num_experts //= device_mesh.size()
-        # The fast kernels of transformers skip the number of other ranks' experts only then.
+        # With this flag, the fast kernels of transformers skip tokens that are routed to the number
+        # num_experts, which stands for the experts of other ranks.
         if hasattr(experts, "_is_expert_parallel"):
             experts._is_expert_parallel = True
         experts.forward = partial(_sum_experts, module, device_mesh, experts.forward)
@@ -52,11 +59,14 @@ class ExpertParallel(ParallelStyle):
 class LatentProjection(ParallelStyle):
     """The style of a layer that computes a latent for all heads, and the rotated part of the keys.
 
-    A layer that is split ``"colwise"`` takes the latent, and sums its gradients over ranks. The
-    rotated part goes straight to the heads. So its gradients are summed here.
+    The layer itself is not split, but the heads that use its output are, and so each rank has other
+    gradients of the output. For the latent, torch sums the gradients over the ranks, since a layer
+    with the style ``"colwise"`` takes it. The rotated part goes to the heads directly, and so this
+    style sums its gradients.
 
     Args:
-        rotated_width: the number of outputs that are the rotated part, the last ones.
+        rotated_width: the number of outputs of the layer that are the rotated part. They are the
+            last outputs.
     """
 
     def __init__(self, rotated_width: int) -> None:
@@ -65,9 +75,13 @@ class LatentProjection(ParallelStyle):
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Register the hook that sums gradients. Splits nothing. Not a collective."""
+        """Register the hook that sums gradients. Not a collective.
+
+        torch calls this method for each module that has this style in the plan.
+        """
 
         def sum_rotated_gradients(layer: Any, args: Any, output: Tensor) -> Tensor:
+            """Return an equal output whose rotated part has summed gradients. A forward hook."""
             latent_width = output.shape[-1] - self._rotated_width
             latent, rotated = output.split([latent_width, self._rotated_width], dim=-1)
             return torch.cat([latent, _with_summed_gradient(rotated, device_mesh)], dim=-1)
@@ -84,12 +98,14 @@ def _sum_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Return the weighted outputs of all experts. The forward method of split experts. Collective.
+    """Return the weighted sum of the outputs of all experts. Collective over the mesh.
+
+    This function replaces the forward method of a module with split experts.
 
     Args:
-        module: the experts.
-        mesh: the ranks over which they are split.
-        forward: the method that computes this rank's experts.
+        module: the module with the experts.
+        mesh: the ranks over which the experts are split.
+        forward: the original forward method, which computes this rank's experts.
         hidden_states: the tokens, the same on all ranks.
         top_k_index: the numbers of the experts of each token.
         top_k_weights: the weights of these experts.
@@ -100,25 +116,29 @@ def _sum_experts(
     is_elsewhere = top_k_index // num_local != mesh.get_local_rank()
     # The number num_local stands for no expert, and the module skips it.
     local_index = (top_k_index % num_local).masked_fill(is_elsewhere, num_local)
-    # Each rank has the gradients through its own experts alone, which are summed over the ranks.
+    # This rank computes only the gradients through its own experts.
     local_weights = _with_summed_gradient(top_k_weights, mesh).masked_fill(is_elsewhere, 0.0)
+    local_states = _with_summed_gradient(hidden_states, mesh)
+    # The original method needs plain tensors. During the call, attributes of the module hide the
+    # parameters of the same names, which are DTensors.
     attributes = vars(module)
-    # For the call, attributes of the object hide the parameters: the method takes plain tensors.
     names = list(dict(module.named_parameters(recurse=False)))
     for name in names:
         attributes[name] = experts.get_parameter(name).to_local()
     try:
-        partial_sum = forward(
-            _with_summed_gradient(hidden_states, mesh), local_index, local_weights
-        )
+        partial_sum = forward(local_states, local_index, local_weights)
     finally:
         for name in names:
             del attributes[name]
+    # The sum over the ranks, by an all-reduce.
     total = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
     return total.redistribute(placements=[Replicate()]).to_local()
 
 
 def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a tensor that is equal on all ranks, and whose gradient is summed over the ranks."""
+    """Return a tensor with the same values, whose gradient is summed over the ranks.
+
+    The sum is a collective of the backward pass. The tensor has to be equal on all ranks.
+    """
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.to_local(grad_placements=[Partial()])

@@ -57,7 +57,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
         runtime: the runtime of this process.
         mesh: the mesh of the processes, or None.
         batch: any collection. All tensors that depend on the position of a token have to be in the
-            collection. Labels are already shifted.
+            collection. Labels have to be shifted already.
         dim: the dimension along which tensors are split. Tensors without this dimension are
             unchanged.
 
@@ -84,8 +84,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     devices: list[torch.device] = []
     if runtime.device.type != "cpu":
         devices.append(runtime.device)
-    # After the block, fork_rng restores the random state, and the ranks draw the same numbers
-    # again.
+    # fork_rng restores the random state at the end, so that the ranks draw the same numbers again.
     with (
         torch.random.fork_rng(devices, device_type=runtime.device.type),
         _SequenceParallelAttention(communicator, lengths) as attention,
@@ -145,18 +144,16 @@ def _common_length(lengths_by_path: Mapping[str, int], dim: int, ranks: int) -> 
         ConfigurationError: there are no tensors, their lengths differ, or there are too few tokens.
     """
     distinct_lengths = set(lengths_by_path.values())
-    length = max(distinct_lengths, default=0)
-    # False without tensors, since the set is then empty.
-    has_one_length = distinct_lengths == {length}
-    if not has_one_length or length < ranks:
-        raise ConfigurationError(
-            f"{_BLOCK} with {dim=}",
-            problem=f"the lengths are {dict(lengths_by_path)}",
-            expected=f"one length of all tensors that have that dimension, of at least {ranks} "
-            "tokens",
-            suggestion="fabric.sequence_parallel(batch) without the tensors of other lengths",
-        )
-    return length
+    if len(distinct_lengths) == 1:
+        length = distinct_lengths.pop()
+        if length >= ranks:
+            return length
+    raise ConfigurationError(
+        f"{_BLOCK} with {dim=}",
+        problem=f"the lengths are {dict(lengths_by_path)}",
+        expected=f"one length of all tensors that have that dimension, of at least {ranks} tokens",
+        suggestion="fabric.sequence_parallel(batch) without the tensors of other lengths",
+    )
 
 
 def _check_same_batch(
@@ -164,10 +161,10 @@ def _check_same_batch(
     sequences: Mapping[str, Tensor],
     lengths_by_path: Mapping[str, int],
 ) -> None:
-    """Raise if the ranks pass different batches, whose parts would be combined. Collective.
+    """Raise if the ranks pass different batches. Collective.
 
-    The bytes of tensors are compared only on the CPU. On another device, reading the bytes would
-    wait for the device.
+    The paths and lengths are compared, and for tensors on the CPU the sums of their bytes. On
+    another device, reading a sum would wait for the device.
 
     Args:
         communicator: the ranks that have parts of the same sequences.
@@ -182,20 +179,20 @@ def _check_same_batch(
         if sequence.is_cpu:
             checksum = sequence.contiguous().view(torch.uint8).sum()
             checksums.append(int(checksum))
-    # all_gather compares the keys of all ranks. So ranks with other paths or lengths raise.
+    # all_gather raises if the ranks pass different keys, and so compares the paths and lengths.
     key = f"{_BLOCK} of {dict(lengths_by_path)}"
-    # Without tensors on the CPU, a zero is sent, so that the keys are compared all the same.
+    # A zero stands for no checksums, so that the keys are compared in any case.
     message = torch.tensor(checksums or [0], device=communicator.device)
     gathered = all_gather(communicator, {key: message})[key]
     if not checksums:
         return
-    # One row per rank.
-    rows = gathered.tolist()
-    has_equal_rows = rows.count(rows[0]) == len(rows)
-    if not has_equal_rows:
+    checksums_by_rank = gathered.tolist()
+    are_equal = checksums_by_rank.count(checksums_by_rank[0]) == len(checksums_by_rank)
+    if not are_equal:
         raise CollectiveMismatchError(
             key,
-            problem=f"the bytes of these tensors have the sums {rows}, by rank of the group",
+            problem=f"the bytes of these tensors have the sums {checksums_by_rank}, by rank of the "
+            "group",
             expected="the same batch on all of them, as set-up loaders give it",
         )
 
@@ -223,14 +220,14 @@ class _SequenceParallelAttention(TorchFunctionMode):
     """
 
     def __init__(self, communicator: Communicator, lengths: list[int]) -> None:
-        """Derive the length of this rank and of all ranks. Not a collective."""
+        """Keep the lengths. The mode starts when it is entered."""
         super().__init__()
         self._communicator = communicator
         self._lengths = lengths
         self._local_length = lengths[communicator.rank]
         self._total_length = sum(lengths)
         self.calls = 0
-        # torch.compile cannot put the collectives into a graph. They run between two graphs.
+        # torch.compile cannot put the collectives of attention into a graph.
         self._attend_outside_of_graphs = torch.compiler.disable(self._attend)
 
     @override
@@ -252,14 +249,18 @@ class _SequenceParallelAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             return self._attend_outside_of_graphs(*args, **kwargs)
         if func is Tensor.backward:
-            # Checkpointed modules compute their attention again in the backward pass. So the mode,
-            # which torch switches off within this method, is switched on. If the loss were passed
-            # as a tensor, torch would call this method again. So it is passed as an edge of the
-            # graph. Tensor.backward passes the gradient by keyword, even if it is None.
-            gradient = kwargs.pop("gradient")
-            with self:
-                return torch.autograd.backward(get_gradient_edge(args[0]), gradient, **kwargs)
+            return self._run_backward(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _run_backward(self, loss: Tensor, gradient: Tensor | None, **options: Any) -> None:
+        """Run ``loss.backward(gradient, **options)`` under the mode.
+
+        Checkpointed modules compute their attention again in the backward pass. But torch has
+        switched the mode off while it runs :meth:`__torch_function__`, which calls this method.
+        """
+        with self:
+            # As an edge of the graph, since torch would call __torch_function__ for a tensor again.
+            torch.autograd.backward(get_gradient_edge(loss), gradient, **options)
 
     def _attend(
         self,
@@ -293,8 +294,8 @@ class _SequenceParallelAttention(TorchFunctionMode):
         """Raise unless attention is among the tokens of the batch, with a mask of a known shape.
 
         Raises:
-            ConfigurationError: another number of tokens or another mask. Attention to other keys
-                would not need the tokens of all ranks.
+            ConfigurationError: the queries, keys or values have another number of tokens than this
+                rank's part of the batch, or the mask has another shape.
         """
         length = self._local_length
         total = self._total_length
@@ -327,9 +328,9 @@ class _SequenceParallelAttention(TorchFunctionMode):
         """Compute attention for some heads of all tokens, and exchange the outputs. Collective.
 
         Args:
-            query: this rank's queries. Their number of heads is divisible by the number of ranks.
-            key: this rank's keys, with such a number of heads.
-            value: this rank's values, with such a number of heads.
+            query: this rank's queries. The number of heads is divisible by the number of ranks.
+            key: this rank's keys. The number of heads is divisible, too.
+            value: this rank's values. The number of heads is divisible, too.
             is_causal: whether a query attends only to the tokens up to its own.
             options: other keyword arguments of ``scaled_dot_product_attention``.
 
@@ -337,16 +338,17 @@ class _SequenceParallelAttention(TorchFunctionMode):
             All heads of the output for this rank's queries.
         """
         ranks = self._communicator.size
-        # Row n of a message goes to rank n, and has the n-th part of the heads of this rank's
+        # Row n of a message goes to rank n. It has the n-th part of the heads, for this rank's
         # tokens. A message has the shape (ranks, ..., heads / ranks, padded tokens, width).
         messages: list[Tensor] = []
         for tensor in (query, key, value):
             heads_by_rank = self._pad(tensor).unflatten(-3, (ranks, -1))
             messages.append(heads_by_rank.movedim(-4, 0))
         received = all_to_all(self._communicator, messages)
+        # This rank's heads of all tokens.
         query, key, value = map(self._join, received)
         output = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
-        # The way back: row n has the tokens of rank n, for the heads of this rank.
+        # The way back. Row n goes to rank n, and has the tokens of rank n for this rank's heads.
         outputs_by_rank = [self._pad(tokens) for tokens in output.split(self._lengths, -2)]
         heads_by_rank = all_to_all(self._communicator, torch.stack(outputs_by_rank))
         local_heads = heads_by_rank[..., : self._local_length, :]
@@ -383,15 +385,15 @@ class _SequenceParallelAttention(TorchFunctionMode):
         else:
             key, value = self._gather([key, value])
         if is_causal and attn_mask is None:
-            # With is_causal, torch takes the first query for the token of the first key. Here the
-            # queries are the last tokens before `end`, so a mask says what each may attend to.
+            # With is_causal, torch takes the first query for the token of the first key. But this
+            # rank's queries are the last tokens before `end`. So a mask replaces is_causal.
             end = sum(self._lengths[: self._communicator.rank + 1])
             key = key[..., :end, :]
             value = value[..., :end, :]
             attn_mask = torch.ones(self._local_length, end, dtype=torch.bool, device=query.device)
             attn_mask = attn_mask.tril(end - self._local_length)
             is_causal = False
-        # If the user passes both a mask and is_causal, torch raises its own error.
+        # torch raises its own error if the user has passed both a mask and is_causal.
         return scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, **options
         )
@@ -412,7 +414,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         """
         # The first rank has the most tokens.
         missing_tokens = self._lengths[0] - tensor.shape[-2]
-        # From the last dimension on, a pair for each: before and after.
+        # Before and after dim -1, and before and after dim -2.
         return pad(tensor, (0, 0, 0, missing_tokens))
 
     def _join(self, tensors: Tensor) -> Tensor:
