@@ -71,13 +71,13 @@ def created_on(
     Args:
         device: the device. Explicit ``device=`` arguments take precedence.
         dtype: the default floating dtype. None leaves torch's default.
-        empty: whether ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``,
-            which the common layers use, fill tensors with NaN. A mode cannot intercept other
-            random functions. Constants are still filled in.
+        empty: whether to fill tensors with NaN in place of random values. This holds for
+            ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``, which the
+            common layers use.
     """
     with ExitStack() as stack:
         if dtype is not None:
-            # The present default is restored at the end.
+            # Restores the present default at the end of the context.
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype)
         if empty:
@@ -148,17 +148,17 @@ class MappedMemory(DispatchMode):
         """Return a tensor in a file in place of a new tensor.
 
         Args:
-            has_values: whether the values of the tensor have to be copied.
-            tensor: an output of an operator, which no code has seen yet.
+            has_values: whether the tensor has values, which are then copied to the file.
+            tensor: an output of an operator, which no other code has seen yet.
 
         Returns:
             The tensor in a file. A tensor that has to stay in memory is returned unchanged.
         """
         if not _is_large(tensor) or tensor.is_quantized:
             return tensor
-        # A tensor that shares memory with others, or overlaps itself, stays in memory.
-        has_own_memory = tensor.untyped_storage().nbytes() == tensor.nbytes
-        if not has_own_memory:
+        # A view of a larger storage, or a tensor whose elements share memory, stays in memory.
+        fills_its_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+        if not fills_its_storage:
             return tensor
         storage = _unnamed_file(tensor.nbytes)
         self._storages.add(storage)
@@ -178,7 +178,7 @@ class MappedMemory(DispatchMode):
 class EmptyParameter(nn.Parameter):
     """A meta parameter whose values a checkpoint will fill in.
 
-    It is told from other meta parameters by its class, because ``deepcopy`` keeps the class.
+    The class marks the parameter. A copy by ``deepcopy`` has the class, too.
     """
 
 
@@ -189,21 +189,22 @@ def registered_on_meta(parameter_class: type[nn.Parameter]) -> Iterator[None]:
     Args:
         parameter_class: the class of the meta parameters.
     """
-    # The meta parameter of each replaced one. Modules that share a parameter share the meta one.
+    # The meta parameter of each replaced parameter. Modules that share a parameter have to share
+    # the meta parameter, too.
     replacements = WeakTensorKeyDictionary()
 
     def replace_if_large(module: nn.Module, name: str, tensor: nn.Parameter | None) -> Any:
-        """Return the meta parameter for a large one, else None. torch registers the result.
+        """Return the meta parameter that torch registers in place of a large parameter.
 
-        None makes torch register the parameter itself. torch calls this hook for every parameter
-        that any module registers.
+        torch calls this hook for every parameter that any module registers. If the hook returns
+        None, torch registers the parameter itself.
         """
         if not _is_large(tensor):
             return None
         if tensor not in replacements:
             meta_tensor = tensor.detach().to("meta")
             replacement = parameter_class(meta_tensor, requires_grad=tensor.requires_grad)
-            # Keep the attributes that the user has given to the parameter.
+            # The attributes that the user has given to the parameter.
             vars(replacement).update(vars(tensor))
             replacements[tensor] = replacement
         return replacements[tensor]
@@ -212,7 +213,7 @@ def registered_on_meta(parameter_class: type[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Most likely the user's code has read a value.
+        # Most likely the user's code has read a value of a meta parameter.
         error.add_note(
             'With empty_init=True, or with source="rank0" on other ranks, large parameters have no '
             "values."
@@ -242,7 +243,7 @@ class SkipRandomInit(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         is_init = getattr(func, "__module__", None) == "torch.nn.init"
-        # constant_ is intercepted like the random functions, but its values are kept.
+        # constant_ fills in no random values.
         if not is_init or func.__name__ == "constant_":
             return func(*args, **kwargs)
         tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -250,9 +251,9 @@ class SkipRandomInit(TorchFunctionMode):
 
 
 def fill_empty(tensor: Tensor) -> Tensor:
-    """Fill a tensor that awaits a checkpoint with NaN, in place, and return the tensor.
+    """Fill a tensor in place with NaN, until a checkpoint fills it, and return the tensor.
 
-    A tensor whose dtype has no NaN is not changed.
+    A tensor whose dtype has no NaN, such as int64, is not changed.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.detach().fill_(math.nan)
@@ -260,10 +261,10 @@ def fill_empty(tensor: Tensor) -> Tensor:
 
 
 def _is_large(value: Any) -> TypeIs[Tensor]:
-    """Return whether a value is a plain tensor of 64 KB or more in the memory of the CPU.
+    """Return whether a value is a plain tensor of 64 KB or more on the CPU.
 
-    Only such a tensor is worth a file or a meta tensor in its place. Instances of other subclasses
-    than ``nn.Parameter`` are not plain.
+    Only these tensors are replaced by a tensor in a file, or by a meta parameter. ``nn.Parameter``
+    is plain, and instances of other subclasses of Tensor are not.
     """
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
@@ -280,10 +281,10 @@ def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # Reserve the space now: on a full disk, writing to a page later would kill the process.
-            # macOS has no function for this.
-            if hasattr(os, "posix_fallocate"):
+            if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-            # The file has no name, but torch needs a path. The mapping outlives the descriptor.
+            # torch needs a path, and the file has no name. The mapping stays valid when the file is
+            # closed.
             path = f"/dev/fd/{file.fileno()}"
             storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
             return storage
@@ -303,19 +304,21 @@ def release_pages(storage: torch.UntypedStorage) -> None:
     """Remove the pages of a mapped file from the process's memory. The values stay in the file."""
     # The madvise of Python's mmap module works only for mappings that the module itself has made.
     madvise = ctypes.CDLL(None).madvise
+    # A mapping begins at a page, as madvise requires.
     address = ctypes.c_void_p(storage.data_ptr())
+    # The result is ignored, since a failure only leaves the pages in memory.
     madvise(address, ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
 
 
 def _is_in_memory(folder: str) -> bool:
     """Return whether the file system of a folder keeps its files in memory, such as tmpfs.
 
-    Returns false where the system does not tell, as on macOS.
+    Returns False where the system does not tell, as on macOS.
     """
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return False
     device = os.stat(folder).st_dev
-    # A line has two numbers, the device, the mount point and options, and " - " before the type.
+    # A line of mountinfo, such as "36 35 0:31 / /tmp rw shared:1 - tmpfs tmpfs rw".
     entry = rf"(?m)^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (tmpfs|ramfs) "
     return re.search(entry, mounts.read_text()) is not None

@@ -89,11 +89,9 @@ class ParallelStrategy(Strategy):
             )
 
     def _is_prepared(self, module: nn.Module) -> bool:
-        """Return whether this is a prepared module, or the user's module of a prepared module.
-
-        A strategy without a wrapper class prepares modules in place, and lists the modules.
-        """
+        """Return whether this is a prepared module, or the user's module of a prepared module."""
         inner = uncompiled(module)
+        # True for a module that another strategy of this kind has prepared, too.
         if isinstance(inner, self._wrapper_class):
             return True
         return inner in map(self.unwrap, self._prepared_modules)
@@ -101,9 +99,9 @@ class ParallelStrategy(Strategy):
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise an error.
 
-        With one process the call does nothing. With several, the launcher ends the processes of the
-        other ranks, and the launching process raises an error with this rank and the trace. The
-        launcher does so for every exception of a rank, so that new code does not need this call.
+        With one process the call does nothing. With several, the launcher ends the other ranks, and
+        the launching process raises an error with this rank and the trace. This method is for older
+        code: the launcher does the same for every exception of a rank.
 
         Args:
             trace: the traceback of the failure, as text.
@@ -135,7 +133,7 @@ def as_list(objects: Any) -> list[Any]:
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     """Raise the UsageError for ``no_backward_sync`` of a module that was not set up.
 
-    The context would have no effect, since the gradients of this module are never synchronized.
+    The context would have no effect, since the gradients of such a module are never synchronized.
     """
     raise UsageError(
         f"no_backward_sync({type(module).__name__})",
@@ -167,7 +165,7 @@ def check_forwarded_arguments(
     if not unknown:
         return
     call = ", ".join(f"{name}={user_arguments[name]!r}" for name in unknown)
-    # The name of the class, if the function is a constructor.
+    # The name of the class for a constructor, such as "DistributedDataParallel.__init__".
     torch_name = torch_function.__qualname__.split(".")[0]
     raise ArgumentTypeError(
         f"{strategy_name}({call})",
