@@ -84,7 +84,7 @@ class _SplitDimension(NamedTuple):
 
     Attributes:
         attribute: the attribute of the layer with the length of the dimension.
-        lines: whether the ``"rows"`` or the ``"columns"`` of the weight are split.
+        lines: ``"rows"`` or ``"columns"`` of the weight, whichever are split.
     """
 
     attribute: str
@@ -149,7 +149,7 @@ def check_styles(plan: Any) -> None:
     for pattern, style in plan.items():
         if style in _STYLES:
             continue
-        # ParallelStyle takes a second to import. All its subclasses have this method.
+        # All subclasses of ParallelStyle have this method. Importing ParallelStyle takes a second.
         is_torch_style = hasattr(style, "_apply")
         if not is_torch_style:
             raise ConfigurationError(
@@ -176,7 +176,6 @@ def find_layers_to_split(
             parts.
     """
     request = f"tp_plan for {type(root).__name__}"
-    is_of_model = plan == "auto"
     styles = _styles_by_pattern(root, plan)
     if not styles:
         raise ConfigurationError(
@@ -185,7 +184,8 @@ def find_layers_to_split(
             suggestion='tp_plan={"*.up": "colwise"}',
         )
     check_styles(styles)
-    layers = _styles_of_layers(request, root, styles, may_lack_layers=is_of_model)
+    # A model's own plan may name layers that only some sizes of the model have.
+    layers = _styles_of_layers(request, root, styles, may_match_nothing=plan == "auto")
     if not layers:
         raise ConfigurationError(request, problem=f"no layer fits {', '.join(styles)}")
     problems = [
@@ -200,16 +200,15 @@ def find_layers_to_split(
 
 
 def _styles_of_layers(
-    request: str, root: nn.Module, styles: Mapping[str, Any], *, may_lack_layers: bool
+    request: str, root: nn.Module, styles: Mapping[str, Any], *, may_match_nothing: bool
 ) -> dict[nn.Module, Any]:
-    """Return the style of each layer that fits a pattern.
+    """Return the style of each layer whose name fits a pattern.
 
     Args:
         request: what the user asked for, for the error.
         root: the model.
         styles: the style for each pattern.
-        may_lack_layers: whether a pattern may fit no layer. The plan of a model may name layers
-            that only some sizes of the model have.
+        may_match_nothing: whether a pattern may fit no layer.
 
     Raises:
         ConfigurationError: a pattern fits no layer.
@@ -219,10 +218,11 @@ def _styles_of_layers(
     for pattern, style in styles.items():
         pattern_of_parent, _, _ = pattern.rpartition(".")
         if styles.get(pattern_of_parent) == _EXPERTS_STYLE:
-            # The name of a parameter of experts. The line of the experts splits it.
+            # This pattern is for a parameter of a module of experts. The style of the module splits
+            # the parameter.
             continue
         matching_modules = _find_matching(pattern, modules)
-        if not matching_modules and not may_lack_layers:
+        if not matching_modules and not may_match_nothing:
             raise ConfigurationError(
                 request,
                 problem=f"no layer is called {pattern!r}",
@@ -232,6 +232,8 @@ def _styles_of_layers(
             style = "rowwise"
         # If a layer fits several patterns, the last one decides.
         layers.update(dict.fromkeys(matching_modules, style))
+    # The style of a latent projection needs a width from the module around the layer. Without it,
+    # the style stays a name, and _layer_problems() refuses it.
     for path, module in modules.items():
         parent_path, _, _ = path.rpartition(".")
         rotated_width = getattr(modules[parent_path], _ROTATED_WIDTH, None)
@@ -241,7 +243,9 @@ def _styles_of_layers(
 
 
 def lines_of_plan(root: nn.Module, plan: Mapping[str, Any] | str) -> dict[nn.Module, str]:
-    """Return the line of a plan for each layer that the plan splits, as the user wrote the line.
+    """Return the line of a plan for each layer that the plan splits, for errors.
+
+    An example of a line is ``"blocks.*.up": "colwise"``.
 
     Args:
         root: the model.
@@ -256,7 +260,7 @@ def lines_of_plan(root: nn.Module, plan: Mapping[str, Any] | str) -> dict[nn.Mod
 
 
 def has_whole_output(style: Any) -> bool:
-    """Return whether a style of a plan gathers the columns that each rank has computed."""
+    """Return whether the output of a layer with this style has the columns of all ranks."""
     return style in _WHOLE_OUTPUT_STYLES
 
 
@@ -265,7 +269,7 @@ def find_head_attributes(
 ) -> Iterator[HeadAttribute]:
     """Yield the attributes that hold a number of heads, in modules with colwise children.
 
-    Such a number has to be divided by the number of parts when the children are split.
+    The number has to be divided by the number of parts when the children are split.
 
     Args:
         root: the model.
@@ -288,9 +292,10 @@ def find_head_attributes(
 def find_partial_gradients(
     root: nn.Module, layers: Mapping[nn.Module, Any]
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that get the gradient of one part of a split computation.
+    """Yield the parameters whose gradient on each rank comes from this rank's heads alone.
 
-    These are the parameters of layers whose style says so, and of norms of the heads.
+    These are the parameters of layers with the style ``"replicated_with_grad_allreduce"``, and of
+    norms that are applied to each head. Their gradients have to be added up over the ranks.
 
     Args:
         root: the model, whose numbers of heads are not divided yet.
@@ -303,17 +308,18 @@ def find_partial_gradients(
         for child in module.children():
             is_norm = "norm" in type(child).__name__.lower()
             shapes = {parameter.shape for parameter in child.parameters()}
-            # A norm of another width is not applied to each head by itself.
+            # A norm of another width is applied to something else than a head.
             if is_norm and child not in layers and shapes == {(head_width,)}:
                 yield from child.parameters()
 
 
 def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Add up the gradients of the parts of a split computation, in each backward pass.
+    """Register hooks that sum the gradients of parameters over ranks, in each backward pass.
 
     Args:
-        parameters: the parameters that get the gradient of one part on each rank.
-        mesh: the mesh of one dimension that has the parts.
+        parameters: the parameters whose gradient on each rank comes from this rank's part of a
+            split computation.
+        mesh: the mesh of the ranks with the parts. It has one dimension.
     """
     group = mesh.get_group()
 
@@ -331,8 +337,8 @@ def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
 def refuse_second_derivatives(root: nn.Module) -> None:
     """Make a backward pass with ``create_graph=True`` through a split model an error.
 
-    The collectives of split layers have no second derivatives: what goes through them would be
-    missing in gradients of gradients, without a word.
+    torch's collectives of split layers have no second derivatives. Gradients of gradients would
+    silently be wrong.
 
     Args:
         root: the model whose layers are split. It gets a forward hook.
@@ -352,7 +358,7 @@ def refuse_second_derivatives(root: nn.Module) -> None:
 
     def watch_output(_root: nn.Module, _arguments: object, output: object) -> None:
         """Add the check to the output. A forward hook of the model."""
-        # torch has no second derivatives of compiled graphs, either, and says so.
+        # For a compiled graph, torch itself raises an error.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         leaves, _ = flatten(output)
@@ -364,41 +370,41 @@ def refuse_second_derivatives(root: nn.Module) -> None:
 
 
 def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
-    """Sum up gradients of replicated parameters over the ranks of a split, in each backward pass.
+    """Register hooks that sum the gradients of replicated DTensors, in each backward pass.
 
-    Such a parameter is a DTensor, as the weight of a norm that is computed in parts of dim 1. Each
-    rank then has a partial sum of its gradient. Where FSDP shards the parameters, it adds the sums
-    up itself. This function is for a model that it does not shard.
+    An example is the weight of a norm that is computed in parts of dim 1: each rank has a partial
+    sum of the gradient. If FSDP shards a model, FSDP adds up the partial sums. This function is for
+    a model that FSDP does not shard.
 
     Args:
-        parameters: the parameters. Plain ones are left alone.
+        parameters: the parameters of a model. Plain parameters and split parameters are left alone.
     """
 
     def redistribute(placements: Any, grad: Any) -> Any:
-        """Return a gradient with these placements. A hook of a parameter.
+        """Return a gradient with these placements, summed over the ranks. A hook of a parameter.
 
-        Collective, unless the gradient has these placements already, as that of the bias of a
+        Collective, unless the gradient has these placements already, such as for the bias of a
         rowwise layer.
         """
         if grad.placements == placements:
-            # Without an operation of autograd, which does nothing here, and takes time.
+            # redistribute() would do nothing here, but it takes time.
             return grad
         return grad.redistribute(placements=placements)
 
     for parameter in parameters:
         needs_gradient = parameter.requires_grad
         if is_dtensor(parameter) and needs_gradient and not is_split(parameter):
-            # The hooks of the user then get the whole gradient.
             _register_before_user_hooks(parameter, partial(redistribute, parameter.placements))
 
 
 def _register_before_user_hooks(parameter: nn.Parameter, hook: Callable[[Any], Any]) -> None:
-    """Register a hook of a parameter in front of the hooks of the user.
+    """Register a hook of a parameter that runs before the user's hooks of the parameter.
 
-    These get the gradient of the whole model then. torch calls the hooks of a tensor in the order
-    in which they were put into the dict.
+    The user's hooks then get the gradient that this hook returns. torch calls the hooks of a tensor
+    in the order of their dict.
     """
     entry = hook_entry(parameter.register_hook(hook))
+    # Move the other hooks to the end of the dict, one after another.
     for key in list(entry.hooks):
         if key != entry.key:
             entry.hooks[key] = entry.hooks.pop(key)
@@ -407,12 +413,15 @@ def _register_before_user_hooks(parameter: nn.Parameter, hook: Callable[[Any], A
 def smallest_modules_around(
     colwise: list[str], rowwise: list[str], uncalled: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the smallest modules with colwise and rowwise layers, each with its colwise layers.
+    """Find for each colwise layer the smallest module around it that has a rowwise layer, too.
 
     Args:
         colwise: the names of the colwise layers.
         rowwise: the names of the rowwise layers.
-        uncalled: the names of modules that nothing calls, and that are left out.
+        uncalled: the names of modules that are never called. They are left out.
+
+    Returns:
+        The names of the colwise layers by the name of the module.
     """
     with_rowwise: set[str] = set()
     for path in rowwise:
@@ -428,7 +437,7 @@ def smallest_modules_around(
 
 
 def ancestors(path: str) -> list[str]:
-    """Return the names of the modules around a module, from the inner to the root."""
+    """Return the names of the modules around a module: ``["a.b", "a", ""]`` for ``"a.b.c"``."""
     names: list[str] = []
     while path:
         path = path.rpartition(".")[0]
@@ -444,14 +453,15 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
         style: one of the names in ``_STYLES``, or a ``ParallelStyle`` of torch.
 
     Returns:
-        The arguments of successive calls of ``parallelize_module(layer, mesh, ...)``. The order
-        matters, because each call adds hooks behind the hooks of earlier calls.
+        The styles, to be applied by ``parallelize_module(layer, mesh, style)`` in this order. Each
+        call adds hooks that run after the hooks of earlier calls.
     """
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
-    from fabric.strategies import expert_styles  # imports the same
+    from fabric.strategies import expert_styles  # imports torch.distributed.tensor, too
 
     if style == _PARTIAL_GRADIENT_STYLE:
+        # The layer is not split. Its gradients are summed by hooks, see sum_over_parts().
         return []
     if style == _EXPERTS_STYLE:
         return [expert_styles.ExpertParallel()]
@@ -473,9 +483,9 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
     if style == "rowwise" and not isinstance(layer, nn.Embedding):
         return [parallel.RowwiseParallel()]
     if isinstance(style, str):
-        # A rowwise style whose input is whole, as the tokens of an Embedding always are.
+        # "rowwise" of an Embedding, or a name for a rowwise layer whose input is whole.
         return [parallel.RowwiseParallel(input_layouts=Replicate())]
-    return [style]
+    return [style]  # a ParallelStyle of torch
 
 
 def is_split(parameter: Any, dim: int | None = None) -> bool:
@@ -495,15 +505,13 @@ def is_split(parameter: Any, dim: int | None = None) -> bool:
 
 
 def direction_of_split(layer: nn.Module) -> str | None:
-    """Return ``"colwise"`` or ``"rowwise"`` for a linear layer that is split this way, else None.
-
-    The attribute ``weight`` is not read: a parametrization would compute it, and ``spectral_norm``
-    changes its buffers then.
-    """
+    """Return ``"colwise"`` or ``"rowwise"`` for a split linear layer. None for other layers."""
+    # Not layer.weight: a parametrization would compute it, and spectral_norm would then change its
+    # buffers.
     weight = registered_parameters(layer).get("weight")
     if not isinstance(layer, nn.Linear) or not is_split(weight):
         return None
-    # The weight of a linear layer is transposed.
+    # The rows of the weight are the columns of the output.
     if is_split(weight, dim=0):
         return "colwise"
     return "rowwise"
@@ -512,7 +520,8 @@ def direction_of_split(layer: nn.Module) -> str | None:
 def _width_of_heads(module: nn.Module, layers: Mapping[nn.Module, Any]) -> int | None:
     """Return the width of the heads that the colwise children of a module compute.
 
-    Return None if the module has no colwise children, or does not say how many heads it has.
+    Returns None if the module has no colwise children, or no attribute that gives the width or the
+    number of heads.
 
     Args:
         module: the module, whose numbers of heads are not divided yet.
@@ -525,11 +534,11 @@ def _width_of_heads(module: nn.Module, layers: Mapping[nn.Module, Any]) -> int |
     for name in _HEAD_WIDTH_ATTRIBUTES:
         if name in attributes:
             return attributes[name]
-    numbers = [attributes[name] for name in _head_attributes(module)]
-    if not numbers:
+    numbers_of_heads = [attributes[name] for name in _head_attributes(module)]
+    if not numbers_of_heads:
         return None
-    # Keys and values may have fewer heads than queries.
-    return max(widths) // max(numbers)
+    # The largest are those of the queries. Keys and values may have fewer heads.
+    return max(widths) // max(numbers_of_heads)
 
 
 def _colwise_children(module: nn.Module, layers: Mapping[nn.Module, Any]) -> list[nn.Linear]:
@@ -545,7 +554,7 @@ def _head_attributes(module: nn.Module) -> list[str]:
     """Return the names of the attributes of a module that hold a number of heads."""
     names: list[str] = []
     for name, value in vars(module).items():
-        # A bool is an int for isinstance, but not a number of heads.
+        # type() and not isinstance(): True is an int, but not a number of heads.
         is_number = type(value) is int
         if is_number and _HEAD_ATTRIBUTES.fullmatch(name):
             names.append(name)
@@ -553,10 +562,13 @@ def _head_attributes(module: nn.Module) -> list[str]:
 
 
 def _styles_by_pattern(root: nn.Module, plan: Mapping[str, Any] | str) -> Mapping[str, Any]:
-    """Return a plan as a mapping. It is empty if ``"auto"`` is asked for and the model has none."""
+    """Return the style for each pattern of a plan.
+
+    For the plan ``"auto"``, return the model's own plan. It is empty if the model has none.
+    """
     if isinstance(plan, Mapping):
         return plan
-    # transformers uses the second name. An empty plan is treated as a missing one.
+    # Models of transformers have the second attribute.
     return getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None) or {}
 
 
@@ -579,12 +591,11 @@ def _find_matching(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Mo
 
 
 def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the patterns that fit the given modules, without duplicates, for an error.
+    """Return the names of modules with ``*`` in place of every number, for an error.
 
-    The patterns are the names with ``*`` in place of every number. The root, whose name is empty,
-    has no pattern.
+    The list has no duplicates, and no pattern for the root, whose name is empty.
     """
-    patterns: dict[str, None] = {}
+    patterns: dict[str, None] = {}  # the keys are an ordered set
     for name in modules:
         if name:
             patterns[re.sub(r"\b\d+\b", "*", name)] = None
@@ -670,8 +681,8 @@ def _head_problems(
         if heads.number_of_heads % world_size:
             yield from _remainder_problems(heads.path, heads.module, heads.attribute, world_size)
             continue
-        # A module whose only colwise layer has more outputs than inputs is taken for an attention
-        # with one layer for queries, keys and values. There is at least one colwise layer.
+        # If a module has heads and only one colwise layer, and this layer has more outputs than
+        # inputs, it is taken for a layer that computes queries, keys and values together.
         first_layer = heads.colwise_layers[0]
         is_only_layer = len(heads.colwise_layers) == 1
         is_fused = is_only_layer and first_layer.out_features > first_layer.in_features
@@ -685,9 +696,9 @@ def _head_problems(
 def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[str]:
     """Yield error messages for colwise layers that compute a gate and its values together.
 
-    A part of the columns of such an output has columns of the gate only, or of the values only. The
-    layer is recognized by its number of outputs, which is larger than the number of inputs of the
-    rowwise layers in the same module.
+    The output of such a layer cannot be split into parts of columns: one rank would get the gate
+    and another one the values. The layer has more outputs than the rowwise layers in the same
+    module have inputs.
 
     Args:
         root: the model.
@@ -695,9 +706,9 @@ def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> I
     """
     for path, module in root.named_modules():
         styles_of_children = [layers.get(child) for child in module.children()]
-        # The widths of queries, keys and values differ there.
         has_latents = any(isinstance(style, LatentStyle) for style in styles_of_children)
         if has_latents:
+            # In attention with latents, a colwise layer may have more outputs without a gate.
             continue
         colwise_layers: dict[str, nn.Linear] = {}
         rowwise_layers: list[nn.Linear] = []
@@ -727,10 +738,10 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
         root: the model.
         layers: the layers to split, each with its style.
     """
-    # For each name of a parameter: the lines that are split, "rows" or "columns", or "" for none.
+    # For each name of a parameter: "rows" or "columns" if they are split, or "" if nothing is.
     lines_by_parameter: dict[nn.Parameter, dict[str, str]] = {}
     for path, layer in root.named_modules():
-        # The empty style, of layers that are not in the plan, splits nothing.
+        # An empty style, which splits nothing, stands for a layer that is not in the plan.
         split = _split_dimension(layer, layers.get(layer, ""))
         lines = ""
         if split is not None:
@@ -761,10 +772,10 @@ def _remainder_problems(
 
 
 def _direction(style: Any) -> str:
-    """Return ``"colwise"`` or ``"rowwise"`` if a style splits a layer this way.
+    """Return ``"colwise"`` or ``"rowwise"`` for a style that splits a layer this way.
 
-    For other styles another word is returned. The style is a name, such as ``"colwise_rep"``, or a
-    ``ParallelStyle`` of torch, such as ``ColwiseParallel``.
+    Other styles give another word. Examples of styles are the name ``"colwise_rep"`` and torch's
+    ``ColwiseParallel()``.
     """
     if isinstance(style, str):
         return style.split("_")[0]
@@ -784,13 +795,13 @@ def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
 
 
 class _SavedStates(NamedTuple):
-    """The states of the generators at two moments of the start of a split computation.
+    """The states of the generators when a split computation began.
 
-    Each list has the state of each generator, in the order of the generators.
+    Each list has one state for each generator.
 
     Attributes:
-        before_seed: before the common seed was drawn.
-        start_of_part: after the generators were seeded for this rank's part.
+        before_seed: the states before the common seed was drawn.
+        start_of_part: the states after the generators were seeded for this rank's part.
     """
 
     before_seed: list[torch.Tensor]
@@ -807,7 +818,10 @@ def generators_of(device_type: str) -> list[torch.Generator]:
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    """Return whether a module has a probability of dropout, by the names of its attributes."""
+    """Return whether a module has a positive probability of dropout.
+
+    A probability is an attribute such as ``dropout``, or ``p`` of a class such as ``Dropout``.
+    """
     is_dropout = "drop" in type(module).__name__.lower()
     for name, value in vars(module).items():
         is_probability = "drop" in name or (is_dropout and name == "p")
@@ -842,8 +856,9 @@ class PartRandomStreams:
         # None outside of a split computation.
         self._saved: _SavedStates | None = None
         self._generators = generators_of(mesh.device_type)
-        # Whether parts draw random numbers, as far as is known.
-        self._draws = False
+        # Whether parts are known to draw random numbers, because the model has dropout, or because
+        # an earlier part has drawn some.
+        self._draws_numbers = False
         # torch.compile cannot trace changes of generators.
         self._seed_outside_of_graphs: Any = torch.compiler.disable(self._seed)
         self._restore_outside_of_graphs: Any = torch.compiler.disable(self._restore)
@@ -851,8 +866,7 @@ class PartRandomStreams:
     def register_hooks(self, root: nn.Module) -> None:
         """Register the hooks with a model whose layers are split. They stay as long as the model.
 
-        A split computation starts behind a colwise layer and ends before a rowwise layer. If the
-        model has dropout, ``torch.compile`` leaves out the modules around split computations.
+        If the model has dropout, ``torch.compile`` leaves out the modules around parts.
         """
         colwise: list[str] = []
         rowwise: list[str] = []
@@ -865,10 +879,10 @@ class PartRandomStreams:
                 rowwise.append(path)
                 # Prepended, so that the users' hooks run with the streams that all ranks share.
                 layer.register_forward_pre_hook(self._end_part, prepend=True)
-        self._draws = any(map(_has_dropout, root.modules()))
-        if self._draws:
+        self._draws_numbers = any(map(_has_dropout, root.modules()))
+        if self._draws_numbers:
             for path in smallest_modules_around(colwise, rowwise):
-                # A graph of torch.compile cannot change the streams, and so these stay outside.
+                # A graph of torch.compile cannot switch to other random numbers.
                 module: Any = root.get_submodule(path)
                 module.forward = torch.compiler.disable(module.forward)
         # Called after an error, too, so that the next forward pass starts with the shared streams.
@@ -877,30 +891,28 @@ class PartRandomStreams:
     def _start_part(self, layer: Any, args: Any, output: Any) -> None:
         """Seed the generators for this rank's part. A forward hook of colwise layers.
 
-        Several colwise layers may precede a rowwise layer. The first of them starts the
-        computation. Without training, models use no random numbers.
+        If several colwise layers precede a rowwise layer, the first one starts the part. Only
+        models in training mode draw random numbers.
         """
         is_in_part = self._saved is not None
         if is_in_part or not layer.training:
             return
-        # The output of a layer such as "colwise_rep" is whole, so no part begins after this layer.
-        is_plain = not is_dtensor(output)
-        is_part = is_plain and output.shape[-1] < layer.out_features
-        if not is_part:
+        # A layer such as "colwise_rep" has a whole output, and starts no part.
+        has_some_columns = not is_dtensor(output) and output.shape[-1] < layer.out_features
+        if not has_some_columns:
             return
         if not torch.compiler.is_dynamo_compiling():
             self._seed()
-        elif self._draws:
-            # In a graph of torch.compile, the streams change only if the model has dropout, or if
-            # an earlier pass was seen to draw numbers.
+        elif self._draws_numbers:
+            # Seeding breaks the graph of torch.compile, and so it is left out if possible.
             self._seed_outside_of_graphs()
 
     def _seed(self) -> None:
-        """Seed the generators for this rank's part."""
+        """Seed the generators for this rank's part, and keep their states from before."""
         # In a dry run, new tensors are fake. The seed and the states must have real values.
         with real_tensors():
             before_seed = self._generator_states()
-            seed = _draw_seed()
+            seed = _draw_seed()  # the same on all ranks
             for generator in self._generators:
                 generator.manual_seed(seed + self._part)
             self._saved = _SavedStates(before_seed, start_of_part=self._generator_states())
@@ -908,7 +920,7 @@ class PartRandomStreams:
     def _end_part(self, *_: object) -> None:
         """Restore the streams that all ranks share. A forward pre-hook of rowwise layers.
 
-        Does nothing outside of a split computation.
+        Does nothing outside of a part.
         """
         if self._saved is None:
             return
@@ -924,10 +936,10 @@ class PartRandomStreams:
             is_unused = all(map(torch.equal, self._saved.start_of_part, self._generator_states()))
             for generator, state in zip(self._generators, self._saved.before_seed, strict=True):
                 generator.set_state(state)
-            # If the part has drawn no random numbers, the draw of the common seed stays undone. The
-            # model then has the same random numbers as in a single process.
+            # The draw of the common seed is undone now. It is repeated only if the part has drawn
+            # random numbers. Otherwise the model has the random numbers of a single process.
             if not is_unused:
-                self._draws = True
+                self._draws_numbers = True
                 _draw_seed()
         self._saved = None
 
@@ -937,12 +949,12 @@ class PartRandomStreams:
         torch calls the hook after an exception, too, with None as the output.
 
         Raises:
-            UsageError: a split computation is still open, but has to end in a rowwise layer.
+            UsageError: no rowwise layer has ended the last part, but one is required.
         """
-        is_open = self._saved is not None
+        is_in_part = self._saved is not None
         self._end_part()
         has_raised = output is None
-        if is_open and self._requires_rowwise and not has_raised:
+        if is_in_part and self._requires_rowwise and not has_raised:
             raise UsageError(
                 f"{type(root).__name__}(...)",
                 problem='the output of a layer that is split "colwise" went into no layer that is '
