@@ -80,27 +80,7 @@ def mesh_sizes(
         ConfigurationError: the product of the sizes is not the number of processes, or layers are
             to be split and ``splits_layers`` is false.
     """
-    sizes = dict(requested)
-    explicit_product = prod(size for size in sizes.values() if size != "auto")
-    # The number of processes that the explicit sizes leave for "auto".
-    remaining = 1
-    if 0 < explicit_product <= world_size:
-        remaining = world_size // explicit_product
-    # Any other product is refused below, with 1 for each "auto".
-    if sizes["tensor_parallel"] == "auto":
-        if sizes["data_parallel"] != "auto":
-            sizes["tensor_parallel"] = remaining
-        elif splits_layers:
-            # Parts of layers exchange the most data, and so they should be on one node.
-            sizes["tensor_parallel"] = gcd(local_world_size, remaining)
-        else:
-            sizes["tensor_parallel"] = 1
-        remaining //= sizes["tensor_parallel"]
-    # Usually the size of data_parallel. If several are "auto", their product is refused below.
-    for name, size in sizes.items():
-        if size == "auto":
-            sizes[name] = remaining
-
+    sizes = _replace_auto(requested, splits_layers, world_size, local_world_size)
     request = f"ModelParallelStrategy with {dict(requested)} in a job of {world_size} processes"
     factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
     product = prod(sizes.values())
@@ -119,6 +99,36 @@ def mesh_sizes(
     return sizes
 
 
+def _replace_auto(
+    requested: Mapping[str, Any], splits_layers: bool, world_size: int, local_world_size: int
+) -> dict[str, int]:
+    """Return the requested sizes with a number for each ``"auto"``.
+
+    The arguments are those of :func:`mesh_sizes`, which refuses sizes with a wrong product.
+    """
+    sizes = dict(requested)
+    explicit_product = prod(size for size in sizes.values() if size != "auto")
+    # The number of processes that the explicit sizes leave for "auto". With any other product, the
+    # caller refuses the sizes.
+    remaining = 1
+    if 0 < explicit_product <= world_size:
+        remaining = world_size // explicit_product
+    if sizes["tensor_parallel"] == "auto":
+        if sizes["data_parallel"] != "auto":
+            sizes["tensor_parallel"] = remaining
+        elif splits_layers:
+            # The parts of a layer exchange the most data, and so they should be on one node.
+            sizes["tensor_parallel"] = gcd(local_world_size, remaining)
+        else:
+            sizes["tensor_parallel"] = 1
+        remaining //= sizes["tensor_parallel"]
+    # Usually only data_parallel is still "auto". If several sizes are, the caller refuses them.
+    for name, size in sizes.items():
+        if size == "auto":
+            sizes[name] = remaining
+    return sizes
+
+
 def _check_sizes(requested: Mapping[str, Any]) -> None:
     """Raise an ArgumentTypeError for a size of the mesh that is not a number of processes.
 
@@ -127,7 +137,7 @@ def _check_sizes(requested: Mapping[str, Any]) -> None:
             error has all sizes.
     """
     for name, size in requested.items():
-        # type() and not isinstance(): a bool is not a size.
+        # type() and not isinstance(): True is an int, but not a size.
         is_number = type(size) is int and size >= 0
         if not is_number and size != "auto":
             raise ArgumentTypeError(
@@ -144,9 +154,9 @@ class _Topology:
     Attributes:
         mesh: the whole mesh.
         shard_mesh: the part of the mesh over whose last dimension parameters are sharded.
-        tensor_parallel_mesh: the part of the mesh along which layers are split. All layers have
-            this object, because torch.compile fails where layers have equal meshes that are several
-            objects.
+        tensor_parallel_mesh: the part of the mesh along which layers are split. All layers get this
+            one object, because torch.compile fails for layers with meshes that are equal but not
+            the same object.
         tensor_parallel_size: the number of parts into which layers are split.
         distinct_samples: the ranks with different samples. Ranks along ``sequence`` have different
             tokens of a sample, and count as different.
@@ -220,8 +230,9 @@ class ModelParallelStrategy(FSDPStrategy):
     ) -> None:
         """Check the options and keep them. No process runs yet."""
         super().__init__(**options)
-        is_hybrid = self._sharding not in ("FULL_SHARD", "SHARD_GRAD_OP")
-        if self.device_mesh is not None or is_hybrid:
+        # Under these two strategies, a rank holds no copy of another rank's shards.
+        has_no_replicas = self._sharding in ("FULL_SHARD", "SHARD_GRAD_OP")
+        if self.device_mesh is not None or not has_no_replicas:
             raise ConfigurationError(
                 f"ModelParallelStrategy(device_mesh=..., sharding_strategy={self._sharding!r})",
                 suggestion="replicate_size=2 for two copies of all shards",
@@ -250,11 +261,12 @@ class ModelParallelStrategy(FSDPStrategy):
         self._root: nn.Module | None = None
         # While a model is set up: the layers that are still to be split, each with its style.
         self._unsplit_layers: dict[nn.Module, Any] = {}
-        # While a model is set up: the user's parameter of each parameter that was split.
+        # While a model is set up: the user's parameters that splitting has replaced, each by the
+        # parameter in its place.
         self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
-        # The number of models that were set up.
+        # The number of models that were set up, for keys in the store.
         self._num_models = 0
-        # The comparison of a split model with the whole one, until gradient_contract() takes it.
+        # The comparison of the last split model with the whole one. gradient_contract() takes it.
         self._comparison: SplitComparison | None = None
 
     # -- the process ----------------------------------------------------------------------------
@@ -302,9 +314,9 @@ class ModelParallelStrategy(FSDPStrategy):
         if "replicate" in dimensions:
             shard_meshes.insert(0, mesh["replicate"])
 
-        # The runtime keeps its meshes. Most often these two equal the mesh above, and then no new
-        # groups are made.
+        # The runtime makes equal meshes only once. Most often, these two equal the mesh above.
         samples_mesh = self._two_dimensional_mesh(tensor_parallel_size)
+        # Ranks along "sequence" and "tensor_parallel" read the same batch.
         batch_mesh = self._two_dimensional_mesh(tensor_parallel_size * sizes["sequence"])
         return _Topology(
             mesh=mesh,
@@ -317,11 +329,11 @@ class ModelParallelStrategy(FSDPStrategy):
         )
 
     def _two_dimensional_mesh(self, inner_size: int) -> DeviceMesh:
-        """Return a mesh of all ranks whose inner dimension has neighboring ranks. Collective.
+        """Return a mesh of all ranks with groups of neighboring ranks. Collective.
 
         Args:
-            inner_size: the size of the inner dimension, which is called ``tensor_parallel``. The
-                outer dimension is called ``data_parallel``.
+            inner_size: the size of the groups, which are along the inner dimension
+                ``tensor_parallel``. The outer dimension is ``data_parallel``.
         """
         outer_size = self.world_size // inner_size
         return self.runtime.mesh(data_parallel=outer_size, tensor_parallel=inner_size)
@@ -370,8 +382,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def _check_model(self, root: nn.Module) -> object:
         """Check that a model can be split and sharded, and return how each layer will be split.
 
-        Not a collective. :meth:`check_setup` compares the results of all ranks as text. If they
-        differed, setting up the model would mix up the collectives of different layers.
+        Not a collective. :meth:`check_setup` compares the results of all ranks as text. With other
+        layers or another order on a rank, setup would mix up the collectives of different layers.
 
         Returns:
             A list with the name and the style of each layer that is split.
@@ -391,12 +403,11 @@ class ModelParallelStrategy(FSDPStrategy):
                 "the parameters on the mesh",
             )
         layers = self._find_layers_to_split(root)
-        # Called for its errors. Its result is None: under FSDP, no layers are split.
-        super()._check_model(root)
+        super()._check_model(root)  # for its errors
         plan: list[tuple[str, str]] = []
         for name, module in root.named_modules():
             if module in layers:
-                # The text of a user's ParallelStyle may end in its address, which differs by rank.
+                # The text of a user's ParallelStyle may end in an address, which differs by rank.
                 style = str(layers[module]).partition(" at 0x")[0]
                 plan.append((name, style))
         return plan
@@ -405,9 +416,9 @@ class ModelParallelStrategy(FSDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Split and shard a module in place, and return it. Collective.
 
-        The layers of ``tp_plan`` are split by :meth:`_shard_module`, one FSDP module after another,
-        so that a rank holds only one FSDP module of the whole model at a time. ``parallelize_fn``
-        splits the whole model at once.
+        :meth:`_shard_module` splits the layers of ``tp_plan``, one FSDP module after another. So a
+        rank never holds more than one whole FSDP module. ``parallelize_fn`` splits the whole model
+        at once.
         """
         root = uncompiled(module)
         topology = self._running_topology
@@ -423,18 +434,11 @@ class ModelParallelStrategy(FSDPStrategy):
         layers = self._find_layers_to_split(root)
         self._unsplit_layers = dict(layers)
         self._original_parameters = {}
-        # Before the sharding, which keeps the hooks of parameters, and before heads are divided.
-        partial_gradients = find_partial_gradients(root, layers)
-        # Registers hooks, which sum the gradients in each backward pass.
-        sum_over_parts(partial_gradients, topology.tensor_parallel_mesh)
-        # A list, because setattr changes the attributes through which the generator goes.
-        for heads in list(find_head_attributes(root, self._unsplit_layers)):
-            local_heads = heads.number_of_heads // topology.tensor_parallel_size
-            setattr(heads.module, heads.attribute, local_heads)
+        self._prepare_heads(root, layers)
         if self.parallelize_fn is not None:
             self._parallelize(root, self.parallelize_fn, topology.mesh)
         self._root = root
-        prepared = super().setup_module(module)
+        prepared = super().setup_module(module)  # calls _shard_module()
         self._root = None
         self._original_parameters = {}
         if topology.tensor_parallel_size > 1:
@@ -445,16 +449,36 @@ class ModelParallelStrategy(FSDPStrategy):
             self._comparison = self._build_comparison(root, whole, layers)
         return prepared
 
+    def _prepare_heads(self, root: nn.Module, layers: Mapping[nn.Module, Any]) -> None:
+        """Adapt the code between split layers to this rank's heads. Not a collective.
+
+        Called before the layers are split and sharded. Sharding keeps the hooks of parameters.
+
+        Args:
+            root: the model, which is changed in place.
+            layers: the layers that the plan splits, each with its style.
+        """
+        topology = self._running_topology
+        # Comes first, since the search needs the numbers of all heads.
+        partial_gradients = find_partial_gradients(root, layers)
+        # Registers hooks, which sum the gradients in each backward pass.
+        sum_over_parts(partial_gradients, topology.tensor_parallel_mesh)
+        # A list, because setattr changes the attributes that the generator goes through.
+        for heads in list(find_head_attributes(root, layers)):
+            local_heads = heads.number_of_heads // topology.tensor_parallel_size
+            setattr(heads.module, heads.attribute, local_heads)
+
     def _build_comparison(
         self, root: nn.Module, whole: nn.Module, layers: Mapping[nn.Module, Any]
     ) -> SplitComparison:
         """Return the comparison of a split model with a copy of the model from before the split.
 
         Args:
-            root: the model.
+            root: the model, whose layers are split.
             whole: the copy.
-            layers: the layers that the plan splits, each with its style.
+            layers: the layers that the plan has split, each with its style.
         """
+        # The line of the plan for each layer, for errors.
         lines: dict[nn.Module, str] = {}
         if self.tp_plan is not None:
             lines = lines_of_plan(root, self.tp_plan)
@@ -474,8 +498,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         """Return the contract of FSDP, with the ranks and parameters that belong to this mesh.
 
-        The parameters that are not split along ``tensor_parallel`` have to be equal in the ranks
-        that hold the parts of a layer.
+        The ranks along ``tensor_parallel`` hold the parts of layers. Parameters that are not split
+        have to be equal on these ranks, and the training checks compare them.
         """
         topology = self._running_topology
         rank = self.global_rank
@@ -486,13 +510,13 @@ class ModelParallelStrategy(FSDPStrategy):
         ranks_of_copy = range(first_rank, first_rank + copy_size)
         contract = replace(super().gradient_contract(prepared), peers=lambda: ranks_of_copy)
         if not self._shards_parameters:
-            # There is autocast in place of the mixed precision of FSDP.
+            # FSDP2's mixed precision casts nothing then. Fabric enters autocast instead.
             contract = replace(contract, casts=False)
         if self._comparison is not None:
             contract = replace(contract, add_first_pass_checks=self._comparison.add_to)
             self._comparison = None
-        # A mistake shows in every group of ranks along "tensor_parallel". One group is checked,
-        # because checks of all groups would fill the store.
+        # Only the first group along "tensor_parallel" compares the parameters. A mistake in the
+        # model shows in every group, and the checks of all groups would fill the store.
         is_in_first_group = rank < topology.tensor_parallel_size
         if topology.tensor_parallel_size == 1 or not is_in_first_group:
             return contract
@@ -522,20 +546,23 @@ class ModelParallelStrategy(FSDPStrategy):
             if is_fsdp_module(module) and module is not root:
                 modules_of_parallelize_fn.append(module)
         if modules_of_parallelize_fn:
-            # modules() yields outer modules first.
-            return modules_of_parallelize_fn[::-1]
+            modules_of_parallelize_fn.reverse()  # modules() yields outer modules first
+            return modules_of_parallelize_fn
         return super()._find_fsdp_modules(root)
 
     @override
     def _shard_module(self, module: nn.Module, **arguments: Any) -> None:
         """Split the layers of a module, and then make the module an FSDP module. Collective.
 
+        Called for inner modules first, and for the root last. If parameters are not sharded, the
+        module only gets rank 0's values.
+
         Args:
             module: the module.
             **arguments: the arguments of ``fully_shard``.
         """
         self._split_layers(module)
-        # The user's parameters that splitting has replaced. shard_module() frees them.
+        # The user's parameters that splitting has replaced. Both calls below free them.
         originals: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
             if parameter in self._original_parameters:
@@ -552,37 +579,39 @@ class ModelParallelStrategy(FSDPStrategy):
             mesh=self._shard_mesh(),
         )
         if module is self._root:
+            # FSDP would add up these gradients.
             sum_partial_dtensors(module.parameters())
 
     @property
     @override
     def _shards_parameters(self) -> bool:
-        """Whether parameters are sharded. With one rank to shard over, sharding would cost time.
+        """Whether FSDP2 shards parameters.
 
-        It takes place all the same if an option needs it.
+        With one rank to shard over, sharding would only cost time. But FSDP2 also does the mixed
+        precision and the offloading to the CPU that the user's options ask for.
         """
-        needs_sharding = self.mixed_precision is not None or self._offloads_to_cpu
-        return self._shard_mesh().size() > 1 or needs_sharding
+        needs_fsdp = self.mixed_precision is not None or self._offloads_to_cpu
+        return self._shard_mesh().size() > 1 or needs_fsdp
 
     def _split_layers(self, module: nn.Module) -> None:
         """Split the layers in a module that are not split yet, with rank 0's values. Collective.
 
-        Records the user's parameter of each split one, which :meth:`_shard_module` frees later.
+        The user's parameters are recorded in ``_original_parameters``, by the split parameter.
         """
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
         mesh = self._running_topology.tensor_parallel_mesh
-        # The split parameter of each original one, so that layers that shared a parameter before
-        # share its split parameter.
+        # The split parameter of each original one. Layers that shared an original have to share
+        # the split parameter, too.
         split_parameters: dict[nn.Parameter, nn.Parameter] = {}
         for layer in module.modules():
             if layer not in self._unsplit_layers:
                 continue
             originals = dict(layer.named_parameters(recurse=False))
-            # Leave out the parameters that an earlier layer shares: they are split already.
+            # An original that an earlier layer shares has rank 0's values already.
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
-            # Taken out, so that an outer FSDP module, which is made later, does not split it again.
+            # Taken out, since this method is called for the outer FSDP modules of the layer, too.
             style_of_plan = self._unsplit_layers.pop(layer)
             for style in torch_styles(layer, style_of_plan):
                 # Without a source rank, torch sends nothing: this rank has rank 0's values already.
@@ -626,8 +655,8 @@ class ModelParallelStrategy(FSDPStrategy):
             mesh: the whole mesh.
 
         Raises:
-            UsageError: on all ranks, if the function did not split the model in place on one of
-                them, or split the model in different ways.
+            UsageError: on some rank, the function did not split the model in place, or split it
+                in another way than on other ranks. Raised on all ranks.
         """
         communicator = self.runtime.communicator
         before = dict(root.named_parameters())
@@ -638,13 +667,12 @@ class ModelParallelStrategy(FSDPStrategy):
             result = parallelize_fn(root, mesh)
             agreement.finish()
         after = dict(root.named_parameters())
-        # None if the function has split the model in place on this rank.
-        error = _check_parallelized(
+        error = _find_error_of_split(
             root, result, names_before=before.keys(), parameters_after=after
         )
         placements: dict[str, str] = {}
         for name, parameter in after.items():
-            # None for a plain parameter.
+            # "None" for a plain parameter.
             placements[name] = str(getattr(parameter, "placements", None))
         # Raises the error of any rank on all ranks.
         placements_by_rank = communicator.gather_objects(placements, error=error)
@@ -694,7 +722,7 @@ def _check_same_placements(root: nn.Module, placements_by_rank: list[dict[str, s
                 )
 
 
-def _check_parallelized(
+def _find_error_of_split(
     root: nn.Module,
     result: object,
     *,
@@ -702,6 +730,8 @@ def _check_parallelized(
     parameters_after: Mapping[str, nn.Parameter],
 ) -> UsageError | None:
     """Return an error unless ``parallelize_fn`` split the model in place. Not a collective.
+
+    The error is returned and not raised, so that the caller can raise it on all ranks.
 
     Args:
         root: the model.
@@ -719,8 +749,8 @@ def _check_parallelized(
             problem="the model is split in place, and has to be returned",
             suggestion="return model, as the last line of parallelize_fn",
         )
-    # Names that exist only before or only after the call. The name of a parameter that was untied
-    # is among them, since tied parameters have one name.
+    # Names that exist only before or only after the call. Tied parameters have one name in
+    # named_parameters(), and so untying adds a name.
     wrong_names = sorted(names_before ^ parameters_after.keys())
     for name, parameter in parameters_after.items():
         if parameter.is_meta:
