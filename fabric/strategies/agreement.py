@@ -26,11 +26,11 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class AgreeingCollectives(DispatchMode):
-    """A mode in which ranks raise before collectives that differ. See the note of this file.
+    """A mode in which ranks raise before collectives that differ, and do not hang in them.
 
-    It is entered around a function with code of the user, which every rank calls. Before each
-    collective, and at the end of the function, a rank looks in the store for what the first rank to
-    come there does.
+    The mode is entered around a function with code of the user, which every rank calls. Each
+    collective, and the end of the function, is an *action*. The first rank to come to action number
+    n writes the action to the store, and the other ranks compare their own action number n with it.
 
     Args:
         name: identifies the call of the function. It is the same on the ranks that call it.
@@ -41,19 +41,22 @@ class AgreeingCollectives(DispatchMode):
     def __init__(
         self, name: str, store: JobStore, build_error: Callable[[str], UsageError]
     ) -> None:
-        """Start without collectives. The mode is then entered around the function."""
+        """Keep the arguments. The mode starts when it is entered around the function."""
         super().__init__()
         self._name = name
         self._store = store
         self._build_error = build_error
-        self._num_collectives = 0
+        self._num_actions = 0
         # Whether this rank has raised because another rank does something else.
-        self._has_raised = False
+        self._has_raised_difference = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, after a comparison if it is a collective.
+        """Run an operator of torch. If it is a collective, compare it between the ranks first.
 
         torch calls this method for every operator while the mode is entered.
+
+        Raises:
+            UsageError: another rank does something else.
         """
         if func.namespace in _COLLECTIVES:
             # The first argument of every collective has the tensors of this rank.
@@ -65,26 +68,26 @@ class AgreeingCollectives(DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def finish(self) -> None:
-        """Raise if another rank goes on with a collective. Called at the end of the function.
+        """Compare the end of the function between the ranks. Called if the function did not raise.
 
         Raises:
-            UsageError: the other rank has done so already. Otherwise that rank will raise.
+            UsageError: another rank has come to a collective here, or to an error.
         """
         self._compare("the end of the function")
 
     def fail(self, error: Exception) -> None:
-        """Raise an error of the function now, unless all ranks have come to an error at one place.
+        """Raise the error of the function, unless the other ranks have come to an error here, too.
 
-        In that case no rank waits for another one, and this method returns. The caller then does
-        the same on all ranks.
+        Called if the function raised. If this method returns, no rank waits in a collective, and
+        the caller goes on in the same way on all ranks.
 
         Args:
             error: the error that has ended the function on this rank.
         """
-        if self._has_raised:
-            # The error says that another rank does something else.
+        if self._has_raised_difference:
+            # This error is about the difference already.
             raise error
-        # All errors are one action. Their texts may differ between ranks.
+        # All errors are the same action. The texts of the errors may differ between ranks.
         problem = self._find_difference("an error", f" ({type(error).__name__}: {error})")
         if problem is not None:
             error.add_note(str(self._build_error(problem)))
@@ -94,21 +97,22 @@ class AgreeingCollectives(DispatchMode):
         """Raise a UsageError if the first rank to come here does something else."""
         problem = self._find_difference(action)
         if problem is not None:
-            self._has_raised = True
+            self._has_raised_difference = True
             raise self._build_error(problem)
 
     def _find_difference(self, action: str, details: str = "") -> str | None:
         """Return a text if the first rank to come here does something else. None otherwise.
 
         Args:
-            action: what this rank does next.
-            details: more about the action, which may differ between ranks.
+            action: what this rank does next. It is compared.
+            details: more about the action, for the text. It is not compared.
         """
-        key = f"{self._name}/{self._num_collectives}"
-        self._num_collectives += 1
+        key = f"{self._name}/{self._num_actions}"
+        self._num_actions += 1
         message = f"{self._store.rank}\n{action}\n{details}"
-        content = self._store.set_if_absent(key, message.encode())
-        rank, first_action, first_details = content.decode().split("\n", maxsplit=2)
+        # Returns the message of the first rank that has set the key, or else this message.
+        first_message = self._store.set_if_absent(key, message.encode())
+        rank, first_action, first_details = first_message.decode().split("\n", maxsplit=2)
         if action == first_action:
             return None
         return (
