@@ -90,6 +90,7 @@ def copy_without_values(root: nn.Module) -> nn.Module | None:
     Returns:
         The copy. None if the model cannot be copied.
     """
+    # deepcopy uses the values of the memo in place of copies.
     memo: dict[int, Any] = {}
     for parameter in root.parameters():
         meta = torch.empty_like(parameter, device="meta", requires_grad=False)
@@ -98,12 +99,11 @@ def copy_without_values(root: nn.Module) -> nn.Module | None:
         memo[id(buffer)] = buffer
     for module in root.modules():
         for hook in user_hooks(module):
-            # A bound method would be copied with its object, which may be anything.
+            # deepcopy of a bound method would copy its object, which may be large.
             memo[id(hook)] = hook
     try:
         return deepcopy(root, memo)
     except Exception:  # noqa: BLE001 - the user's code may raise any error
-        # The caller then leaves out the comparison of the split model with this copy.
         return None
 
 
@@ -116,11 +116,12 @@ class _Region:
         module: the module, whose layers are split.
         whole: a copy of the module from before the split, without values.
         rowwise_layers: the names in the module of all its layers that are split ``"rowwise"``.
-        lines: for each of these layers, the lines of the plan for the layer and its partners.
+        lines: for each of these layers, the lines of the plan for this layer and for the colwise
+            layers in front of it.
         is_called: whether a pass has called the module.
         has_called_layers: whether a pass has called one of the rowwise layers.
-        has_zero_weights: whether all rowwise weights are zero, as some models initialize them, so
-            that the outputs say nothing.
+        has_zero_weights: whether all rowwise weights are zero, as some models initialize them. The
+            outputs are then equal, however the region is split.
         is_compared: whether a pass with gradients has compared the region without a difference.
     """
 
@@ -194,12 +195,14 @@ class _Computation:
     result: list[Tensor]
 
     def gradients(self) -> list[_Quantity]:
-        """Return the gradients of the leaves for fixed random gradients of the output."""
+        """Return the gradients of the leaves for random gradients of the result.
+
+        The random gradients are the same in every call.
+        """
         differentiable = [tensor for tensor in self.result if tensor.requires_grad]
         if not self.leaves or not differentiable:
             return []
         output_gradients: list[Tensor] = []
-        # The seed is fixed, so that the split and the whole region get the same gradients.
         generator = torch.Generator().manual_seed(0)
         for tensor in differentiable:
             gradient = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
@@ -247,7 +250,7 @@ class SplitComparison:
         store: the store of the job.
         lines: the line of the plan for each split layer. Layers that ``parallelize_fn`` splits have
             none.
-        whole_outputs: the layers that are split by columns and whose output is whole.
+        whole_outputs: the colwise layers whose output has the columns of all ranks.
     """
 
     def __init__(
@@ -265,16 +268,18 @@ class SplitComparison:
         self._root = root
         self._communicator = communicator
         self._store = store
-        # The ranks that hold the parts of a layer are consecutive.
+        # With the first of the ranks that hold the parts of a layer, which are consecutive. Other
+        # ranks with parts of the same layer compare other keys in the store.
         self._name = f"{name} from rank {store.rank - communicator.rank}"
-        # The number of blocks that ran on all ranks of a layer.
-        self._num_blocks = 0
+        # The number of calls of _run_on_all_ranks(), for keys in the store.
+        self._num_runs = 0
         self._generators = generators_of(communicator.device.type)
         self._find_regions = partial(_find_regions, root, whole, lines, whole_outputs)
+        # The regions that are still to be compared.
         self._regions = self._find_regions(uncalled=())
-        # The names of the regions so far.
+        # The names of all regions so far.
         self._paths = {region.path for region in self._regions}
-        # The regions among these that a pass has not called although it has called their layers.
+        # The names of regions that a pass has not called although it has called their layers.
         self._uncalled: set[str] = set()
         self._num_passes = 0
         self._has_compared = False
@@ -300,12 +305,14 @@ class SplitComparison:
     def _is_pass_to_compare(self) -> bool:
         """Return whether to compare in the next pass.
 
-        A pass without gradients, such as one of validation, is compared only if it is the first.
+        A pass without gradients, such as one of validation, compares only outputs. It is compared
+        only if nothing has been compared before.
         """
         return torch.is_grad_enabled() or not self._has_compared
 
     def _before_forward(self) -> None:
         """Add the hooks of the regions. A function of ``Hooks.before``."""
+        # The model may call itself. Only the outermost call is a pass.
         if self._is_in_pass or not self._is_pass_to_compare():
             return
         self._is_in_pass = True
@@ -322,40 +329,43 @@ class SplitComparison:
             self._pass_state.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _after_forward(self, output: Any, error: BaseException | None) -> None:
-        """Remove the hooks of the regions, and all hooks once no region is left to compare.
+        """Remove the hooks of the regions, and end the comparison once no region is left.
 
-        A function of ``Hooks.after``. After an error, the regions without a finished comparison are
-        compared in the next pass. So the user who catches the error and calls the model again gets
-        it again.
+        A function of ``Hooks.after``.
         """
         if not self._is_in_pass:
             return
         # Removes the hooks of the regions, and lets torch.compile compile again.
         self._pass_state.close()
         self._is_in_pass = False
-        remaining: list[_Region] = []
+        new_regions: list[_Region] = []
         if error is None:
             self._has_compared = True
-            remaining += self._regions_around_uncalled()
+            new_regions = self._regions_around_uncalled()
         if not torch.is_grad_enabled():
-            self._regions += remaining
+            # All regions stay, since a pass with gradients has to compare them.
+            self._regions += new_regions
             return
         self._num_passes += 1
+        remaining: list[_Region] = []
         for region in self._regions:
+            # If the user catches the error of a comparison, the next pass raises it again.
             is_interrupted = error is not None and not region.is_compared
-            # A region whose weights are zeros has equal outputs, however it is split. It is
-            # compared again once a step has changed its weights.
+            # If weights are zero, the region is compared again once a step has changed them.
             if is_interrupted or region.has_zero_weights:
                 remaining.append(region)
-        self._regions = remaining
-        if not remaining or self._num_passes >= _MAX_PASSES:
+        self._regions = [*new_regions, *remaining]
+        if not self._regions or self._num_passes >= _MAX_PASSES:
             self._regions = []
             self._hooks.before.remove(self._before_forward)
             self._hooks.after.remove(self._after_forward)
             self._hooks.is_needed_uncompiled.remove(self._is_pass_to_compare)
 
     def _regions_around_uncalled(self) -> list[_Region]:
-        """Return new regions around those whose layers were called without the region itself."""
+        """Return new regions around regions that were not called although their layers were.
+
+        The code of a module may call the layers of an inner module, and not the inner module.
+        """
         uncalled: set[str] = set()
         for region in self._regions:
             if region.has_called_layers and not region.is_called:
@@ -373,32 +383,37 @@ class SplitComparison:
     # -- one region -----------------------------------------------------------------------------
 
     def _compare_region(self, region: _Region, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise on all ranks of a layer if a region is another one than before the split.
+        """Raise on all ranks of a layer if the split region computes something else than the whole.
 
         A forward pre-hook of the region. Collective among the ranks of a layer.
 
         Raises:
             UsageError: an output or a gradient differs.
         """
-        # A comparison computes the regions within its region, too.
+        # The computations below call the hooks of the regions inside this region.
         if self._is_comparing:
             return
         self._is_comparing = True
         region.is_called = True
-        has_raised = False
+        was_computed = True
         try:
             inputs, _ = flatten((args, kwargs))
+            # Neither modes of the user, such as a counter of FLOPs, nor an activation checkpoint
+            # around the region must see the computations.
             with without_dispatch_modes(), saved_tensors_hooks(_unchanged, _unchanged):
                 if self._has_same_inputs(inputs):
                     with self._restored_state(region):
-                        has_raised = not self._compare_computations(region, args, kwargs)
+                        was_computed = self._compare_computations(region, args, kwargs)
         finally:
             self._is_comparing = False
         self._has_compared = True
-        region.is_compared = torch.is_grad_enabled() and not has_raised
+        region.is_compared = torch.is_grad_enabled() and was_computed
 
     def _raise_on_all_ranks(self, difference: "_Difference | None") -> None:
-        """Raise on all ranks of a layer if one of them has found a difference. Collective."""
+        """Raise a UsageError on all ranks of a layer if one of them passes a difference.
+
+        Collective among the ranks of a layer.
+        """
         error = None
         if difference is not None:
             # torch puts "FSDP" in front of the class's name.
@@ -411,16 +426,20 @@ class SplitComparison:
                 "column by itself",
                 suggestion=f"{difference.suggestion}; {_TURN_OFF}",
             )
-        self._communicator.gather_objects(None, error=error)
+        self._communicator.gather_objects(None, error=error)  # raises the error of any rank
 
     def _has_same_inputs(self, inputs: Sequence[Any]) -> bool:
-        """Return whether all ranks of a layer have the same inputs. Collective among them."""
+        """Return whether all ranks of a layer have the same inputs. Collective among them.
+
+        Inputs that have no tensors, or tensors other than plain dense ones, count as different.
+        """
         tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.numel()]
         checksums: list[int] = []
-        if tensors and not any(map(_has_no_ordinary_memory, tensors)):
+        if tensors and all(map(_is_plain_and_dense, tensors)):
             checksums = digests(tensors)
-        by_rank = self._communicator.gather_objects(checksums)
-        return bool(checksums) and by_rank.count(checksums) == len(by_rank)
+        checksums_by_rank = self._communicator.gather_objects(checksums)
+        are_equal = checksums_by_rank.count(checksums) == len(checksums_by_rank)
+        return bool(checksums) and are_equal
 
     @contextmanager
     def _restored_state(self, region: _Region) -> Iterator[None]:
@@ -454,8 +473,8 @@ class SplitComparison:
         if computations is None:
             return False
         split, whole, is_random = computations
+        # Random numbers or another number of calls make differences without a mistake.
         is_comparable = not is_random and len(split.outputs) == len(whole.outputs)
-        # Where a difference would prove nothing on one of the ranks, none of them compares.
         if not all(self._communicator.gather_objects(is_comparable)):
             return True
         self._raise_on_all_ranks(self._compare_outputs(split, whole))
@@ -468,17 +487,19 @@ class SplitComparison:
     def _run_on_all_ranks(
         self, region: _Region, function: Callable[..., R], *args: Any
     ) -> R | None:
-        """Return the result of a function that runs the user's code and communicates. Collective.
+        """Return the result of a function that runs the user's code and communicates.
+
+        Collective among the ranks of a layer. A rank does not hang if the others do something else.
 
         Returns:
             The result. None if the function has raised on all ranks of a layer.
 
         Raises:
-            Exception: the error of the function, if not all ranks of the layer raise.
-            UsageError: another rank has raised.
+            Exception: the error of the function, if it has not raised on all ranks.
+            UsageError: the function has raised on another rank, or communicates differently there.
         """
-        self._num_blocks += 1
-        name = f"{self._name}/{self._num_blocks}"
+        self._num_runs += 1
+        name = f"{self._name}/{self._num_runs}"
         build_error = partial(self._build_error, region)
         with AgreeingCollectives(name, self._store, build_error) as agreement:
             try:
@@ -500,7 +521,7 @@ class SplitComparison:
         )
 
     def _compare_outputs(self, split: _Computation, whole: _Computation) -> "_Difference | None":
-        """Return the first output that differs."""
+        """Return a difference of the first output that differs. None if all are equal."""
         for split_output, whole_output in zip(split.outputs, whole.outputs, strict=True):
             expected = self._expected_part(whole_output.tensor, split_output.tensor)
             scale = _largest(expected)
@@ -514,10 +535,10 @@ class SplitComparison:
         return None
 
     def _expected_part(self, whole: Tensor, split: Tensor) -> Tensor:
-        """Return the part of a whole output that a split one has to equal.
+        """Return the part of a whole output that a split output has to equal.
 
-        The outputs of some styles are split in one dimension on purpose. Without such a dimension,
-        the whole output is returned.
+        The outputs of some styles are split in one dimension on purpose. Otherwise the part is the
+        whole output.
         """
         if split.dim() == whole.dim() and split.shape != whole.shape:
             for dim, length in enumerate(split.shape):
@@ -526,17 +547,19 @@ class SplitComparison:
         return whole
 
 
-def _has_no_ordinary_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, or is not dense. Such tensors are not compared."""
-    return is_dtensor(tensor) or tensor.layout is not torch.strided
+def _is_plain_and_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is neither a DTensor nor sparse. Only such tensors are compared."""
+    return not is_dtensor(tensor) and tensor.layout is torch.strided
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module exactly these attributes again."""
     vars(module).clear()
     vars(module).update(attributes)
 
 
 def _restore_buffer(buffer: Tensor, version: int, values: Tensor) -> None:
+    """Write values to a buffer if it was changed since it had the given in-place version."""
     if in_place_version(buffer) != version:
         with torch.no_grad():
             buffer.copy_(values)
@@ -553,43 +576,42 @@ def _find_regions(
     *,
     uncalled: Collection[str],
 ) -> list[_Region]:
-    """Return the regions of a model, outer after inner.
+    """Return the regions of a model, inner before outer.
 
-    A module around FSDP modules is left out, since to compute it would start their collectives. So
-    is a module with hooks of the user.
+    A region is the smallest module around a colwise layer that has a rowwise layer, too. A module
+    that cannot be computed alone is left out, see :func:`_can_be_computed`.
 
     Args:
         root: the model.
         whole: its copy from before the split.
         lines: the line of the plan for each split layer.
-        whole_outputs: the layers that are split by columns and whose output is whole.
-        uncalled: the names of modules that nothing calls. They are not regions, and neither is a
-            ``ModuleList``.
+        whole_outputs: the colwise layers whose output has the columns of all ranks.
+        uncalled: the names of modules that are never called, and so are no regions.
     """
     modules = dict(root.named_modules())
     layers = _find_split_layers(modules, whole_outputs)
     not_regions = {*uncalled}
     for path, module in modules.items():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # these are never called
             not_regions.add(path)
     colwise_by_region = smallest_modules_around(layers.colwise, layers.rowwise, not_regions)
     regions: list[_Region] = []
-    # For each rowwise layer, the lines of the plan for the innermost region around it.
+    # For each rowwise layer so far, the lines of the plan for the innermost region around it.
     lines_by_rowwise: dict[str, list[str]] = {}
-    # Deeper modules come first, so that the first region around a layer is the innermost.
+    # Deeper modules come first, so that the first region around a layer is the innermost one.
     for path in sorted(colwise_by_region, key=_depth, reverse=True):
         rowwise = [layer for layer in layers.rowwise if path in ancestors(layer)]
         new_rowwise = [layer for layer in rowwise if layer not in lines_by_rowwise]
-        # A dict drops the lines that several layers share, and keeps the order.
-        lines_of_region: dict[str, None] = {}
+        if not new_rowwise:
+            # All rowwise layers are in inner regions. The output of the colwise layer is taken to
+            # be whole.
+            continue
+        lines_of_region: dict[str, None] = {}  # the keys are an ordered set
         for layer in (*colwise_by_region[path], *new_rowwise):
             line = lines.get(modules[layer], f"{layer} of parallelize_fn")
             lines_of_region[line] = None
         for layer in new_rowwise:
             lines_by_rowwise[layer] = list(lines_of_region)
-        if not new_rowwise:
-            # All rowwise layers are in inner regions. The colwise layer has a whole output.
-            continue
         region = _Region(path, modules[path], whole.get_submodule(path))
         if not _can_be_computed(region.module, region.whole):
             continue
@@ -611,9 +633,11 @@ class _SplitLayers(NamedTuple):
 def _find_split_layers(
     modules: Mapping[str, nn.Module], whole_outputs: set[nn.Module]
 ) -> _SplitLayers:
-    """Return the split layers among ``modules``, which are given by path.
+    """Return the paths of the split layers of a model, without the layers in ``whole_outputs``.
 
-    The colwise layers in ``whole_outputs``, whose output is whole, are left out.
+    Args:
+        modules: the modules of the model, by path.
+        whole_outputs: the colwise layers whose output has the columns of all ranks.
     """
     layers = _SplitLayers(colwise=[], rowwise=[])
     for path, module in modules.items():
@@ -626,11 +650,14 @@ def _find_split_layers(
 
 
 def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
-    """Return whether a module has no FSDP modules inside, and no hooks of the user.
+    """Return whether a module can be computed alone, without effects outside of it.
+
+    Computing a module with FSDP modules inside would start their collectives. Hooks of the user
+    could do anything.
 
     Args:
         module: the module in the split model.
-        whole: its copy from before the split, which has the hooks of the user alone.
+        whole: the copy of the module from before the split. All of its hooks are the user's.
     """
     for inner in module.modules():
         if is_fsdp_module(inner) and inner is not module:
@@ -639,7 +666,7 @@ def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
-    """Return a saved tensor as it is, so that hooks for saved tensors further out do not see it."""
+    """Return a tensor as it is. As a hook for saved tensors, it replaces the hooks further out."""
     return tensor
 
 
@@ -661,7 +688,8 @@ def _compute_both(
     states = [generator.get_state() for generator in generators]
     forward = vars(region.module).get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is region.module:
-        # This pass runs another method in place of forward(), such as training_step().
+        # This pass runs another method in place of forward(), such as training_step(). The copy has
+        # to run this method, too.
         vars(region.whole)["forward"] = MethodType(forward.__func__, region.whole)
     split = _compute_split(region, args, kwargs)
     whole = _compute_whole(region, args, kwargs)
@@ -673,30 +701,36 @@ def _compute_both(
 def _compute_gradients(
     split: _Computation, whole: _Computation
 ) -> list[tuple[_Quantity, _Quantity]]:
-    """Return pairs of a gradient of the split region and the same of the whole one.
+    """Return each gradient of the split region with the same gradient of the whole region.
 
     Collective among the ranks of a layer.
 
     Returns:
-        The pairs. None of them if the output is not whole.
+        The pairs (split, whole). An empty list if the split region returned a part of the result,
+        for which the gradients would differ.
     """
-    shapes = [tensor.shape for tensor in whole.result]
-    has_whole_result = [tensor.shape for tensor in split.result] == shapes
-    if not has_whole_result or any(map(_has_no_ordinary_memory, split.result)):
+    split_shapes = [tensor.shape for tensor in split.result]
+    whole_shapes = [tensor.shape for tensor in whole.result]
+    if split_shapes != whole_shapes or not all(map(_is_plain_and_dense, split.result)):
         return []
     return list(zip(split.gradients(), whole.gradients(), strict=True))
 
 
 def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
-    """Compute a region as it is split. Its own hooks are left out."""
+    """Compute a region as it is split.
+
+    The leaves are the parameters that are not split, and the inputs.
+    """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
     leaves: list[_Quantity] = []
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
-        if tensor.requires_grad and not _has_no_ordinary_memory(tensor):
+        # A split parameter is a DTensor.
+        if tensor.requires_grad and _is_plain_and_dense(tensor):
             leaves.append(_parameter_quantity(region, slot.parameter, tensor))
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.module, outputs):
+        # Not region.module(...), which would run the hooks of the module.
         result = region.module.forward(*new_args, **new_kwargs)
     return _build_computation(region, result, outputs, [*leaves, *inputs])
 
@@ -708,8 +742,9 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
     leaves: list[_Quantity] = []
+    # The parameters and buffers to compute with, by name.
     tensors: dict[str, Tensor] = {}
-    # Parameters with several names are one tensor in the computation, too.
+    # The full tensor of each parameter. All names of a parameter get the same tensor.
     full_tensors: dict[nn.Parameter, Tensor] = {}
     for name, parameter in region.module.named_parameters(remove_duplicate=False):
         if parameter not in full_tensors:
@@ -717,7 +752,8 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
         tensors[name] = full_tensors[parameter]
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
-        if tensor.requires_grad and not _has_no_ordinary_memory(tensor):
+        # The same leaves as in _compute_split().
+        if tensor.requires_grad and _is_plain_and_dense(tensor):
             full = full_tensors[slot.parameter].requires_grad_()
             leaves.append(_parameter_quantity(region, slot.parameter, full))
     for name, buffer in region.module.named_buffers():
@@ -731,9 +767,9 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
 
 
 def _tensor_in_use(slot: ParameterSlot) -> Tensor:
-    """Return the tensor that a module computes with in place of a parameter.
+    """Return the tensor that a module computes with for a parameter.
 
-    During a forward pass, a plain tensor hides a replicated parameter.
+    During a forward pass, an attribute with a plain tensor hides a replicated parameter.
     """
     return vars(slot.module).get(slot.name, slot.parameter)
 
@@ -747,7 +783,10 @@ def _parameter_quantity(region: _Region, parameter: nn.Parameter, tensor: Tensor
 
 
 def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantity]]:
-    """Return arguments that a computation may change, and the leaves of its graph among them."""
+    """Return a copy of arguments, which a computation may change, and the leaves of its graph.
+
+    The leaves are the tensors of which gradients are computed. The copies depend on them.
+    """
     leaves, structure = flatten(arguments)
     inputs: list[_Quantity] = []
     copies: list[Any] = []
@@ -772,9 +811,10 @@ def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantit
 def _recorded_outputs(
     region: _Region, module: nn.Module, outputs: list[_Quantity]
 ) -> Iterator[None]:
-    """Append the outputs of the rowwise layers to a list, in the order of the calls."""
+    """Append the outputs of the rowwise layers in ``module`` to a list during the block."""
 
     def record(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+        """Append the output of the rowwise layer called ``name``. A forward hook of the layer."""
         text = f"the output of {region.describe(name)}"
         outputs.append(_Quantity(text, output.detach(), region.lines[name]))
 
@@ -789,9 +829,17 @@ def _recorded_outputs(
 def _build_computation(
     region: _Region, result: Any, outputs: list[_Quantity], leaves: list[_Quantity]
 ) -> _Computation:
-    """Return the computation of a region that has this result."""
+    """Return the computation of a region that has this result.
+
+    Args:
+        region: the region.
+        result: the output of the region.
+        outputs: the outputs of the rowwise layers. The tensors of the result are appended.
+        leaves: the unsplit parameters and the inputs that require a gradient.
+    """
     tensors: list[Tensor] = []
-    for leaf in flatten(result)[0]:
+    result_leaves, _ = flatten(result)
+    for leaf in result_leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             tensors.append(leaf)
             text = f"the output of {region.path or 'the model'}"
@@ -803,7 +851,7 @@ def _build_computation(
 
 
 def _tolerance(computation: _Computation) -> float:
-    """Return how much two computations may differ by rounding, as a part of the largest value."""
+    """Return how much a value may differ by rounding, as a fraction of the largest value."""
     device_type = computation.outputs[0].tensor.device.type
     has_16_bits = torch.is_autocast_enabled(device_type)
     for output in computation.outputs:
@@ -819,11 +867,11 @@ def _tolerance(computation: _Computation) -> float:
 def _compare_gradients(
     pairs: list[tuple[_Quantity, _Quantity]], tolerance: float
 ) -> _Difference | None:
-    """Return the first gradient that differs.
+    """Return a difference of the first gradient that differs. None if all are equal.
 
-    The largest of all gradients is the scale of the differences. The size of a gradient itself is
-    no scale: a gradient that should be zero, such as the one of the key bias in attention, consists
-    of rounding errors.
+    Differences are measured by the largest value of all gradients. The largest value of a single
+    gradient would be too small a measure for a gradient that should be zero and consists of
+    rounding errors, such as that of the key bias in attention.
 
     Args:
         pairs: the result of :func:`_compute_gradients`.
@@ -850,10 +898,10 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _largest_difference(split: Tensor, whole: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of the first pass.
+    """Return the largest absolute difference of two tensors.
 
-    Return 0 if they cannot be compared: their shapes differ, or the whole model has NaN or infinity
-    there.
+    Returns 0 if they cannot be compared, because their shapes differ, or because ``whole`` has NaN
+    or infinity.
     """
     split = full_tensor(split)
     if split.shape != whole.shape or not whole.isfinite().all():
