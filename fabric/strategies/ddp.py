@@ -255,6 +255,7 @@ class DDPStrategy(ParallelStrategy):
         if is_synchronized_in_forward is None:
             # The older option turns both copies off. If it is missing or None, torch copies.
             return self.ddp_kwargs.get("broadcast_buffers") is not False
+        # init_sync is for the copy in the constructor.
         return is_synchronized_in_forward or self.ddp_kwargs.get("init_sync", True)
 
     def _broadcast_state(self, module: nn.Module) -> None:

@@ -236,14 +236,14 @@ class SkipRandomInit(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch, or fill its tensor with NaN. torch calls it for every function.
+        """Run a function of torch, or fill its tensor with NaN if it is a random initialization.
 
-        The random functions of ``torch.nn.init`` take the tensor as their first argument, fill it
-        in place and return it.
+        torch calls this method for every function. The functions of ``torch.nn.init`` take a tensor
+        as their first argument, fill it in place and return it.
         """
         kwargs = kwargs or {}
         is_init = getattr(func, "__module__", None) == "torch.nn.init"
-        # constant_ fills in no random values.
+        # Of the functions of torch.nn.init that get here, only constant_ draws no random values.
         if not is_init or func.__name__ == "constant_":
             return func(*args, **kwargs)
         tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]

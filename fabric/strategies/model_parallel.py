@@ -450,9 +450,9 @@ class ModelParallelStrategy(FSDPStrategy):
         return prepared
 
     def _prepare_heads(self, root: nn.Module, layers: Mapping[nn.Module, Any]) -> None:
-        """Adapt the code between split layers to this rank's heads. Not a collective.
+        """Adapt modules with heads, such as attention, to this rank's heads. Not a collective.
 
-        Called before the layers are split and sharded. Sharding keeps the hooks of parameters.
+        Called before the layers are split and sharded, which keeps the hooks of parameters.
 
         Args:
             root: the model, which is changed in place.
@@ -647,10 +647,10 @@ class ModelParallelStrategy(FSDPStrategy):
         parallelize_fn: Callable[[Any, DeviceMesh], Any],
         mesh: DeviceMesh,
     ) -> None:
-        """Let the user's function split a model, after it has received rank 0's values. Collective.
+        """Give a model rank 0's values, and have the user's function split the model. Collective.
 
         Args:
-            root: the model. It is split in place.
+            root: the model, which is changed in place.
             parallelize_fn: the user's function.
             mesh: the whole mesh.
 
@@ -663,6 +663,7 @@ class ModelParallelStrategy(FSDPStrategy):
         receive_values(communicator, root, list(before.values()))
         key = f"parallelize_fn {self._num_models}"
         build_error = partial(_branch_error, root, self.global_rank)
+        # If the function communicates differently on a rank, the ranks raise and do not hang.
         with AgreeingCollectives(key, self.runtime.store, build_error) as agreement:
             result = parallelize_fn(root, mesh)
             agreement.finish()

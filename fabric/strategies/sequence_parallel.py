@@ -342,17 +342,18 @@ class _SequenceParallelAttention(TorchFunctionMode):
         # tokens. A message has the shape (ranks, ..., heads / ranks, padded tokens, width).
         messages: list[Tensor] = []
         for tensor in (query, key, value):
-            heads_by_rank = self._pad(tensor).unflatten(-3, (ranks, -1))
-            messages.append(heads_by_rank.movedim(-4, 0))
+            split_heads = self._pad(tensor).unflatten(-3, (ranks, -1))
+            messages.append(split_heads.movedim(-4, 0))
         received = all_to_all(self._communicator, messages)
         # This rank's heads of all tokens.
         query, key, value = map(self._join, received)
         output = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
         # The way back. Row n goes to rank n, and has the tokens of rank n for this rank's heads.
         outputs_by_rank = [self._pad(tokens) for tokens in output.split(self._lengths, -2)]
+        # Row n has the heads of rank n, for this rank's queries.
         heads_by_rank = all_to_all(self._communicator, torch.stack(outputs_by_rank))
-        local_heads = heads_by_rank[..., : self._local_length, :]
-        return local_heads.movedim(0, -4).flatten(-4, -3)
+        without_padding = heads_by_rank[..., : self._local_length, :]
+        return without_padding.movedim(0, -4).flatten(-4, -3)
 
     def _attend_to_gathered(
         self,
@@ -414,7 +415,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         """
         # The first rank has the most tokens.
         missing_tokens = self._lengths[0] - tensor.shape[-2]
-        # Before and after dim -1, and before and after dim -2.
+        # The numbers of zeros before and after dim -1, and before and after dim -2.
         return pad(tensor, (0, 0, 0, missing_tokens))
 
     def _join(self, tensors: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def check_styles(plan: Any) -> None:
 
 
 def find_layers_to_split(
-    root: nn.Module, plan: Mapping[str, Any] | str, world_size: int
+    root: nn.Module, plan: Mapping[str, Any] | str, num_parts: int
 ) -> dict[nn.Module, Any]:
     """Return the layers that a plan splits, each with its style. Changes nothing.
 
@@ -169,7 +169,7 @@ def find_layers_to_split(
         root: the model.
         plan: a style for each pattern of names of layers, or ``"auto"`` for the model's own plan.
             See :class:`fabric.strategies.ModelParallelStrategy`.
-        world_size: the number of parts into which layers are split.
+        num_parts: the number of parts into which layers are split.
 
     Raises:
         ConfigurationError: a pattern matches nothing, or layers cannot be split into this many
@@ -189,8 +189,8 @@ def find_layers_to_split(
     if not layers:
         raise ConfigurationError(request, problem=f"no layer fits {', '.join(styles)}")
     problems = [
-        *_layer_problems(root, layers, world_size),
-        *_head_problems(root, layers, world_size),
+        *_layer_problems(root, layers, num_parts),
+        *_head_problems(root, layers, num_parts),
         *_fused_layer_problems(root, layers),
         *_shared_parameter_problems(root, layers),
     ]
@@ -606,14 +606,14 @@ def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _layer_problems(
-    root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
+    root: nn.Module, layers: Mapping[nn.Module, Any], num_parts: int
 ) -> Iterator[str]:
     """Yield the reasons why single layers cannot be split, as parts of an error message.
 
     Args:
         root: the model.
         layers: the layers to split, each with its style.
-        world_size: the number of parts.
+        num_parts: the number of parts.
     """
     for path, layer in root.named_modules():
         splits_child = not layers.keys().isdisjoint(layer.children())
@@ -625,36 +625,38 @@ def _layer_problems(
         if layer not in layers:
             continue
         style = layers[layer]
-        split = _split_dimension(layer, style)
+        # None if the style splits no dimension of this class of layers.
+        dimension = _split_dimension(layer, style)
         if style == _EXPERTS_STYLE:
-            yield from _expert_problems(path, layer, world_size)
+            yield from _expert_problems(path, layer, num_parts)
         elif style == _PACKED_STYLE:
             yield (
                 f"{path}: {style!r} is for the parameters of experts, whose own line is "
                 f'"{path.rpartition(".")[0]}": "{_EXPERTS_STYLE}"'
             )
         elif style == _LATENT_STYLE:
+            # With the attribute, find_layers_to_split() has replaced the style by a LatentStyle.
             yield f"{path}: {style!r} needs the attribute {_ROTATED_WIDTH} of the module around it"
-        elif split is not None and "weight" not in registered_parameters(layer):
+        elif dimension is not None and "weight" not in registered_parameters(layer):
             yield (
                 f"{path}: its weight is computed from other parameters, as by spectral_norm, and "
                 "cannot be split: a plan without this layer"
             )
-        elif split is not None:
-            yield from _remainder_problems(path, layer, split.attribute, world_size)
+        elif dimension is not None:
+            yield from _remainder_problems(path, layer, dimension.attribute, num_parts)
         elif _direction(style) in ("colwise", "rowwise"):
             yield (
                 f"{path}: {style!r} splits Linear and Embedding, and not a {type(layer).__name__}"
             )
 
 
-def _expert_problems(path: str, module: nn.Module, world_size: int) -> Iterator[str]:
+def _expert_problems(path: str, module: nn.Module, num_parts: int) -> Iterator[str]:
     """Yield the reasons why a module of experts cannot be split, as parts of an error message.
 
     Args:
         path: the name of the module in the model.
         module: the module.
-        world_size: the number of parts.
+        num_parts: the number of parts.
     """
     num_experts = getattr(module, "num_experts", None)
     first_lengths = {parameter.shape[:1] for parameter in module.parameters()}
@@ -664,22 +666,22 @@ def _expert_problems(path: str, module: nn.Module, world_size: int) -> Iterator[
             f"{type(module).__name__} has not"
         )
         return
-    yield from _remainder_problems(path, module, "num_experts", world_size)
+    yield from _remainder_problems(path, module, "num_experts", num_parts)
 
 
 def _head_problems(
-    root: nn.Module, layers: Mapping[nn.Module, Any], world_size: int
+    root: nn.Module, layers: Mapping[nn.Module, Any], num_parts: int
 ) -> Iterator[str]:
     """Yield the reasons why heads cannot be divided among ranks, as parts of an error message.
 
     Args:
         root: the model.
         layers: the layers to split, each with its style.
-        world_size: the number of parts.
+        num_parts: the number of parts.
     """
     for heads in find_head_attributes(root, layers):
-        if heads.number_of_heads % world_size:
-            yield from _remainder_problems(heads.path, heads.module, heads.attribute, world_size)
+        if heads.number_of_heads % num_parts:
+            yield from _remainder_problems(heads.path, heads.module, heads.attribute, num_parts)
             continue
         # If a module has heads and only one colwise layer, and this layer has more outputs than
         # inputs, it is taken for a layer that computes queries, keys and values together.
@@ -742,10 +744,10 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
     lines_by_parameter: dict[nn.Parameter, dict[str, str]] = {}
     for path, layer in root.named_modules():
         # An empty style, which splits nothing, stands for a layer that is not in the plan.
-        split = _split_dimension(layer, layers.get(layer, ""))
+        dimension = _split_dimension(layer, layers.get(layer, ""))
         lines = ""
-        if split is not None:
-            lines = split.lines
+        if dimension is not None:
+            lines = dimension.lines
         for name, parameter in layer.named_parameters(path, recurse=False):
             lines_by_parameter.setdefault(parameter, {})[name] = lines
     for lines_by_name in lines_by_parameter.values():
@@ -755,7 +757,7 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
 
 
 def _remainder_problems(
-    path: str, module: nn.Module, attribute: str, world_size: int
+    path: str, module: nn.Module, attribute: str, num_parts: int
 ) -> Iterator[str]:
     """Yield one problem if a number of a module is not divisible by the number of parts.
 
@@ -763,12 +765,12 @@ def _remainder_problems(
         path: the name of the module in the model.
         module: the module.
         attribute: the attribute of the module that holds the number.
-        world_size: the number of parts.
+        num_parts: the number of parts.
     """
     value = getattr(module, attribute)
-    remainder = value % world_size
+    remainder = value % num_parts
     if remainder:
-        yield f"{path}: {attribute} {value} / {world_size} parts leaves {remainder}"
+        yield f"{path}: {attribute} {value} / {num_parts} parts leaves {remainder}"
 
 
 def _direction(style: Any) -> str:
@@ -785,9 +787,9 @@ def _direction(style: Any) -> str:
 def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
     """Return the dimension of a layer that a style splits. None if the style splits none."""
     direction = _direction(style)
-    for (layer_class, supported_direction), split in _SPLIT_DIMENSIONS.items():
+    for (layer_class, supported_direction), dimension in _SPLIT_DIMENSIONS.items():
         if isinstance(layer, layer_class) and direction == supported_direction:
-            return split
+            return dimension
     return None
 
 

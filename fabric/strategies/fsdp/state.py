@@ -98,9 +98,10 @@ def set_shard_of(original: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def is_unsharded(parameter: nn.Parameter, ignored: set[nn.Parameter]) -> bool:
-    """Return whether a parameter is to be replicated in place of sharded.
+    """Return whether a parameter is replicated and not sharded.
 
-    A parameter is replicated if it has no dimension, has no elements, or is in ``ignored``.
+    This holds for a parameter without a dimension or without elements, which cannot be sharded, and
+    for a parameter in ``ignored``.
     """
     has_no_dimension = parameter.dim() == 0
     has_no_elements = parameter.numel() == 0
