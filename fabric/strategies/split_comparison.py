@@ -443,7 +443,10 @@ class SplitComparison:
 
     @contextmanager
     def _restored_state(self, region: _Region) -> Iterator[None]:
-        """Restore random states, training modes, attributes and buffers after the block."""
+        """Run the block in evaluation mode, and restore all state of the region after the block.
+
+        The state are the random states, and the attributes and buffers of all modules.
+        """
         with ExitStack() as stack:
             for generator in self._generators:
                 stack.callback(generator.set_state, generator.get_state())
@@ -594,33 +597,48 @@ def _find_regions(
     for path, module in modules.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # these are never called
             not_regions.add(path)
-    colwise_by_region = smallest_modules_around(layers.colwise, layers.rowwise, not_regions)
-    regions: list[_Region] = []
-    # For each rowwise layer so far, the lines of the plan for the innermost region around it.
-    lines_by_rowwise: dict[str, list[str]] = {}
-    # Deeper modules come first, so that the first region around a layer is the innermost one.
-    for path in sorted(colwise_by_region, key=_depth, reverse=True):
-        rowwise = [layer for layer in layers.rowwise if path in ancestors(layer)]
-        new_rowwise = [layer for layer in rowwise if layer not in lines_by_rowwise]
-        if not new_rowwise:
-            # All rowwise layers are in inner regions. The output of the colwise layer is taken to
-            # be whole.
+    colwise_by_path = smallest_modules_around(layers.colwise, layers.rowwise, not_regions)
+    # Inner modules before outer modules.
+    paths = sorted(colwise_by_path, key=_depth, reverse=True)
+    path_of_rowwise = _first_modules_around(layers.rowwise, paths)
+    # The lines of the plan for the layers of each module, without the rowwise layers that belong to
+    # an inner module.
+    lines_by_path: dict[str, list[str]] = {}
+    for path in paths:
+        rowwise = [layer for layer in layers.rowwise if path_of_rowwise.get(layer) == path]
+        if not rowwise:
+            # The output of the colwise layers goes to no rowwise layer, and is taken to be whole.
             continue
-        lines_of_region: dict[str, None] = {}  # the keys are an ordered set
-        for layer in (*colwise_by_region[path], *new_rowwise):
+        distinct_lines: dict[str, None] = {}  # the keys are an ordered set
+        for layer in (*colwise_by_path[path], *rowwise):
             line = lines.get(modules[layer], f"{layer} of parallelize_fn")
-            lines_of_region[line] = None
-        for layer in new_rowwise:
-            lines_by_rowwise[layer] = list(lines_of_region)
+            distinct_lines[line] = None
+        lines_by_path[path] = list(distinct_lines)
+    regions: list[_Region] = []
+    for path in lines_by_path:
         region = _Region(path, modules[path], whole.get_submodule(path))
         if not _can_be_computed(region.module, region.whole):
             continue
-        for layer in rowwise:
-            name = layer.removeprefix(path).removeprefix(".")
-            region.rowwise_layers.append(name)
-            region.lines[name] = lines_by_rowwise[layer]
+        for layer in layers.rowwise:
+            if path in ancestors(layer):
+                name = layer.removeprefix(path).removeprefix(".")
+                region.rowwise_layers.append(name)
+                region.lines[name] = lines_by_path[path_of_rowwise[layer]]
         regions.append(region)
     return regions
+
+
+def _first_modules_around(layers: Sequence[str], paths: Sequence[str]) -> dict[str, str]:
+    """Return for each layer the first of ``paths`` that is the path of a module around the layer.
+
+    A layer without such a module is left out.
+    """
+    path_of_layer: dict[str, str] = {}
+    for path in paths:
+        for layer in layers:
+            if path in ancestors(layer):
+                path_of_layer.setdefault(layer, path)
+    return path_of_layer
 
 
 class _SplitLayers(NamedTuple):
