@@ -163,7 +163,8 @@ class DDPStrategy(ParallelStrategy):
                 "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
         # Without local SGD, gradients are averaged in every step, and the models of the ranks stay
-        # equal. Averaging the models would change nothing.
+        # equal. Averaging the models would change nothing. torch's PostLocalSGDState has this
+        # attribute.
         is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
         if self.model_averaging_period is not None and not is_local_sgd:
             raise ConfigurationError(

@@ -261,8 +261,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self._root: nn.Module | None = None
         # While a model is set up: the layers that are still to be split, each with its style.
         self._unsplit_layers: dict[nn.Module, Any] = {}
-        # While a model is set up: the user's parameters that splitting has replaced, each by the
-        # parameter in its place.
+        # While a model is set up: for each parameter that was split, the user's parameter that it
+        # has replaced.
         self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
         # The number of models that were set up, for keys in the store.
         self._num_models = 0
@@ -307,6 +307,8 @@ class ModelParallelStrategy(FSDPStrategy):
                 dimensions[name] = size
         mesh = self.runtime.mesh(**dimensions)
 
+        # Parameters are sharded over "data_parallel" and "sequence" together, which
+        # concatenate_meshes() flattens to one dimension.
         sharded_dimensions = ("data_parallel",)
         if "sequence" in dimensions:
             sharded_dimensions = ("data_parallel", "sequence")

@@ -281,7 +281,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         options["dropout_p"] = dropout_p
         can_split_heads = attn_mask is None
         for tensor in (query, key, value):
-            has_heads = tensor.dim() > 2
+            has_heads = tensor.dim() > 2  # in dim -3
             if not has_heads or tensor.shape[-3] % self._communicator.size:
                 can_split_heads = False
         if can_split_heads:

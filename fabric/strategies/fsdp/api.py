@@ -489,8 +489,10 @@ class FSDPStrategy(ParallelStrategy):
         :meth:`check_setup` has to be called before.
         """
         root = uncompiled(module)
-        stop_handling_operators = handle_operators(self.global_rank)
-        self._cleanup.callback(stop_handling_operators)  # called by teardown()
+        # Until teardown(), operators of torch that would silently use this rank's shard alone are
+        # replaced.
+        stop_replacing_operators = handle_operators(self.global_rank)
+        self._cleanup.callback(stop_replacing_operators)
         # Chosen first, since the steps below change the classes of modules and the parameters.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):

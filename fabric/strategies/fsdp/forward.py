@@ -68,17 +68,17 @@ class ShardedForward:
         self._fsdp_modules: list[Any] = list(filter(is_fsdp_module, [*fsdp_modules, root]))
         # The number of calls of the root that are running: a model may call itself.
         self._depth = 0
-        # Whether the last forward pass did not raise. False while a forward pass is running.
+        # Whether the last forward pass has returned without an error. False while it is running.
         self._has_succeeded = True
         # Returns whether a backward pass of the model has begun and has not ended.
         self._backward_is_unfinished = unfinished_backward_check(root)
-        # Like FSDP's own hooks, these are not part of a compiled graph.
+        # torch.compile must not put these two methods into a graph.
         self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._after_forward: Any = torch.compiler.disable(unsharded.after_forward)
         self._parameters = ShardedParameters(root, rank)
         self._parameters.register_load_hooks()
-        # The first hook is prepended, so that the other pre-hooks of the root run within the
-        # forward pass, and may call submodules.
+        # Prepended, so that the other pre-hooks of the root run after _begin_pass(), and so may
+        # call submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)

@@ -276,8 +276,8 @@ class UnshardedState:
         """Put this rank's plain tensors in place of the replicated parameters.
 
         Called before each forward pass of the whole model, if ``is_empty`` is false. Collective if
-        rank 0's running statistics are to be broadcast, which is the same on all ranks that make
-        the same passes.
+        rank 0's running statistics have to be broadcast. Ranks that make the same passes agree on
+        whether to broadcast.
         """
         if self._statistics_differ and self._buffers_of_norms:
             self._broadcast_statistics()
@@ -288,7 +288,7 @@ class UnshardedState:
         # which would have reset this.
         self._awaits_backward_end = False
         for slot in self._slots:
-            # For example by torch.func.functional_call(). The module then uses the user's tensor.
+            # torch.func.functional_call() replaces parameters by the user's tensors, for example.
             was_replaced_by_user = slot.parameters_of_module.get(slot.name) is not slot.parameter
             if was_replaced_by_user:
                 continue
@@ -306,9 +306,9 @@ class UnshardedState:
         Called after each forward pass of the whole model, if ``is_empty`` is false.
 
         Args:
-            output: what the forward pass returned. If a tensor in it requires a gradient, a
-                backward pass will follow. The plain tensors then stay until its end, because
-                activation checkpointing repeats parts of the forward pass in it.
+            output: what the forward pass returned. If a tensor in ``output`` requires a gradient,
+                the plain tensors stay until the end of the backward pass, because activation
+                checkpointing repeats parts of the forward pass in the backward pass.
         """
         if not self._slots:
             return
