@@ -17,8 +17,8 @@ _MAX_STACKS = 4
 def compose_report(states: Mapping[int, RankState], requester: int, reason: str = "") -> str:
     """Compose the text of a report from the states of all ranks.
 
-    The report compares one rank with the others: the rank that requested the report because it
-    waits or, if the user requested the report, the rank that has waited longest.
+    The report is about the wait of one rank. This is the rank that requested the report. If the
+    user requested the report, it is the rank that has waited longest.
 
     Args:
         states: the states of all ranks, by rank.
@@ -27,18 +27,20 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
             the requester waits.
 
     Returns:
-        The text. It is empty if the requester does not wait after all: the requester is not in a
-        collective or phase, and all ranks have started what it started last.
+        The text. Empty if the requester does not wait after all: it is not in a collective or
+        phase, and all ranks have started what it started last.
     """
-    is_by_user = reason != ""
-    waiting_rank = _longest_waiting(states) if is_by_user else requester
+    is_requested_by_user = reason != ""
+    waiting_rank = requester
+    if is_requested_by_user:
+        waiting_rank = _longest_waiting(states)
     waiting = states[waiting_rank]
     # A state without members stands for all ranks.
     members = waiting.members or tuple(states)
     missing = missing_ranks(states, waiting, members)
     first_line = reason
     max_stacks = len(states)
-    if not is_by_user:
+    if not is_requested_by_user:
         if not waiting.is_inside and not missing:
             return ""
         seconds = f"{round(waiting.seconds_waited, 1):g} s"
@@ -48,7 +50,7 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
         max_stacks = _MAX_STACKS
     lines = [f"fabric: {first_line}"]
     lines += _describe_call(states, waiting, members, missing)
-    if is_by_user:
+    if is_requested_by_user:
         lines += _describe_steps(states)
     note = untested_torch()
     if note:
@@ -98,7 +100,7 @@ def _describe_call(
 def _describe_differing(
     states: Mapping[int, RankState], members: Sequence[int], differing: Sequence[int]
 ) -> list[str]:
-    """Return lines that name the ranks which make another call in the place of a call.
+    """Return lines that name the ranks which make another call instead of a call.
 
     Args:
         states: the states of all ranks, by rank.
@@ -128,16 +130,16 @@ def _describe_reached(
         waiting: the state of the rank that waits in the call or phase.
         members: the ranks that must make the call.
     """
-    left_by = []
+    ranks_that_left = []
     for rank in members:
         state = states[rank]
-        is_in_it = state.is_inside and state.key == waiting.key and state.number == waiting.number
-        if not is_in_it:
-            left_by.append(rank)
-    if left_by:
+        is_same_call = state.key == waiting.key and state.number == waiting.number
+        if not state.is_inside or not is_same_call:
+            ranks_that_left.append(rank)
+    if ranks_that_left:
         return (
-            f"every rank has reached it, and {ranks_in_words(left_by)} went on: it is slow, or the "
-            "ranks have made different calls before"
+            f"every rank has reached it, and {ranks_in_words(ranks_that_left)} went on: it is "
+            "slow, or the ranks have made different calls before"
         )
     return "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
 
@@ -161,20 +163,20 @@ def _describe_missing(
         f"reached by: {ranks_in_words(reached)}",
         f"not reached by: {ranks_in_words(missing)}",
     ]
-    # Only the key of a message, "{group} {source}>{destination}", has this character.
+    # Only the key of a send or recv, "{group} {source}>{destination}", has this character.
     is_message = ">" in waiting.key
-    # A process that has ended has no stack. If all missing ranks have ended, the advice below is
-    # left out, since it would not help.
+    # A process that has ended has no stack.
     running = [rank for rank in missing if states[rank].stack]
-    if not running or is_message:
+    # The advice below would be wrong for a message, which has two ranks, and for ended ranks.
+    if is_message or not running:
         return lines
     advice = f"{ranks_in_words(members)} have to make it, outside of any branch on the rank"
     # A rank in no collective and no phase is in the user's own code, and may still make the call.
-    busy = [rank for rank in running if not states[rank].is_inside]
-    if busy:
+    in_user_code = [rank for rank in running if not states[rank].is_inside]
+    if in_user_code:
         lines.append(
-            f"{ranks_in_words(busy)} may still make it: a line below that makes no progress is the "
-            f"cause; otherwise {advice}"
+            f"{ranks_in_words(in_user_code)} may still make it: a line below that makes no "
+            f"progress is the cause; otherwise {advice}"
         )
     else:
         lines.append(f"it is collective: {advice}")
@@ -182,12 +184,15 @@ def _describe_missing(
 
 
 def _describe_steps(states: Mapping[int, RankState]) -> list[str]:
-    """Return a line if the ranks were seen at different steps. Else the list is empty.
+    """Return a line that explains why the ranks were seen at different steps, if they were.
 
     Args:
         states: the states of all ranks, by rank.
+
+    Returns:
+        A list of the line. Empty if all ranks were seen at the same step.
     """
-    steps = {state.step for state in states.values() if state.step > 0}
+    steps = {state.step for state in states.values() if state.step > 0}  # 0 stands for unknown
     if len(steps) < 2:
         return []
     return [
@@ -211,8 +216,8 @@ def _describe_ranks(
     Args:
         states: the states of all ranks, by rank.
         waiting_rank: the rank that waits.
-        missing: the ranks that it waits for. If there are any, only these get a full stack, and the
-            others the frames of the user's code.
+        missing: the ranks that it waits for. They get a full stack, and the other ranks only the
+            frames of the user's code. If no rank is missing, any rank may get a full stack.
         max_stacks: how many ranks get a full stack.
     """
 
@@ -230,7 +235,7 @@ def _describe_ranks(
         if rank in ranks_with_stack:
             stack = state.stack
         elif rank not in missing:
-            # This rank has reached the call. How the user's code came there may be the mistake.
+            # This rank has reached the call. The user's code that led to the call may be wrong.
             stack = user_frames(state.stack)
         description = (f"{state.activity}{state.history}", *stack.splitlines())
         ranks_by_description.setdefault(description, []).append(rank)
@@ -249,7 +254,7 @@ def _describe_ranks(
 
 def _describe_processes(pids: Sequence[int]) -> str:
     """Return the ids of processes in brackets, as the end of a line. Empty if one is unknown."""
-    if 0 in pids:
+    if 0 in pids:  # 0 stands for unknown
         return ""
     noun = "pids" if len(pids) > 1 else "pid"
     return f" ({noun} {', '.join(map(str, pids))})"

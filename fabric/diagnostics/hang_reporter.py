@@ -61,11 +61,12 @@ _STORE_TIMEOUT = timedelta(seconds=30)  # of store requests that do not wait for
 def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
     """Return a second connection to a store, for the thread that makes reports.
 
-    The thread cannot share the first connection: while the main thread waits for a key, the
-    connection is blocked.
+    The thread cannot share the first connection, which is blocked while the main thread waits for a
+    key.
 
-    Returns:
-        The connection. None if the user's store cannot be cloned and ``is_required`` is false.
+    Args:
+        store: the store of the job, or of a process group of the user.
+        is_required: whether to raise if the store cannot be cloned. Otherwise None is returned.
 
     Raises:
         ConfigurationError: the store cannot be cloned, and a connection is required.
@@ -117,8 +118,8 @@ class HangReporter:
         is_asynchronous: bool = False,
     ) -> None:
         """Prepare the thread, and make the flight recorder. :meth:`start` starts the thread."""
-        # This thread receives the id of the latest report that the user requested, which the
-        # supervisor sends to all of its ranks. None if no launcher of fabric started this process.
+        # Receives the user's requests for reports, which the supervisor sends to all of its ranks.
+        # None if no launcher of fabric started this process.
         self._control = ControlThread.of_this_process()
         # The ids of requests that need no report from this object: the empty id, which means that
         # there was no request, and the id of a request from before this object was made.
@@ -126,27 +127,28 @@ class HangReporter:
         self.store = store
         self.polls: list[Callable[[float], object]] = []
         self._has_watchdog = threshold > timedelta(0)
-        # In seconds. Without a threshold, reports are made only for the errors of collectives that
-        # time out.
+        # Seconds after which a waiting rank requests a report. Without a watchdog, the report is
+        # only for the error of a collective that times out.
         half_timeout = timeout.total_seconds() / 2
         self._threshold = half_timeout
         if self._has_watchdog:
             self._threshold = min(threshold.total_seconds(), half_timeout)
         # Seconds between two looks for requests of other ranks.
-        self._interval = self._threshold / _LOOKS_PER_THRESHOLD
+        self._look_interval = self._threshold / _LOOKS_PER_THRESHOLD
         # Seconds in which every rank that runs sees a request and publishes its state.
-        self._grace = _GRACE_PERIOD + 2 * self._interval
+        self._grace_period = _GRACE_PERIOD + 2 * self._look_interval
 
-        # Only the thread of this object changes the fields from here to _report.
+        # Only the thread of this object changes the fields from here to _store_error.
         self._last_look = monotonic()  # when this rank looked for requests last
         # The number of the latest report for which this rank has published its state.
         self._latest_number = 0
-        # The number of the report on the present wait of this rank. None if this rank does not
-        # wait, or if no report was requested yet.
+        # The number and the text of the report on the present wait of this rank. The number is None
+        # if no report was requested since the wait began, the text if it is not stored yet.
         self._report_number: int | None = None
-        self._report: str | None = None  # the text of the report on this wait, once it is stored
+        self._report: str | None = None
         self._store_error = ""  # why the thread has ended early
-        # Set by another thread, whose collective has timed out and needs a report for its error.
+
+        # Set while another thread needs a report, for the error of its collective.
         self._needs_report = threading.Event()
         self._stop = threading.Event()
         self.recorder = FlightRecorder(self.wait_for_report, self.explain_lost_rank)
@@ -184,15 +186,15 @@ class HangReporter:
         """Return the report on the wait in which this rank is now.
 
         The flight recorder calls this method for the error of a collective that timed out, in the
-        thread of the collective. The thread of this object requests the report, if no report was
-        requested yet.
+        thread of the collective. Meanwhile the thread of this object requests the report, unless a
+        rank has requested one, and reads it.
 
         Returns:
             The text. If the report was printed, only its first lines, up to ``HEADING``.
         """
         self._needs_report.set()
-        # A second grace period is for the time in which another rank composes the report.
-        deadline = monotonic() + 2 * self._grace
+        # One grace period is for the states of the ranks, and another one for the report.
+        deadline = monotonic() + 2 * self._grace_period
         while self._report is None and self._thread.is_alive() and monotonic() < deadline:
             sleep(_PAUSE)
         self._needs_report.clear()
@@ -205,10 +207,10 @@ class HangReporter:
         return report
 
     def _is_printed(self, report: str) -> bool:
-        """Return whether a report is printed that no user has requested.
+        """Return whether a report that no user has requested is printed.
 
-        Without a watchdog, reports are only for errors. While a rank compiles, the others may wait
-        for long.
+        Without a watchdog, reports are only for errors. While a rank compiles, the others wait for
+        a good reason.
         """
         return self._has_watchdog and COMPILES not in report
 
@@ -223,13 +225,13 @@ class HangReporter:
         """
         deadline = monotonic() + _LOSS_TIMEOUT
         lines: list[str] = []
-        # The rank may have lost the process that hosts the store, too.
+        # The lost rank may be the one that hosts the store.
         with suppress(dist.DistError):
             while not lines and monotonic() < deadline:
                 lines = reasons_of_ended_ranks(self.store)
                 sleep(_PAUSE)
         report = self._report or ""
-        # A report that names a rank that cannot go on says more than the reasons found here.
+        # After a deadlock, a rank has ended on purpose. The report says why.
         if CANNOT_GO_ON in report:
             first_lines = report.partition(HEADING)[0]
             heading = f"{first_lines}{HEADING} in the report that was printed"
@@ -238,7 +240,7 @@ class HangReporter:
 
     def _watch(self) -> None:
         """Poll until :meth:`close` is called or the store is gone. Runs in the thread."""
-        poll_interval = min(_MAX_POLL_INTERVAL, self._interval)
+        poll_interval = min(_MAX_POLL_INTERVAL, self._look_interval)
         try:
             while not self._stop.wait(poll_interval):
                 for poll in (self._poll, *self.polls):
@@ -263,21 +265,22 @@ class HangReporter:
         self._read_report(now)
         user_request = self._user_request()
         if user_request not in self._answered_requests:
-            # If another rank has requested the same report for another reason, the next poll makes
-            # the request again, for the next report.
+            # The next report may be one that another rank has requested because it waits. Then the
+            # request stays unanswered, and the next poll makes it again.
             self._request_report(user_request)
             return
-        is_due = self._needs_report.is_set() or self._observer.seconds_waited(now) > self._threshold
-        has_requested = self._report_number is not None
-        if is_due and not has_requested:
+        has_waited_long = self._observer.seconds_waited(now) > self._threshold
+        is_due = has_waited_long or self._needs_report.is_set()
+        is_requested = self._report_number is not None
+        if is_due and not is_requested:
             self._request_report()
-        elif now - self._last_look > self._interval:
+        elif now - self._last_look > self._look_interval:
             # This reads the store, so it is done less often than polls.
             self._last_look = now
             self._answer_request()
 
     def _user_request(self) -> str:
-        """Return the id of the latest report that the user requested, or an empty string."""
+        """Return the id of the user's latest request for a report. Empty if there is none."""
         if self._control is None:
             return ""
         return self._control.report_request
@@ -285,8 +288,10 @@ class HangReporter:
     def _read_report(self, now: float) -> None:
         """Read the report on the wait of this rank, if it is stored now.
 
-        If a rank compiles, the report is kept for an error, but another one is requested after
-        another threshold.
+        If the report proves a deadlock and names this rank, end this process.
+
+        Args:
+            now: the monotonic time.
         """
         if self._report_number is None or self._report is not None:
             return
@@ -299,6 +304,7 @@ class HangReporter:
             if ending_rank == str(self.store.rank).encode():
                 self._end_process(self._report)
         if COMPILES in self._report:
+            # The wait counts from now on, so that another report is requested later.
             self._report_number = None
             self._observer.unchanged_since = now
 
@@ -323,8 +329,8 @@ class HangReporter:
             "once with FABRIC_CHECK=1",
         )
         failure = Failure.of(error.with_traceback(self._main_traceback()))
-        # As a rule, an error of this class is the consequence of an error on another rank. This one
-        # is not, so the supervisor has to show it.
+        # The supervisor shows only errors that are not secondary, that is, not the consequence of
+        # an error on another rank. By its class, this error would count as secondary.
         failure = replace(failure, is_secondary=False)
         if self._control is not None:
             self._control.send("error", failure)
@@ -337,9 +343,9 @@ class HangReporter:
         os._exit(failure.exit_code)
 
     def _main_traceback(self) -> TracebackType | None:
-        """Return the present stack of the thread that makes the calls as a traceback.
+        """Return the present stack of the thread that makes the calls, as a traceback.
 
-        The frames that lead to the user's code are left out.
+        The frames of the launcher, which are outside of the user's code, are left out.
         """
         frame: FrameType | None = sys._current_frames().get(self.recorder.thread)
         stack: TracebackType | None = None
@@ -351,15 +357,15 @@ class HangReporter:
     def _request_report(self, user_request: str = "") -> None:
         """Request the next report, and take part in it. Runs in the thread.
 
-        Reports are numbered, and every rank takes part in each of them, in this order.
+        Every rank takes part in all reports, in the order of their numbers.
 
         Args:
-            user_request: the id of the user's request. Empty, the default, if the reason for the
-                report is that this rank waits.
+            user_request: the id of the user's request. Empty, the default, if this rank requests
+                the report because it waits.
         """
         next_number = self._latest_number + 1
         content = json.dumps([self.store.rank, user_request]).encode()
-        # Several ranks may request the report. All of them continue with the first request.
+        # If another rank has requested this report before, its request counts.
         request = self.store.set_if_absent(f"request/{next_number}", content)
         self._publish_state(request)
         self._compose_and_print(request)
@@ -384,31 +390,31 @@ class HangReporter:
         self._latest_number += 1
         state = self._observer.state()
         self.store.publish(f"state/{self._latest_number}", state)
-        # If this rank waits, too, the report is also about its own wait. Then this rank requests no
-        # report of its own. Half of the threshold is enough here: the ranks of one hang do not
-        # begin to wait at the same time.
+        # If this rank waits, too, the report is also about its own wait, and it requests no other.
+        # Half of the threshold is enough, since the ranks of one hang do not begin to wait at the
+        # same time.
         has_waited = state.seconds_waited > self._threshold / 2
-        is_covered = has_waited or self._needs_report.is_set()
-        if is_covered:
+        is_about_this_rank = has_waited or self._needs_report.is_set()
+        if is_about_this_rank:
             self._report_number = self._latest_number
-            # Not written yet.
-            self._report = None
+            self._report = None  # stored later
         _requesting_rank, user_request = json.loads(request)
         self._answered_requests.add(user_request)
 
     def _compose_and_print(self, request: bytes) -> None:
         """Compose, store and print the report for which this rank has just published its state.
 
-        Rank 0 calls this method for every report, and the requesting ranks for theirs. The ranks
-        other than 0 first give rank 0 the time to compose the report. The store decides which rank
-        composes it, so that no report is printed twice.
+        Rank 0 calls this method for every report, and the requesting rank for its own. Rank 0
+        composes the report as a rule, and the requesting rank only if rank 0 does not do it in
+        time. The store decides, so that no report is printed twice.
 
         Args:
-            request: see :meth:`_publish_state`.
+            request: the request of the report, as stored: the requesting rank and the id of the
+                user's request, in JSON.
         """
         number = self._latest_number
-        should_go_on = self._wait_for_states(number)
-        if not should_go_on:
+        is_closed = not self._wait_for_states(number)
+        if is_closed:
             return
         this_rank = str(self.store.rank).encode()
         # set_if_absent() returns the value in the store: the first rank that has set the key.
@@ -418,26 +424,30 @@ class HangReporter:
         requester, user_request = json.loads(request)
         reason = "a report was requested by a signal" if user_request else ""
         states = read_states(self.store, number)
-        text = compose_report(states, requester, reason)
+        text = compose_report(states, requester, reason)  # empty if the requester does not wait
+        is_printed = text != "" and self._is_printed(text)
         # Without a watchdog, only the timeout of a collective ends the job.
-        if text and self._is_printed(text):
+        if is_printed:
             text = self._choose_rank_to_end(states, text)
         self.store.set(f"report/{number}", text)
-        if text and (user_request or self._is_printed(text)):
+        is_shown_to_user = text != "" and user_request != ""
+        if is_printed or is_shown_to_user:
             print(f"\n{text}", file=sys.stderr, flush=True)
             if self._control is not None:
                 # The output of this process may go to a file, as under `fabric run --log-dir`.
                 self._control.send("report", text)
 
     def _choose_rank_to_end(self, states: Mapping[int, RankState], text: str) -> str:
-        """Choose a rank that ends its process, if a report proves a deadlock.
+        """Choose a rank that ends its process, if the states of the ranks prove a deadlock.
+
+        The chosen rank finds its number in the store when it reads the report.
 
         Args:
             states: the states of all ranks, by rank.
             text: the report.
 
         Returns:
-            The report. If it proves a deadlock, its last lines say so.
+            The report. After a deadlock, its last lines prove that the job cannot go on.
         """
         deadlocked = deadlocked_ranks(states)
         if not deadlocked:
@@ -446,7 +456,7 @@ class HangReporter:
         readers = [rank for rank in deadlocked if states[rank].seconds_waited > self._threshold / 2]
         if not readers:
             return text
-        # The traceback of the odd rank shows the mistake, if there is such a rank.
+        # Prefer a rank in the call that fewest ranks make: its traceback shows the mistake.
         odd_readers = set(readers).intersection(odd_ranks(states, deadlocked))
         ending_rank = max(odd_readers or readers, key=lambda rank: states[rank].seconds_waited)
         self.store.set(f"end/{self._latest_number}", str(ending_rank))
@@ -462,23 +472,25 @@ class HangReporter:
             number: the number of the report.
 
         Returns:
-            Whether this rank should go on. False means that :meth:`close` was called.
+            False if :meth:`close` was called during the wait.
         """
-        deadline = monotonic() + self._grace
-        # At least one key of each tuple has to be set.
+        deadline = monotonic() + self._grace_period
+        # The wait is for at least one key of each tuple.
         awaited_keys: list[tuple[str, ...]] = []
         if self.store.rank == 0:
             for rank in range(self.store.size):
                 awaited_keys.append((f"state/{number}/{rank}", f"closed/{rank}"))
         else:
             awaited_keys.append((f"report/{number}",))
-            # Rank 0 composes the report at the end of its own grace period.
-            deadline += self._grace / 2
+            # Rank 0 may compose the report only at the end of its own grace period.
+            deadline += self._grace_period / 2
         for keys in awaited_keys:
             while monotonic() < deadline and not self._is_any_set(keys):
-                if self._stop.wait(_PAUSE):
+                is_closed = self._stop.wait(_PAUSE)
+                if is_closed:
                     return False
         return True
 
     def _is_any_set(self, keys: Sequence[str]) -> bool:
+        """Return whether the store has a value for at least one of the keys."""
         return any(self.store.get_nowait(key) is not None for key in keys)

@@ -60,9 +60,9 @@ class StackAddress(NamedTuple):
 def exit_reason() -> str:
     """Return why this process makes no further calls, as a sentence without a period.
 
-    Called when the process closes its communicator. The error that ends the process is then being
-    handled or, if Python has printed its traceback already, is ``sys.last_value``.
+    Called when the process closes its communicator, as a rule because it ends.
     """
+    # The error that ends the process is being handled, or Python has printed its traceback already.
     error = sys.exception() or getattr(sys, "last_value", None)
     if error is None:
         return "it has finished"
@@ -71,6 +71,9 @@ def exit_reason() -> str:
 
 class Stacks:
     """The stacks of this process, which other processes can read until :meth:`close`.
+
+    Another process sends a signal, and this process writes its stacks into a file. See
+    ``[Note: Stacks]``.
 
     Args:
         thread: the thread whose stack is reported, by ``threading.get_ident()``.
@@ -81,8 +84,7 @@ class Stacks:
         self._thread = thread
         # Unbuffered, since the interpreter writes to the descriptor directly.
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
-        # A handler of the user is kept. /proc is read, since Python does not see a handler that was
-        # installed from C.
+        # A handler of the user, installed from Python or C, is kept.
         self._answers_signal = _SIGNAL != 0 and not _catches_signal(os.getpid())
         if self._answers_signal:
             faulthandler.register(_SIGNAL, file=self._file, all_threads=True)
@@ -125,19 +127,24 @@ def read_stack(address: StackAddress) -> str:
         return "it does not answer, on another node"
     if has_ended(address.node, address.pid):
         return f"its process (pid {address.pid}) has ended"
+    dump = b""
     # The signal would end a process without a handler, such as one that has closed its file.
     can_be_read = address.descriptor >= 0 and _catches_signal(address.pid)
     if can_be_read:
         with suppress(OSError):  # the process may end in the meantime
             dump = _request_dump(address)
-            if dump:
-                text = "it does not answer: C++ code, or the system, holds its interpreter"
-                return f"{text}\n{_frames_of_thread(dump, address.thread)}"
-    return f"its process (pid {address.pid}) does not answer"
+    if not dump:
+        return f"its process (pid {address.pid}) does not answer"
+    # The process has written its stacks, which needs no GIL, but has not answered in Python.
+    text = "it does not answer: C++ code, or the system, holds its interpreter"
+    return f"{text}\n{_frames_of_thread(dump, address.thread)}"
 
 
 def _request_dump(address: StackAddress) -> bytes:
     """Have another process write its stacks, and return what it wrote.
+
+    Args:
+        address: the process and its file of stacks. The process has a handler for the signal.
 
     Returns:
         The stacks of all threads, as faulthandler writes them. Empty if the process did not write
@@ -147,7 +154,7 @@ def _request_dump(address: StackAddress) -> bytes:
         OSError: the process has ended.
     """
     with open(f"/proc/{address.pid}/fd/{address.descriptor}", "rb") as file:
-        # The process appends, so its answer begins at the present end.
+        # The process appends its stacks to the file.
         start = file.seek(0, os.SEEK_END)
         os.kill(address.pid, _SIGNAL)
         return _read_until_complete(file.fileno(), start)
@@ -157,8 +164,8 @@ def has_ended(process_node: str, pid: int) -> bool:
     """Return whether a process has ended, also if its parent has not waited for it yet.
 
     Args:
-        process_node: the node of the process, as :func:`node` returns it. The function returns
-            False for a process on another node, since nothing is known of it.
+        process_node: the node of the process, as :func:`node` returns it. Nothing is known of a
+            process on another node, so the result is False.
         pid: the process id.
     """
     if process_node != node():
@@ -169,7 +176,7 @@ def has_ended(process_node: str, pid: int) -> bool:
         return True
     except OSError:  # there is a process, which belongs to another user
         return False
-    # A zombie has ended, and its parent has not waited for it.
+    # A zombie: its parent has not waited for it.
     return "State:\tZ" in _read_status(pid)
 
 
@@ -189,7 +196,7 @@ def node() -> str:
 
 def _catches_signal(pid: int) -> bool:
     """Return whether a process has a handler for ``_SIGNAL``, installed from Python or C."""
-    # Linux writes the signals that have a handler as a mask in hexadecimal.
+    # Linux shows the signals that have a handler. Python does not see a handler installed from C.
     caught = re.search(r"^SigCgt:\s*(?P<mask>[0-9a-f]+)", _read_status(pid), re.MULTILINE)
     if caught is None:
         return False
@@ -210,11 +217,10 @@ def _read_until_complete(descriptor: int, start: int) -> bytes:
 
     Args:
         descriptor: the descriptor of the file.
-        start: the position from which on the bytes are returned.
+        start: the position of the first byte to return.
 
     Returns:
-        The bytes. They may be empty or incomplete, if the process takes longer than
-        ``_ANSWER_TIMEOUT``.
+        The bytes. Empty or incomplete if the process takes longer than ``_ANSWER_TIMEOUT``.
     """
     deadline = time.monotonic() + _ANSWER_TIMEOUT
     content = b""
@@ -239,9 +245,9 @@ def _frames_of_thread(dump: bytes, thread: int) -> str:
             all threads are returned.
     """
     text = dump.decode(errors="replace")
-    # A section has the line "Thread 0x..." or "Current thread 0x...", and then indented frames. The
-    # expression leaves out the first letter, so that it matches both.
-    section = re.search(rf"hread 0x0*{thread:x}\b.*\n(?P<frames>(?:  .*\n?)+)", text)
+    # The section of a thread is the line "Thread 0x..." or "Current thread 0x...", and then
+    # indented frames.
+    section = re.search(rf"[Tt]hread 0x0*{thread:x}\b.*\n(?P<frames>(?:  .*\n?)+)", text)
     if section is not None:
         text = section["frames"]
     frames = []
@@ -250,7 +256,7 @@ def _frames_of_thread(dump: bytes, thread: int) -> str:
         if not is_frame:
             continue
         frame = line.strip()
-        # The frames of a launcher are the outermost ones: nothing of the user's comes after them.
+        # No frame of the user is outside of the launcher's frames.
         if _LAUNCHER_FRAME.match(frame) or len(frames) == _MAX_FRAMES:
             break
         frames.append(frame)
