@@ -52,7 +52,8 @@ _CHECKED_LOSSES = 12
 _MAX_LOSSES = 200
 # The number of elements of each parameter that are compared.
 _SAMPLE_ELEMENTS = 1000
-# A change by a multiple of the gradient has a cosine of -1. A step of Adam has about -0.8.
+# The largest cosine, between a change and the gradient, of a step against the gradient. A multiple
+# of the gradient has -1, and a step of Adam has about -0.8.
 _MAX_COSINE = -0.5
 _MAX_NAMES_CHARACTERS = 400
 _OUTSIDE_MODULES = "that no set-up module has"
@@ -66,19 +67,19 @@ class _Sample:
     Attributes:
         values: elements of the parameter.
         gradient: the elements of the gradient at the same positions.
-        has_weight: whether the loss had a weight.
+        is_of_weighted_loss: whether the loss of the backward pass had a weight.
     """
 
     values: Tensor
     gradient: Tensor
-    has_weight: bool
+    is_of_weighted_loss: bool
 
 
 class _Change(NamedTuple):
     """A parameter that was changed since its sample was taken.
 
     Attributes:
-        name: the name of the parameter, with that of its module, for errors.
+        name: the names of the parameter and of its module, for errors.
         parameter: the parameter.
         sample: the sample, from before the change.
     """
@@ -91,32 +92,37 @@ class _Change(NamedTuple):
 class _GradientSamples:
     """The samples of parameters, and of the gradients that they got in backward passes.
 
+    A *sample* has some elements of a parameter and of its gradient. A parameter that differs from
+    its sample was changed by hand, since the samples of the parameters with which an optimizer
+    steps are dropped.
+
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.
+
+    Attributes:
+        has_weight: whether the latest loss had a weight.
     """
 
     def __init__(self, contracts: Collection[GradientContract]) -> None:
+        self.has_weight = False
         self._contracts = contracts
-        # A _Sample for each parameter that no optimizer has stepped with since its gradient came.
+        # The _Sample of each parameter.
         self._samples = WeakTensorKeyDictionary()
-        # The leaves of the graphs of the losses so far. All values are None.
+        # The leaves of the graphs of the losses so far. This is a set: all values are None.
         self._leaves = WeakTensorKeyDictionary()
-        # Whether the latest loss had a weight.
-        self._has_weight = False
-        # By id, the version of the gradient of each parameter before the running backward pass.
+        # The version of each parameter's gradient before the backward pass, by id of the parameter.
         self._versions_before: dict[int, object] = {}
-        # The ids of parameters of optimizers whose steps have closures. A closure makes backward
-        # passes between changes that the optimizer makes itself.
+        # The ids of parameters of which no samples are taken. See ignore_closures().
         self._ids_with_closures: set[int] = set()
 
-    @property
-    def has_weight(self) -> bool:
-        """Whether the latest loss had a weight."""
-        return self._has_weight
-
     def before_backward(self, loss: Tensor, has_weight: bool) -> None:
-        """Record the parameters of a loss, and the versions of their gradients."""
-        self._has_weight = has_weight
+        """Record the leaves of a loss, and the versions of all gradients.
+
+        Args:
+            loss: the loss.
+            has_weight: whether the user has given a weight for it.
+        """
+        self.has_weight = has_weight
         for leaf in leaves_of_graph(loss):
             self._leaves[leaf] = None
         self._versions_before = {
@@ -126,10 +132,10 @@ class _GradientSamples:
     def after_backward(self) -> None:
         """Take samples of the parameters that got a gradient in the backward pass."""
         for tensor in self._tensors_to_sample():
-            version = _gradient_version(tensor)
+            version = _gradient_version(tensor)  # None without a gradient
             has_new_gradient = version != self._versions_before.get(id(tensor))
-            is_of_closure = id(tensor) in self._ids_with_closures
-            if version is None or not has_new_gradient or is_of_closure:
+            steps_with_closure = id(tensor) in self._ids_with_closures
+            if version is None or not has_new_gradient or steps_with_closure:
                 continue
             self.take(tensor)
 
@@ -140,7 +146,7 @@ class _GradientSamples:
             self._samples[tensor] = _Sample(
                 values=_sampled(tensor),
                 gradient=_sampled(tensor.grad),
-                has_weight=self._has_weight,
+                is_of_weighted_loss=self.has_weight,
             )
 
     def drop(self, parameter: Tensor) -> _Sample | None:
@@ -148,11 +154,15 @@ class _GradientSamples:
         return self._samples.pop(parameter, None)
 
     def ignore_closures(self, optimizer: Optimizer) -> None:
-        """Take no more samples after backward passes of the parameters of an optimizer."""
+        """Take no more samples of an optimizer's parameters after backward passes.
+
+        Called for an optimizer whose steps have closures. Such a step makes several backward
+        passes, and changes the parameters between them.
+        """
         self._ids_with_closures.update(map(id, parameters_of(optimizer)))
 
     def clear(self) -> None:
-        """Drop all samples, and forget the leaves."""
+        """Drop all samples and leaves, to free their memory."""
         self._samples.clear()
         self._leaves.clear()
 
@@ -162,27 +172,25 @@ class _GradientSamples:
         for contract in self._contracts:
             for name, parameter in contract.parameters().items():
                 names[id(parameter)] = f"{name} of {contract.title}"
-        outside_names = 0
+        num_outside_modules = 0
         changes: list[_Change] = []
         for parameter, sample in self._samples.items():
             values = _sampled(parameter)
+            # torch.equal() would call a NaN changed.
             is_unchanged = torch.allclose(values, sample.values, rtol=0, atol=0, equal_nan=True)
             if is_unchanged:
                 continue
             name = names.get(id(parameter))
             if name is None:
-                outside_names += 1
+                num_outside_modules += 1
                 shape = tuple(parameter.shape)
-                name = f"parameter {outside_names} {_OUTSIDE_MODULES}, of shape {shape}"
+                name = f"parameter {num_outside_modules} {_OUTSIDE_MODULES}, of shape {shape}"
             changes.append(_Change(name, parameter, sample))
         return changes
 
     def is_outside_modules(self, parameter: Tensor) -> bool:
-        """Return whether a loss was computed from a parameter that no set-up module has.
-
-        Tensors that are not an ``nn.Parameter`` do not count: they may be meant to differ between
-        ranks.
-        """
+        """Return whether a tensor is a parameter of a loss that no set-up module has."""
+        # Any other tensor may be meant to differ between ranks.
         if type(parameter) is not nn.Parameter:
             return False
         for contract in self._contracts:
@@ -191,12 +199,9 @@ class _GradientSamples:
         return parameter in self._leaves
 
     def _tensors_to_sample(self) -> list[Tensor]:
-        """Return the parameters of the set-up modules, and the leaves of the losses.
-
-        Under FSDP the leaves are left out: they include the tensors that FSDP gathers and puts in
-        the place of the parameters.
-        """
+        """Return the parameters of the set-up modules, and the leaves of the losses."""
         tensors = WeakTensorKeyDictionary()
+        # Under FSDP, leaves are gathered tensors, which replace the parameters for a short time.
         is_sharded = any(contract.is_sharded for contract in self._contracts)
         if not is_sharded:
             tensors.update(self._leaves)
@@ -207,9 +212,10 @@ class _GradientSamples:
 
 
 class _ChangeComparison:
-    """Compares between ranks the parameters that were changed by hand.
+    """Compares parameters that were changed by hand, and must be equal on all ranks, between ranks.
 
-    Only parameters that must be equal on all ranks are compared.
+    The first rank that compares writes digests of its parameters to the store. A rank with other
+    digests writes its own under another key, which the first rank reads in its next backward pass.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.
@@ -219,12 +225,11 @@ class _ChangeComparison:
     def __init__(self, contracts: Collection[GradientContract], store: JobStore) -> None:
         self._contracts = contracts
         self._store = store
-        # The key in the store of the changes that this rank has compared last. Empty before. The
-        # first rank to compare writes its numbers under "{key}/first". A rank with other numbers
-        # writes them under "{key}/other", where check_latest() of the first rank finds them.
-        self._key = ""
-        # The names of the parameters of these changes.
+        # The names of the parameters that this rank has compared last.
         self._names: list[str] = []
+        # Their key in the store, without the "/first" or "/other" at its end. Empty before the
+        # first comparison.
+        self._key = ""
 
     def check(self, changes: Sequence[_Change], num_losses: int) -> None:
         """Raise if parameters that must be equal on all ranks were changed differently.
@@ -239,16 +244,17 @@ class _ChangeComparison:
         if not changes or self._store.size == 1:
             return
         self._names = [change.name for change in changes]
-        # Only ranks that hold the same replicas, and have changed the same parameters after as many
-        # backward passes, are compared.
+        # Ranks are compared only if they hold the same replicas, and have changed the same
+        # parameters after the same number of backward passes. The key has all three.
         scope = "".join(contract.scope for contract in self._contracts)
         checksum = crc32(" ".join(self._names).encode())
         self._key = f"changes by hand{scope}/{num_losses}/{checksum}"
-        numbers = digests([_sampled(change.parameter) for change in changes])
-        content = json.dumps([self._store.rank, numbers]).encode()
-        first = self._store.set_if_absent(f"{self._key}/first", content)
-        first_rank, first_numbers = json.loads(first)
-        if first_numbers != numbers:
+        local_digests = digests([_sampled(change.parameter) for change in changes])
+        content = json.dumps([self._store.rank, local_digests]).encode()
+        # Writes this content if no rank has written any. Returns the content in the store.
+        first_content = self._store.set_if_absent(f"{self._key}/first", content)
+        first_rank, first_digests = json.loads(first_content)
+        if first_digests != local_digests:
             # Written before this rank raises, so that the first rank raises, too.
             self._store.set(f"{self._key}/other", content)
             self._raise_different(first_rank)
@@ -260,7 +266,7 @@ class _ChangeComparison:
             return
         content = self._store.get_nowait(f"{self._key}/other")
         if content is not None:
-            other_rank, _other_numbers = json.loads(content)
+            other_rank, _other_digests = json.loads(content)
             self._raise_different(other_rank)
 
     def _raise_different(self, other_rank: int) -> NoReturn:
@@ -299,9 +305,9 @@ class HandStepCheck:
         backward: the hooks around backward passes.
         checks: the functions that ``Fabric.backward`` calls for each loss. This object adds
             :meth:`check`.
-        pending_change: returns what gradients still are before the step of a set-up optimizer, such
-            as "not divided by the loss weights yet". None if they are complete. Takes None in place
-            of the optimizer for gradients of parameters that no set-up optimizer has.
+        pending_change: returns why the gradients of an optimizer are not complete, such as "not
+            divided by the loss weights yet". None if they are complete. The argument None stands
+            for parameters that no set-up optimizer has.
     """
 
     def __init__(
@@ -346,8 +352,8 @@ class HandStepCheck:
             reduce: how the gradients of the ranks are reduced. Not used.
 
         Raises:
-            UsageError: parameters were changed by gradients that are not those of the loss, or are
-                different on the ranks.
+            UsageError: parameters were changed by gradients that were not complete, or differ
+                between ranks after the change.
         """
         self._num_losses += 1
         self._comparison.check_latest()
@@ -381,11 +387,11 @@ class HandStepCheck:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Update the samples of the parameters that an optimizer steps with. A step pre-hook.
+        """Drop the samples of the parameters that an optimizer steps with. A step pre-hook.
 
-        The sample of a parameter is dropped, since this optimizer, and not the user, changes the
-        parameter. If nothing averages the gradient of the parameter over the ranks, a new sample is
-        taken instead, so that the next check compares the parameter between the ranks.
+        Their change is no step by hand. There is one exception: nothing averages the gradient of a
+        parameter outside of set-up modules over the ranks, so the next check has to compare it
+        between ranks. Its sample is taken again.
 
         Raises:
             UsageError: the optimizer steps with gradients that are not complete.
@@ -398,7 +404,7 @@ class HandStepCheck:
         was_set_up = optimizer in self._optimizers
         for parameter in parameters_of(optimizer):
             sample = self._samples.drop(parameter)
-            # The hooks of a set-up optimizer complete its gradients before the step.
+            # The hooks of a set-up optimizer complete and average its gradients before the step.
             if was_set_up:
                 continue
             if sample is not None:
@@ -416,7 +422,6 @@ class HandStepCheck:
             parameter: one of its parameters.
             sample: the sample of the parameter.
         """
-        # In words, such as "not divided by the loss weights yet".
         pending_change = self._pending_change_of(parameter, sample)
         if pending_change is not None:
             raise UsageError(
@@ -460,20 +465,23 @@ class HandStepCheck:
             )
 
     def _pending_change_of(self, parameter: Tensor, sample: _Sample) -> str | None:
-        """Return what is still to be done to the gradient of a parameter, in words.
+        """Return why the gradient of a parameter is not complete. None if it is complete.
 
-        An example is "not divided by the loss weights yet". None if the gradient is complete.
+        An example is "not divided by the loss weights yet".
         """
         for optimizer in self._optimizers:
             if any(parameter is tensor for tensor in parameters_of(optimizer)):
                 return self._pending_change(optimizer)
         # No set-up optimizer has the parameter, so none will divide its gradient by the weights.
-        if sample.has_weight:
+        if sample.is_of_weighted_loss:
             return "not divided by the loss weights yet"
         return self._pending_change(None)
 
     def _refuse_incomplete_gradients(self, changes: Sequence[_Change]) -> None:
         """Raise if parameters were changed against gradients that are not complete.
+
+        The change has to go against the gradients on average. A change in another direction, such
+        as a snapshot that is loaded, is no step.
 
         Args:
             changes: the changes by hand.
@@ -487,7 +495,10 @@ class HandStepCheck:
                 names.append(name)
                 cosines.append(_cosine_of_change(parameter, sample))
                 pending_changes.add(pending_change)
-        if not names or sum(cosines) / len(names) > _MAX_COSINE:
+        if not names:
+            return
+        goes_against_gradients = sum(cosines) / len(cosines) <= _MAX_COSINE
+        if not goes_against_gradients:
             return
         _raise_changed_by_hand(
             self._store.rank,
@@ -527,11 +538,12 @@ def _raise_changed_by_hand(
 
 
 def _gradient_version(tensor: Tensor) -> object:
-    """Return a value that changes when the gradient of a tensor changes. None without one."""
-    # A tensor that is no leaf has no gradient, and torch warns where it is read.
+    """Return a value that differs after a change of a tensor's gradient. None without one."""
+    # A tensor that is no leaf has no gradient, and torch warns if its grad is read.
     grad = tensor.grad if tensor.is_leaf else None
     if grad is None:
         return None
+    # Some changes of a DTensor change only the version of its local tensor.
     return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
 
 
@@ -542,7 +554,10 @@ def _has_elements(tensor: Tensor) -> bool:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """Return a copy of some elements of this rank's part of a tensor."""
+    """Return a copy of some elements of a tensor, at evenly spaced positions.
+
+    Of a DTensor, the part on this rank counts. Complex elements count as two real ones.
+    """
     elements = local_tensor(tensor).detach().reshape(-1)
     if elements.is_complex():
         elements = torch.view_as_real(elements).reshape(-1)
@@ -553,8 +568,8 @@ def _sampled(tensor: Tensor) -> Tensor:
 def _cosine_of_change(parameter: Tensor, sample: _Sample) -> float:
     """Return the cosine of the angle between the change of a parameter and its gradient.
 
-    A change to numbers that are not finite counts as a step against the gradient: scaled gradients
-    may overflow.
+    -1 means that the change went against the gradient. If the change is not finite, the result is
+    -1, too: it may be a step by scaled gradients, which overflow.
     """
     change = _sampled(parameter).double() - sample.values.double()
     if not change.isfinite().all():
