@@ -79,9 +79,9 @@ class Replica(NamedTuple):
         key: identifies the replica. It is the same on all ranks.
         name: the name for errors.
         kind: the kind.
-        ranks: the ranks that should hold the same, in ascending order.
+        ranks: the ranks that should hold the same value, in ascending order.
         value: the part of a tensor on this rank, or a number as text.
-        parameter: the parameter, if this is one.
+        parameter: the parameter whose values these are. None if the replica is no parameter.
     """
 
     key: str
@@ -93,18 +93,18 @@ class Replica(NamedTuple):
 
     @property
     def description(self) -> str:
-        """A text for all but the elements of a tensor."""
+        """The key and the value. Of a tensor, the dtype and the shape stand for the value."""
         if isinstance(self.value, str):
             return f"{self.key} {self.value}"
         return f"{self.key} {self.value.dtype} {tuple(self.value.shape)}"
 
 
 class _WatchedModule(NamedTuple):
-    """A set-up module.
+    """What is known of a set-up module since its setup.
 
     Attributes:
         number: the number of the module among all that are set up. It is the same on all ranks.
-        buffer_digests: the digests of its buffers after the setup, by name.
+        buffer_digests: the digests of its buffers at its setup, by name.
     """
 
     number: int
@@ -124,11 +124,11 @@ class _WatchedAverages(NamedTuple):
 
 
 class WatchedObjects:
-    """The objects whose replicas are compared: what is set up, and averages. All are held weakly.
+    """The objects whose replicas are compared: modules, optimizers and averages, all held weakly.
 
-    Objects are added in the same order on all ranks, so that a number means the same object on all
-    of them, even if only some have collected an older one. Some jobs keep averages on one rank
-    alone, so each kind of objects is counted for itself.
+    Each kind of objects is numbered in the order in which they are added. All ranks add modules and
+    optimizers in the same order, so that a number means the same object on all ranks, even if only
+    some ranks have collected an older object as garbage.
 
     Args:
         scaler: the loss scaler, or None.
@@ -144,20 +144,20 @@ class WatchedObjects:
         self._averages: WeakKeyDictionary[Averages, _WatchedAverages] = WeakKeyDictionary()
 
     def add_module(self, contract: GradientContract) -> None:
-        """Add a module. Called at its setup, when all ranks hold the same."""
+        """Add a module. Called at its setup, when its buffers are equal on all ranks."""
         buffers: dict[str, Tensor] = {}
         for name, tensor in contract.replicas().items():
             if not isinstance(tensor, nn.Parameter) and _is_comparable(tensor):
                 buffers[name] = tensor
-        numbers = dict(zip(buffers, digests(buffers.values()), strict=True))
-        self._modules[contract] = _WatchedModule(next(self._module_numbers), numbers)
+        buffer_digests = dict(zip(buffers, digests(buffers.values()), strict=True))
+        self._modules[contract] = _WatchedModule(next(self._module_numbers), buffer_digests)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer, with its options and its state. Called at its setup."""
         self._optimizers[optimizer] = next(self._optimizer_numbers)
 
     def add_averages(self, averages: Averages, contract: GradientContract) -> None:
-        """Add the averages of a module."""
+        """Add the averages of a module. Some jobs do so on one rank alone."""
         self._averages[averages] = _WatchedAverages(next(self._averages_numbers), contract)
 
     def replicas(self, size: int, saved: Collection[object] | None) -> list[Replica]:
@@ -165,17 +165,17 @@ class WatchedObjects:
 
         Args:
             size: the number of ranks.
-            saved: the objects that a save writes. The states of optimizers that are not among them
-                are left out. None includes the states of all optimizers.
+            saved: the objects that a save writes. The states of other optimizers are left out.
+                None includes the states of all optimizers.
         """
-        # _replicas_of_module() adds the parameters to the layout. The calls after it look them up.
+        # _replicas_of_module() adds the parameters to the layout, and the other calls look them up.
         layout = _Layout(size)
         candidates: list[Replica] = []
         for contract, watched in self._modules.items():
             candidates.extend(_replicas_of_module(contract, watched, layout))
         for optimizer, number in self._optimizers.items():
             candidates.extend(_options_of_optimizer(optimizer, number, layout))
-            # A state that is not saved may differ: an optimizer may shard its state by itself.
+            # A state that is not saved may differ: the optimizer may shard its own state.
             is_state_compared = saved is None or any(optimizer is target for target in saved)
             if is_state_compared:
                 candidates.extend(_states_of_optimizer(optimizer, number, layout))
@@ -207,8 +207,8 @@ class ReplicaComparison:
 
     Attributes:
         watched: the objects whose replicas are compared. Modules are added by :meth:`watch_module`.
-        is_paused: whether ranks may make different numbers of backward passes now, as within
-            ``fabric.join``.
+        is_paused: whether backward passes are not counted now, as within ``fabric.join``, where
+            ranks make different numbers of them.
     """
 
     def __init__(
@@ -219,20 +219,20 @@ class ReplicaComparison:
         self.is_paused = False
         self._communicator = communicator
         self._recorder = recorder
-        # The number of optimizer steps before the latest comparison that found no difference. None
-        # before the first.
-        self._agreed_steps: int | None = None
-        # The number of optimizer steps before the latest comparison.
+        # The number of optimizer steps before the latest comparison, and before the latest one that
+        # found no difference. The latter is None before the first.
         self._compared_steps = 0
+        self._agreed_steps: int | None = None
 
-        # For comparisons every so many backward passes; see compare_every(). None for none.
+        # The number of backward passes from one comparison to the next. None if backward passes
+        # make no comparisons. compare_every() sets it.
         self._passes_between: int | None = None
         self._passes = 0
-        # Whether the next backward pass is made by all ranks.
+        # Whether the next backward pass is counted: all ranks make it.
         self._is_next_pass_counted = False
 
     def watch_module(self, contract: GradientContract, forward: Hooks) -> None:
-        """Compare a module from now on. Called at its setup, when all ranks hold the same.
+        """Compare a module from now on. Called at its setup, when it is equal on all ranks.
 
         Args:
             contract: the contract of the module.
@@ -247,20 +247,21 @@ class ReplicaComparison:
 
         Args:
             request: where the comparison takes place, for the error.
-            saved: the objects that a save writes, once for all ranks. The states of other
-                optimizers are left out. None stands for all optimizers, of which those that shard
-                their own state are not reported.
+            saved: the objects that a save writes. The states of other optimizers are not compared.
+                None, the default, compares the states of all optimizers, but does not report those
+                of an optimizer that shards its own state.
 
         Raises:
             ReplicaDriftError: replicas differ. All ranks raise it.
         """
         replicas = self.watched.replicas(self._communicator.size, saved)
-        difference = self._sum_over_ranks([_weighted_digest(self._communicator.rank, replicas)])
+        weighted_digest = _weighted_digest(self._communicator.rank, replicas)
+        (difference,) = self._sum_over_ranks([weighted_digest])
         steps = self._recorder.counts.get(STEP, 0)
         steps_since = steps - self._compared_steps
         self._compared_steps = steps
-        if difference != [0]:
-            # Drops models that are garbage in cycles of references, perhaps on some ranks alone.
+        if difference != 0:
+            # Some ranks may still hold a model that other ranks have collected as garbage.
             gc.collect()
             replicas = self.watched.replicas(self._communicator.size, saved)
             sentences = self._find_drift(replicas, steps_since, may_shard_states=saved is None)
@@ -285,8 +286,12 @@ class ReplicaComparison:
         )
 
     def _sum_over_ranks(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sums of numbers over all ranks, modulo 2**64. Collective."""
-        # The numbers as signed integers.
+        """Return the sums of numbers over all ranks, modulo 2**64. Collective.
+
+        Args:
+            numbers: integers from 0 to 2**64 - 1, as many on each rank.
+        """
+        # As signed integers, since a tensor of int64 carries them.
         signed = [(number + _MODULUS // 2) % _MODULUS - _MODULUS // 2 for number in numbers]
         tensor = torch.tensor(signed, dtype=torch.int64, device=self._communicator.device)
         return self._communicator.all_reduce(tensor, Reduce.SUM).tolist()
@@ -296,25 +301,30 @@ class ReplicaComparison:
     ) -> list[str]:
         """Return sentences about what differs, the same on all ranks. Collective.
 
-        The list is empty if what differs is only known to some ranks, such as a model that other
-        ranks have collected as garbage.
+        The replicas are divided into buckets by their keys. The ranks exchange the details of
+        replicas only for buckets in which they differ.
 
         Args:
             replicas: the replicas of this rank.
             steps: the number of optimizer steps of this rank since the latest comparison.
-            may_shard_states: whether each rank may hold a part of an optimizer's state.
+            may_shard_states: whether an optimizer may keep only a part of its state on each rank.
+
+        Returns:
+            The sentences. Empty if the only difference is that some ranks lack a replica, such as
+            one of a model that they have collected as garbage.
         """
         rank = self._communicator.rank
         buckets: list[list[Replica]] = [[] for _ in range(_BUCKETS)]
         for replica in replicas:
+            # crc32() gives the same number on every rank, unlike hash().
             buckets[crc32(replica.key.encode()) % _BUCKETS].append(replica)
         digests_of_buckets = [_weighted_digest(rank, bucket) for bucket in buckets]
         differences = self._sum_over_ranks(digests_of_buckets)
-        suspects: set[str] = set()
+        suspect_keys: set[str] = set()
         for bucket, difference in zip(buckets, differences, strict=True):
             if difference != 0:
-                suspects.update(replica.key for replica in bucket)
-        details = _rank_details(replicas, suspects, steps)
+                suspect_keys.update(replica.key for replica in bucket)
+        details = _rank_details(replicas, suspect_keys, steps)
         details_of_ranks = self._communicator.gather_objects(details)
         return describe_drift(details_of_ranks, may_shard_states=may_shard_states)
 
@@ -328,17 +338,22 @@ class ReplicaComparison:
     def _after_forward(
         self, synchronizes: Callable[[], bool], output: object, error: BaseException | None
     ) -> None:
-        """Note that the next backward pass synchronizes gradients. A function of ``Hooks.after``.
+        """Let the next backward pass count, if it synchronizes gradients. A ``Hooks.after``.
 
-        Other backward passes are not counted: a rank may make them alone, for a model of its own.
+        All ranks make such a backward pass. A rank may make any other one alone.
+
+        Args:
+            synchronizes: returns whether a backward pass would synchronize gradients now.
+            output: the output of the forward pass. Not used.
+            error: the error that ended the forward pass, or None.
         """
         if error is None and torch.is_grad_enabled() and synchronizes():
             self._is_next_pass_counted = True
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Count a backward pass, and compare the replicas if it is time. Collective.
+        """Count a backward pass that all ranks make, and compare the replicas if it is time.
 
-        A function of ``Hooks.after``. All ranks have just made the same backward pass.
+        Collective if the replicas are compared. A function of ``Hooks.after``.
         """
         is_counted = self._is_next_pass_counted and error is None and not self.is_paused
         self._is_next_pass_counted = False
@@ -362,16 +377,19 @@ class _KnownParameter(NamedTuple):
 
 
 class _Layout:
-    """Which ranks should hold the same, for each tensor.
+    """The ranks that should hold the same values, for each tensor.
 
     Args:
         size: the number of ranks.
+
+    Attributes:
+        all_ranks: all ranks of the job, which hold the same values of a plain tensor.
     """
 
     def __init__(self, size: int) -> None:
         """Start without parameters. :meth:`add` adds them."""
         self.all_ranks = tuple(range(size))
-        # The ranks for each mesh and placement, since most parameters share them.
+        # A cache, by the id of the mesh and the placements. Most parameters share them.
         self._ranks: dict[tuple[int, Any], tuple[int, ...]] = {}
         # By the id() of the parameter.
         self._parameters: dict[int, _KnownParameter] = {}
@@ -396,12 +414,16 @@ class _Layout:
 
 
 def _ranks_of_part(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a DTensor as this rank, in ascending order."""
+    """Return the ranks that hold the same part of a DTensor as this rank, in ascending order.
+
+    These are the ranks along the replicated dimensions of the mesh. Empty if this rank is not in
+    the mesh.
+    """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
     ranks = mesh.mesh
-    # From the last dimension to the first, so that the remaining dimensions keep their numbers.
+    # From the last dimension to the first: select() removes a dimension and renumbers later ones.
     for dim in reversed(range(len(placements))):
         if not placements[dim].is_replicate():
             ranks = ranks.select(dim, coordinate[dim])
@@ -411,11 +433,16 @@ def _ranks_of_part(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ..
 def _replicas_of_module(
     contract: GradientContract, watched: _WatchedModule, layout: _Layout
 ) -> Iterator[Replica]:
-    """Yield the parameters of a module, and whether its buffers have changed since the setup.
+    """Yield a replica for each parameter of a module, and one for each of its buffers.
 
-    Running statistics differ between ranks, and the strategy or a checkpoint takes those of rank 0.
-    Every rank changes them in its forward passes. A buffer that has changed on some ranks alone is
-    another one, such as a mask.
+    Of a buffer only the fact is compared whether it has changed since the setup. The values of
+    running statistics differ between ranks, but every rank changes them in its forward passes. A
+    buffer that has changed on some ranks alone, such as a mask, was changed by mistake.
+
+    Args:
+        contract: the contract of the module.
+        watched: what is known of the module since its setup.
+        layout: which ranks hold a parameter alike. The parameters of the module are added to it.
     """
     buffers: dict[str, Tensor] = {}
     for name, tensor in contract.replicas().items():
@@ -448,9 +475,12 @@ def _replicas_of_module(
 
 
 def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
-    """Yield the state of an optimizer for the parameters that are replicas.
+    """Yield a replica for each value of an optimizer's state of a set-up module's parameter.
 
-    ``number`` is the number of the optimizer among all that are set up, the same on all ranks.
+    Args:
+        optimizer: the optimizer.
+        number: the number of the optimizer among all that are set up, the same on all ranks.
+        layout: which ranks hold a parameter alike. It has the parameters of the set-up modules.
     """
     class_name = type(optimizer).__name__
     for parameter in parameters_of(optimizer):
@@ -476,15 +506,20 @@ def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> 
 
 
 def _options_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
-    """Yield the numbers among an optimizer's options, if any of its parameters is a replica.
+    """Yield a replica for each option of an optimizer that is a number, such as ``lr``.
 
-    ``number`` is the number of the optimizer among all that are set up, the same on all ranks.
+    Nothing is yielded if the optimizer has no parameter of a set-up module.
+
+    Args:
+        optimizer: the optimizer.
+        number: the number of the optimizer among all that are set up, the same on all ranks.
+        layout: which ranks hold a parameter alike. It has the parameters of the set-up modules.
     """
     has_replica = any(layout.find(parameter) is not None for parameter in parameters_of(optimizer))
     if not has_replica:
         return
-    # Options that the optimizer does not define may be anything. Wrappers of optimizers, such as
-    # torch's PostLocalSGDOptimizer, define none.
+    # The options that the optimizer defines. Other keys of a group may mean anything. Wrappers of
+    # optimizers, such as torch's PostLocalSGDOptimizer, have no `defaults`.
     options = getattr(optimizer, "defaults", ())
     for index, group in enumerate(optimizer.param_groups):
         for option in options:
@@ -505,13 +540,13 @@ def _options_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) ->
 def _replicas_of_averages(
     averages: Averages, number: int, contract: GradientContract, layout: _Layout
 ) -> Iterator[Replica]:
-    """Yield the averages of a module's parameters, and the number of their updates.
+    """Yield a replica for each average of a parameter, and one for the number of updates.
 
     Args:
         averages: the averages.
         number: the number of the averages among all that are watched, the same on all ranks.
-        contract: the contract of the module.
-        layout: which ranks hold a parameter alike.
+        contract: the contract of the averaged module.
+        layout: which ranks hold a parameter alike. It has the parameters of the set-up modules.
     """
     replicated_parameters = contract.replicas()
     has_replicas = False
@@ -530,7 +565,7 @@ def _replicas_of_averages(
             value=local_tensor(average),
         )
     if has_replicas:
-        # All ranks must have the same number, also those with other shards: so it is an option.
+        # Like an option, the number must be equal on all ranks, also on ranks with other shards.
         update_count = averages.get_extra_state()
         yield Replica(
             key=f"updates {number}",
@@ -542,8 +577,9 @@ def _replicas_of_averages(
 
 
 def _is_comparable(tensor: Tensor) -> bool:
-    """Return whether the bits of a tensor can be read. A tensor of a subclass may have others."""
+    """Return whether the bits of a tensor can be read."""
     local = local_tensor(tensor)
+    # The bits of a tensor of a subclass may be in other tensors.
     is_plain = type(local) in (Tensor, nn.Parameter) and not is_lazy(local)
     return is_plain and local.layout is torch.strided and not local.is_meta
 
@@ -561,26 +597,35 @@ def _are_numbers(value: object) -> bool:
 
 
 def _weighted_digest(rank: int, replicas: Iterable[Replica]) -> int:
-    """Return the sum of the digests for each set of ranks, each times the weight of this rank.
+    """Return a number whose sum over all ranks is zero if the replicas are equal.
 
-    The weights of the ranks of a set add up to zero modulo 2**64. The weight of the first rank is
-    minus the sum of the other weights.
+    This rank takes a digest of its replicas for each set of ranks, and adds up the digests, each
+    times its weight in the set. The weights of the ranks of a set add up to zero, so that equal
+    digests do, too.
+
+    Args:
+        rank: this rank.
+        replicas: the replicas of this rank.
     """
-    sets_of_replicas: dict[tuple[int, ...], list[Replica]] = {}
+    replicas_of_sets: dict[tuple[int, ...], list[Replica]] = {}
     for replica in replicas:
-        sets_of_replicas.setdefault(replica.ranks, []).append(replica)
+        replicas_of_sets.setdefault(replica.ranks, []).append(replica)
     total = 0
-    for ranks, replicas_of_ranks in sets_of_replicas.items():
+    for ranks, replicas_of_set in replicas_of_sets.items():
         if rank == ranks[0]:
+            # Minus the sum of the other weights in the set.
             weight = -sum(map(_weight, ranks[1:]))
         else:
             weight = _weight(rank)
-        total += weight * _digest(replicas_of_ranks)
+        total += weight * _digest(replicas_of_set)
     return total % _MODULUS
 
 
 def _weight(rank: int) -> int:
-    """Return an odd pseudorandom number of 64 bits."""
+    """Return the weight of a rank, an odd pseudorandom number of 64 bits.
+
+    A product with an odd number modulo 2**64 is zero only for zero, so no difference is lost.
+    """
     return _hash(f"rank {rank}") | 1
 
 
@@ -600,21 +645,22 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def _rank_details(replicas: Sequence[Replica], suspects: Set[str], steps: int) -> RankDetails:
-    """Return the details of some replicas of this rank.
+def _rank_details(replicas: Sequence[Replica], suspect_keys: Set[str], steps: int) -> RankDetails:
+    """Return what this rank sends about its replicas that may differ, a few of each kind.
 
     Args:
         replicas: the replicas of this rank.
-        suspects: the keys of those that may differ.
+        suspect_keys: the keys of the replicas that may differ.
         steps: the number of optimizer steps of this rank since the latest comparison.
     """
     details: list[ReplicaDetails] = []
     counts: Counter[Kind] = Counter()
     for replica in replicas:
-        if replica.key in suspects:
-            counts[replica.kind] += 1
-            if counts[replica.kind] <= _DETAILS_OF_KIND:
-                details.append(_details_of(replica))
+        if replica.key not in suspect_keys:
+            continue
+        counts[replica.kind] += 1
+        if counts[replica.kind] <= _DETAILS_OF_KIND:
+            details.append(_details_of(replica))
     has_state = any(replica.kind is Kind.STATE for replica in replicas)
     truncated_kinds = [kind for kind in counts if counts[kind] > _DETAILS_OF_KIND]
     return RankDetails(steps, has_state, details, truncated_kinds)
@@ -627,6 +673,7 @@ def _details_of(replica: Replica) -> ReplicaDetails:
     )
     if isinstance(replica.value, str):
         return details._replace(value=replica.value)
+    # Tells a drift that the latest gradients have caused from any other.
     grad = None
     if replica.parameter is not None:
         grad = replica.parameter.grad
