@@ -17,11 +17,14 @@ __all__ = ["End", "Loop", "Progress", "Step", "StepComparison"]
 
 
 class Progress(NamedTuple):
-    """How far a rank has come.
+    """How far a rank has come, in steps and collectives.
+
+    A *step* synchronizes gradients over all ranks, or gathers sharded parameters over *peers*. A
+    *shared step* is one that all ranks take.
 
     Attributes:
-        steps: the number of all steps of the rank, which peers compare.
-        shared_steps: the number of its shared steps, which neighbors that are no peers compare.
+        steps: the number of all steps of the rank.
+        shared_steps: the number of its shared steps.
         early_steps: the number of steps before the rank's first iteration over a loader. Ranks with
             different numbers of early steps are not compared.
         collectives: the number of collectives over all ranks so far.
@@ -33,7 +36,11 @@ class Progress(NamedTuple):
     collectives: int
 
     def comparable_steps(self, is_peer: bool) -> int:
-        """Return the number of steps to compare with a neighbor, which is a peer or not."""
+        """Return the number of steps that a neighbor takes, too: with a peer, all steps.
+
+        Args:
+            is_peer: whether the neighbor is a peer.
+        """
         return self.steps if is_peer else self.shared_steps
 
 
@@ -43,10 +50,10 @@ class Loop(NamedTuple):
     Attributes:
         loader: the name of the loader.
         iteration: the number of the iteration over this loader, from 1.
-        kind: under a sharded strategy, what is run: the module's class, with or without gradients.
-            Empty under other strategies.
+        kind: what a sharded module runs: its class, and whether it runs without gradients. Empty
+            for a module that is not sharded.
         iterations: the number of iterations that the rank has begun, over all loaders.
-        previous_batches: the number of batches in the iteration before this one.
+        previous_batches: the number of batches in the iteration before, over any loader.
     """
 
     loader: str
@@ -60,7 +67,7 @@ class Step(NamedTuple):
     """A step that a rank is about to take.
 
     Attributes:
-        progress: the progress of the rank, with this step.
+        progress: the progress of the rank, including this step.
         is_shared: whether all ranks take the step, and not only the peers of the rank.
         loop: the loop in which the rank takes the step.
     """
@@ -71,10 +78,10 @@ class Step(NamedTuple):
 
 
 class End(NamedTuple):
-    """The first collective of a rank after an iteration, or the end of the job.
+    """The first collective of a rank after the end of an iteration. The end of the job is one, too.
 
     Attributes:
-        progress: the progress of the rank, with this collective.
+        progress: the progress of the rank, including this collective.
         batches: the number of batches in the iteration.
     """
 
@@ -87,8 +94,10 @@ class StepComparison:
 
     The neighbors are the ranks before and after this one. The *peers* are those neighbors that
     gather the parameters of sharded modules with this rank. A *shared step* is one that all ranks
-    take, and not only peers. Each method publishes what this rank does, and then reads what the
-    neighbors have published. In the other order, each of two ranks could miss the other one.
+    take, and not only peers.
+
+    Each method first publishes what this rank does, and then reads what the neighbors have
+    published. So of two ranks, the one that reads last sees what the other has published.
 
     Args:
         store: the store in which the ranks publish.
@@ -107,13 +116,13 @@ class StepComparison:
         """Whether all neighbors are peers, so that it does not matter which steps are shared."""
         return self._bypass.peers.issuperset(self._neighbors)
 
-    def check_step(self, step: Step, shares_order: bool) -> None:
-        """Publish a step, and raise unless the neighbors will take it, too.
+    def check_step(self, step: Step, divides_order: bool) -> None:
+        """Publish a step, and raise if a neighbor will not take it.
 
         Args:
             step: the step that this rank is about to take.
-            shares_order: whether the batches of all ranks are shares of one order, so that
-                neighbors must take the step in the same iteration over the loader.
+            divides_order: whether the loader draws a new order in each iteration and divides it
+                over the ranks. Then neighbors must take the step in the same iteration.
 
         Raises:
             UsageError: a neighbor has run out of batches, or takes the step in a loop that does not
@@ -121,14 +130,15 @@ class StepComparison:
         """
         self._store.publish("step", step)
         is_of_sharded_module = step.loop.kind != ""
-        if shares_order or is_of_sharded_module:
-            self._check_loops(step, shares_order)
+        if divides_order or is_of_sharded_module:
+            self._check_loops(step, divides_order)
         for neighbor, end in self._read_ends(self._participants(step)):
             is_peer = self._is_peer(neighbor)
             if _would_wait(step.progress, end.progress, is_peer):
+                number = step.progress.comparable_steps(is_peer)
                 self._raise_uneven_inputs(
-                    f"step {step.progress.comparable_steps(is_peer)} of rank {self._rank}",
-                    step=step.progress.comparable_steps(is_peer),
+                    f"step {number} of rank {self._rank}",
+                    step=number,
                     early_rank=neighbor,
                     batches=end.batches,
                     late_rank=self._rank,
@@ -169,33 +179,32 @@ class StepComparison:
                 neighbors.append(neighbor)
         return neighbors
 
-    def _check_loops(self, step: Step, shares_order: bool) -> None:
-        """Raise if a neighbor takes the same step in another loop that does not match.
+    def _check_loops(self, step: Step, divides_order: bool) -> None:
+        """Raise if a neighbor takes the same step in a loop that does not match.
 
         Two loops do not match if they run different kinds of passes, or if they are different
         iterations over one shuffled loader.
 
         Args:
             step: the step that this rank is about to take.
-            shares_order: whether the batches of all ranks are shares of one order.
+            divides_order: whether the loader of this rank draws a new order in each iteration and
+                divides it over the ranks.
         """
         loop = step.loop
         for neighbor, neighbor_step in self._read_steps(self._participants(step)):
             is_peer = self._is_peer(neighbor)
             neighbor_loop = neighbor_step.loop
-            is_same_iteration = (
-                neighbor_loop.loader == loop.loader and neighbor_loop.iteration == loop.iteration
-            )
+            is_same_loader = neighbor_loop.loader == loop.loader
+            is_same_iteration = is_same_loader and neighbor_loop.iteration == loop.iteration
             is_same_step = _are_same_step(step.progress, neighbor_step.progress, is_peer)
             if is_same_iteration or not is_same_step:
                 continue
+            number = step.progress.comparable_steps(is_peer)
             if neighbor_loop.kind != loop.kind:
-                self._raise_different_kinds(
-                    step.progress.comparable_steps(is_peer), loop, neighbor, neighbor_loop
-                )
-            if shares_order and neighbor_loop.loader == loop.loader:
+                self._raise_different_kinds(number, loop, neighbor, neighbor_loop)
+            if divides_order and is_same_loader:
                 raise UsageError(
-                    f"step {step.progress.comparable_steps(is_peer)} of rank {self._rank}",
+                    f"step {number} of rank {self._rank}",
                     problem=f"it is in iteration {loop.iteration} over its loader and rank "
                     f"{neighbor} in iteration {neighbor_loop.iteration}: their batches are shares "
                     "of different orders, so that samples are seen twice or never",
@@ -204,21 +213,21 @@ class StepComparison:
                 )
 
     def _read_steps(self, ranks: Iterable[int]) -> Iterator[tuple[int, Step]]:
-        """Yield ranks with the steps that they have published last.
+        """Yield the latest step of each rank, if this rank has to take the step, too.
 
-        Ranks without a step are left out, and so are steps that this rank does not have to take.
+        Ranks that have published no step are left out.
         """
         for rank, published in self._store.read("step", ranks).items():
-            # JSON made lists of the named tuples.
+            # JSON has made lists of the named tuples.
             progress, is_shared, loop = published
             step = Step(Progress(*progress), is_shared, Loop(*loop))
             if step.is_shared or self._is_peer(rank):
                 yield rank, step
 
     def _read_ends(self, ranks: Iterable[int]) -> Iterator[tuple[int, End]]:
-        """Yield ranks with the ends that they have published last. Others are left out."""
+        """Yield the latest end of each rank. Ranks that have published none are left out."""
         for rank, published in self._store.read("end", ranks).items():
-            # JSON made lists of the named tuples.
+            # JSON has made lists of the named tuples.
             progress, batches = published
             yield rank, End(Progress(*progress), batches)
 
@@ -227,9 +236,9 @@ class StepComparison:
     ) -> NoReturn:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
 
-        The rank that has begun more iterations is in the later loop, so it ran out of batches in
-        the loop before. In a tie, the number of batches in the iteration before decides, and then
-        the rank, so that both ranks blame the same one.
+        The rank that is in the later loop ran out of batches in the loop before. This is the rank
+        that has begun more iterations. In a tie, any rule will do by which both ranks name the same
+        rank: the number of batches in the iteration before, and then the number of the rank.
 
         Args:
             step: the number of the step.
@@ -266,24 +275,22 @@ class StepComparison:
             batches: how many batches it had.
             late_rank: the rank that has a batch for the step.
         """
-        # "pad" and "drop" are no remedies here: the loaders of data that fabric shards with them
-        # have equally many batches already.
-        suggestion = (
+        remedies = [
             'setup_dataloaders(loader, use_distributed_sampler=False, uneven="shortest") if every '
             'rank has data of its own, or "longest" with '
-            "fabric.backward(losses.sum(), weight=len(losses)); setup_dataloaders(loader) if all "
-            "ranks have the same data"
-        )
+            "fabric.backward(losses.sum(), weight=len(losses))",
+            "setup_dataloaders(loader) if all ranks have the same data",
+        ]
         # Sharded modules do not support fabric.join.
         if not self._bypass.is_sharded:
-            suggestion += "; or with fabric.join(model): for batch in loader: ..."
+            remedies.append("or with fabric.join(model): for batch in loader: ...")
         raise UsageError(
             request,
             problem=f"rank {early_rank} ran out of batches: its loader ended after {batches}, and "
             f"it takes no part in step {step}, for which rank {late_rank} has a batch and would "
             "wait",
             expected="equally many batches on every rank",
-            suggestion=suggestion,
+            suggestion="; ".join(remedies),
         )
 
 
@@ -291,9 +298,9 @@ def _are_same_step(first: Progress, second: Progress, is_peer: bool) -> bool:
     """Return whether the steps that two neighbors are about to take are the same step.
 
     Args:
-        first: the progress of one rank, with its step.
-        second: the progress of its neighbor, with the step of the neighbor.
-        is_peer: whether the two ranks gather together.
+        first: the progress of one rank, including its step.
+        second: the progress of its neighbor, including the step of the neighbor.
+        is_peer: whether the two ranks gather parameters together.
     """
     if first.early_steps != second.early_steps:
         return False
@@ -304,12 +311,14 @@ def _would_wait(step: Progress, end: Progress, is_peer: bool) -> bool:
     """Return whether a rank that takes a step would wait for a rank that has run out of batches.
 
     Args:
-        step: the progress of the first rank, with the step.
-        end: the progress of its neighbor at the end of an iteration.
-        is_peer: whether the two ranks gather together.
+        step: the progress of the rank that takes the step, including the step.
+        end: the progress of its neighbor at the first collective after an iteration, including the
+            collective.
+        is_peer: whether the two ranks gather parameters together.
     """
     if step.early_steps != end.early_steps:
         return False
     is_next_step = step.comparable_steps(is_peer) == end.comparable_steps(is_peer) + 1
-    # Otherwise, the first rank has made the collective of the other one before its step.
-    return is_next_step and step.collectives < end.collectives
+    # If the rank has made the collective before the step, both ranks are in order.
+    lacks_collective = step.collectives < end.collectives
+    return is_next_step and lacks_collective

@@ -83,9 +83,9 @@ class _Iterations:
 
     Attributes:
         latest: the iteration that began last. None before the first one.
-        of_step: the iteration with the latest step. It is an earlier one than ``latest`` before the
-            first batch of ``latest``, and if ``latest`` has ended, as after a validation without
-            steps. None before the first step.
+        of_step: the iteration with the latest step. Not ``latest`` before the first batch of
+            ``latest``, and after a ``latest`` without steps, such as a validation. None before the
+            first step.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,8 @@ class _Iterations:
         if latest is None or latest is self.of_step:
             return False
         position = latest.position
-        if position.received_batches == 0 or position.is_finished:
+        is_running = position.received_batches > 0 and not position.is_finished
+        if not is_running:
             return False
         self.of_step = latest
         return True
@@ -121,7 +122,8 @@ class _Iterations:
 class _StepCounter:
     """Counts the steps of this rank that neighbors compare.
 
-    Steps before the first iteration do not count, and steps in :meth:`excluded` neither.
+    ``bypass`` counts all steps of the process. This object remembers those that do not count:
+    *early* steps before the first iteration, and steps in :meth:`excluded`.
 
     Args:
         bypass: counts all steps of the process.
@@ -133,17 +135,17 @@ class _StepCounter:
     def __init__(self, bypass: BypassChecks) -> None:
         self.early_steps = 0
         self._bypass = bypass
+        # The number of steps that do not count, and of steps that only peers take.
         self._excluded_steps = 0
         self._unshared_steps = 0
 
     def start(self) -> None:
         """Count from now on. Called at the start of the first iteration."""
-        # Each step so far was an early one, or excluded.
         self.early_steps = self._bypass.step_count - self._excluded_steps
         self._excluded_steps = self._bypass.step_count
 
     def add_unshared_step(self) -> None:
-        """Record that only peers take the current step, which is counted already."""
+        """Record that only peers take the current step, which ``bypass`` has counted already."""
         self._unshared_steps += 1
 
     @contextmanager
@@ -209,7 +211,8 @@ class UnevenInputDetector:
             loader: the name of the loader, the same on all ranks.
             position: the position of the iteration, which the loader updates later.
             batches: the number of batches in the iteration. None if unknown.
-            shuffles: whether the ranks share an order that is drawn anew in each iteration.
+            shuffles: whether the loader draws a new order in each iteration, as with
+                ``shuffle=True``, and divides it over the ranks.
 
         Raises:
             UsageError: a neighbor, which is the rank before or after this one, shuffles the loader
@@ -229,16 +232,17 @@ class UnevenInputDetector:
         is_watching = self.check in self._recorder.checks
         if not is_watching:
             self._steps.start()
-            # Placed before the other checks: if ranks have run out of batches, its error names that
-            # cause, and the errors of other checks would name a consequence.
+            # Before the other checks: if a rank has run out of batches, their errors would name a
+            # consequence.
             self._recorder.checks = (self.check, *self._recorder.checks)
-        # Again in each iteration, since on_step() ends its own calls.
+        # In each iteration, since on_step() ends its own calls.
         self._bypass.report_steps(self.on_step)
 
     def on_step(self, contract: GradientContract) -> None:
-        """Raise if another rank lacks the step that this rank is about to take.
+        """Raise if a neighbor will not take the step that this rank is about to take.
 
-        Called at the start of a step, until nothing has to be compared before the next iteration.
+        Called at the start of a step. Once nothing has to be compared before the next iteration,
+        this method ends its own calls.
 
         Args:
             contract: the contract of the module that takes the step.
@@ -255,22 +259,22 @@ class UnevenInputDetector:
         if latest is None:
             return
         is_first_step = self._iterations.enter_step()
-        # Read before the counts are compared below. Ranks whose counts differ may be in different
-        # iterations.
-        shares_order = is_first_step and latest.count.shuffles and not self._counts.may_differ
+        # Ranks whose earlier iterations differed in length may be in different iterations now. So
+        # this is decided before the counts of this iteration are compared.
+        divides_order = is_first_step and latest.count.shuffles and not self._counts.may_differ
         iteration_of_step = self._iterations.of_step
         if iteration_of_step is not None and iteration_of_step.count.uncompared_neighbors:
             self._counts.compare(iteration_of_step.count)
-        # The first step of an iteration is always compared, since it shows whether a neighbor takes
-        # the step in another loop. Other steps need it only if the numbers of batches differ.
+        # The first step of an iteration shows whether a neighbor takes the step in another loop.
+        # Later steps have to be compared only if the numbers of batches differ.
         if is_first_step or self._counts.may_differ:
             step = Step(
                 progress=self._steps.progress(self._recorder.counts[JOB]),
                 is_shared=is_shared,
                 loop=_loop(latest, contract),
             )
-            self._comparison.check_step(step, shares_order)
-        if self._can_rest(contract):
+            self._comparison.check_step(step, divides_order)
+        if self._can_skip_steps(contract):
             self._bypass.report_steps(None)
 
     def check(self, entry: Entry, collective: Collective) -> None:
@@ -281,14 +285,14 @@ class UnevenInputDetector:
             collective: not used.
 
         Raises:
-            UsageError: this rank has run out of batches while another takes one more step.
+            UsageError: this rank has run out of batches, and a neighbor takes one more step.
         """
         if entry.group == JOB and not self.is_paused:
             self._check_ends(collectives=self._recorder.counts[JOB])
 
     def finish(self) -> None:
-        """Compare progress at the end of the job, like :meth:`check`."""
-        # If the rank that hosts the store has finished before, nothing can be compared.
+        """Compare progress at the end of the job, like :meth:`check` before a collective."""
+        # The rank that hosts the store may have finished. Then nothing can be compared.
         with suppress(dist.DistError):
             # The end of the job counts as one more collective.
             self._check_ends(collectives=self._recorder.counts[JOB] + 1)
@@ -311,17 +315,18 @@ class UnevenInputDetector:
     def _is_shared_step(self, contract: GradientContract) -> bool:
         """Return whether all ranks take a step, and not only the peers.
 
+        If all neighbors are peers, the difference does not matter, and the result is True.
+
         Args:
             contract: the contract of the module that takes the step.
         """
-        # If all neighbors are peers, the difference does not matter.
         if not contract.is_sharded or self._comparison.has_only_peers:
             return True
-        # Without synchronization, only the peers take the step.
+        # Otherwise, only the peers gather parameters in the step.
         return torch.is_grad_enabled() and contract.synchronizes()
 
-    def _can_rest(self, contract: GradientContract) -> bool:
-        """Return whether the next steps need not call :meth:`on_step` until an iteration begins.
+    def _can_skip_steps(self, contract: GradientContract) -> bool:
+        """Return whether :meth:`on_step` has nothing to do until the next iteration begins.
 
         Args:
             contract: the contract of the module that takes the current step.
@@ -332,29 +337,32 @@ class UnevenInputDetector:
             return False
         if iteration_of_step.count.uncompared_neighbors:
             return False
-        # Whether all ranks take a step has to be recorded for each step.
+        # For each step, on_step() has to record whether all ranks take it.
         if contract.is_sharded and not self._comparison.has_only_peers:
             return False
-        # Otherwise, the first step of the latest iteration is still to come.
+        # The first step of the latest iteration has to be compared. It may still be to come.
         return latest is iteration_of_step or latest.position.is_finished
 
     def _check_ends(self, collectives: int) -> None:
-        """Raise if an iteration has ended and a neighbor takes one more step.
+        """Raise if an iteration of this rank has ended, and a neighbor takes one more step.
 
-        Considers only the iterations that have ended since the latest call.
+        Only the iterations that have ended since the latest call are looked at.
 
         Args:
-            collectives: the number of collectives over all ranks, with the one that is checked.
+            collectives: the number of collectives over all ranks, including the one that is about
+                to be made.
         """
         iterations = self._iterations.take_ended()
         if not iterations:
             return
-        has_unread_count = False
+        has_uncompared_neighbor = False
         for iteration in iterations:
             self._counts.compare(iteration.count)
-            has_unread_count |= bool(iteration.count.uncompared_neighbors)
+            if iteration.count.uncompared_neighbors:
+                has_uncompared_neighbor = True
         # A neighbor that has not published its count may have more batches.
-        if not self._counts.may_differ and not has_unread_count:
+        may_have_more_batches = self._counts.may_differ or has_uncompared_neighbor
+        if not may_have_more_batches:
             return
         # The error names the batches of one loader: the loader whose iteration began last.
         end = End(
