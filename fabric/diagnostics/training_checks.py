@@ -100,15 +100,15 @@ class _Fingerprint(NamedTuple):
     """What a rank compares with the other ranks after a step.
 
     Attributes:
-        names: the names of what is compared, as a rule the replicated parameters.
-        numbers: a number for each name.
+        names: the names of the compared values, as a rule of replicated parameters.
+        numbers: a number for each name, such as the digest of the parameter.
     """
 
     names: list[str]
     numbers: list[int]
 
     def add(self, name: str, text: str) -> None:
-        """Compare a text, too."""
+        """Add a value that is not a tensor, as text."""
         self.names.append(name)
         self.numbers.append(crc32(text.encode()))
 
@@ -116,8 +116,9 @@ class _Fingerprint(NamedTuple):
 class _FingerprintComparison:
     """Compares the replicas of one optimizer between ranks, after each of its first steps.
 
-    See ``[Note: Training checks]``. The methods get the optimizer, and this object does not hold
-    it.
+    The first rank that finishes a step writes its fingerprint to the store. A rank with another
+    fingerprint raises, and writes its own under another key, so that the other ranks raise, too.
+    See ``[Note: Training checks]``. This object does not hold the optimizer.
 
     Args:
         class_name: the class of the optimizer, for errors.
@@ -138,15 +139,16 @@ class _FingerprintComparison:
         # The fingerprint of this rank after the latest step.
         self._fingerprint = _Fingerprint([], [])
         self._synchronized_backwards = 0
-        # The digests of the losses since the latest step, if they have to be equal on the ranks.
-        self._losses: list[int] = []
+        # The digests of the losses since the latest step, if they have to be equal on all ranks.
+        self._loss_digests: list[int] = []
 
     def after_backward(self, optimizer: Optimizer, loss: Tensor) -> None:
-        """Count a backward pass if a module of the optimizer is outside of ``no_backward_sync``.
+        """Count a backward pass that synchronizes gradients of the optimizer. Record its loss.
 
-        Also record the loss if a module of the optimizer has equal losses on the ranks. Other
-        modules do not count: an old model may be garbage that only some ranks have collected.
+        The loss is recorded only if it has to be equal on all ranks.
         """
+        # Other contracts do not count: an old model may be garbage that only some ranks have
+        # collected.
         trained_ids = _ids(parameters_of(optimizer))
         trained_contracts: list[GradientContract] = []
         for contract in self._contracts:
@@ -154,19 +156,20 @@ class _FingerprintComparison:
                 trained_contracts.append(contract)
         if any(contract.synchronizes() for contract in trained_contracts):
             self._synchronized_backwards += 1
-        # The part of a DTensor that is on this rank may differ.
-        is_plain = local_tensor(loss) is loss
-        if is_plain and any(contract.has_equal_losses for contract in trained_contracts):
-            self._losses += digests([loss])
+        # Ranks may have different parts of a loss that is a DTensor.
+        is_dtensor = local_tensor(loss) is not loss
+        must_be_equal = any(contract.has_equal_losses for contract in trained_contracts)
+        if must_be_equal and not is_dtensor:
+            self._loss_digests += digests([loss])
 
     def check_no_rank_is_ahead(self) -> None:
-        """Raise if a rank made its next step before the backward pass that this rank has finished.
+        """Raise if another rank has made its next step without the latest backward pass.
 
-        The other rank called ``optimizer.step()`` first, and took part in this synchronized
-        backward pass afterwards. So its step lacks the gradients of this pass. Called after
-        :meth:`after_backward`, whose count it compares with the count of the other rank.
+        The other rank has called ``optimizer.step()``, and then taken part in this synchronized
+        backward pass. So its step lacks the gradients of this pass. Called after
+        :meth:`after_backward`, which counts the pass.
         """
-        # The first rank that finishes a step publishes it. This rank has not made this step yet.
+        # What the first rank that finishes the next step publishes.
         content = self._store.get_nowait(self._key("first", steps_ahead=1))
         if content is None:
             return
@@ -182,7 +185,7 @@ class _FingerprintComparison:
             )
 
     def after_step(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
-        """Count a step with gradients, and compare its result with the first rank.
+        """Count a step with gradients, and compare its result with the rank that finished it first.
 
         Args:
             optimizer: the optimizer.
@@ -193,14 +196,14 @@ class _FingerprintComparison:
         """
         self.steps += 1
         if self._store.size == 1:
-            return  # nothing has to be synchronized
+            return
         self._fingerprint = self._compute_fingerprint(optimizer, trained)
         if not self._fingerprint.names:
             return
         published = _Published(
             self._store.rank, self._fingerprint.numbers, self._synchronized_backwards
         )
-        self._losses = []
+        self._loss_digests = []
         content = published.to_bytes()
         # Writes this rank's values if no rank has written any. Returns the values in the store.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
@@ -210,22 +213,21 @@ class _FingerprintComparison:
             self._raise_if_different(first)
 
     def check_latest_step(self) -> None:
-        """Raise if the replicas of this rank and of another rank differ after the latest step.
+        """Raise if a rank has found that its replicas differ after the latest step.
 
-        Ranks whose fingerprint is that of the first rank write nothing. So the only fingerprint to
-        read is that of a rank that differs from the first one, under the key "other".
+        That rank has written its fingerprint under the key "other". Ranks that agree with the first
+        rank write nothing.
         """
         content = self._store.get_nowait(self._key("other"))
         if content is not None:
             self._raise_if_different(_Published.from_bytes(content))
 
     def _compute_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> _Fingerprint:
-        """Return the fingerprint of this rank: a number for each replicated parameter.
+        """Return the fingerprint of this rank, of what has to be equal on all ranks.
 
-        If the optimizer has no replicated parameters, but shards, the fingerprint has one number
-        for the options of the optimizer, which have to be the same on all ranks. If it has neither,
-        this rank holds nothing that must be equal on all ranks, and the fingerprint is empty. Where
-        ranks compute the same losses, the fingerprint has a number for them, too.
+        The fingerprint has a number for each replicated parameter. If the optimizer has only
+        sharded parameters, it has a number for the options of the optimizer instead. It also has a
+        number for the recorded losses. It is empty if there is none of these.
 
         Args:
             optimizer: the optimizer.
@@ -235,12 +237,12 @@ class _FingerprintComparison:
         replicated = [parameter for parameter in trained if id(parameter) in names]
         names_of_replicated = [names[id(parameter)] for parameter in replicated]
         fingerprint = _Fingerprint(names_of_replicated, digests(replicated))
-        # Without replicated parameters, the parameters of the modules are shards.
-        has_shards = bool(_ids_of_modules(self._contracts) & _ids(trained))
-        if has_shards and not replicated:
+        trains_modules = bool(_ids_of_modules(self._contracts) & _ids(trained))
+        has_only_shards = trains_modules and not replicated
+        if has_only_shards:
             fingerprint.add("its options", f"{self._class_name} {_float_options(optimizer)}")
-        if self._losses:
-            fingerprint.add(_LOSSES, str(self._losses))
+        if self._loss_digests:
+            fingerprint.add(_LOSSES, str(self._loss_digests))
         return fingerprint
 
     def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
@@ -257,7 +259,7 @@ class _FingerprintComparison:
         for contract in self._contracts:
             for name, parameter in contract.replicated().items():
                 names[id(parameter)] = name
-        # DTensors are left out: the code that has sharded them reduces their gradients.
+        # Without DTensors: the code that has sharded them reduces their gradients.
         plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
         outside_of_modules = _ids_with_gradient(plain) - _ids_of_modules(self._contracts)
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -274,8 +276,7 @@ class _FingerprintComparison:
             writer: ``"first"`` for the first rank, ``"other"`` for a rank that differs from it.
             steps_ahead: how many steps after the latest step of this rank the step is.
         """
-        # Only ranks that hold the same replicated parameters are compared. The scope is a text that
-        # these ranks have in common, and that differs from the text of other ranks.
+        # Only ranks that hold the same replicated parameters have the same scope, and are compared.
         scope = "".join(contract.scope for contract in self._contracts)
         step = self.steps + steps_ahead
         return f"first steps{scope}/{self._name}/{step}/{writer}"
@@ -323,27 +324,26 @@ class _FingerprintComparison:
         )
 
     def _remedy(self, names: list[str]) -> str:
-        """Return what to write if these parameters differ between ranks."""
+        """Return what to write if the replicas of the parameters with these names differ."""
         remedy = (
             f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_TURN_OFF}"
         )
         for contract in self._contracts:
-            is_of_contract = not contract.replicated().keys().isdisjoint(names)
-            if is_of_contract and contract.replica_remedy:
+            has_parameter = not contract.replicated().keys().isdisjoint(names)
+            if has_parameter and contract.replica_remedy:
                 remedy = contract.replica_remedy
         return remedy
 
 
 class _ClearedSteps:
-    """Counts the steps before which the user has cleared all gradients.
+    """Counts the steps before which the user has cleared all gradients of the backward pass.
 
-    A step counts only if a backward pass since the step before has left gradients. Once a step had
-    gradients, no later step counts: the loop clears them at the right time. A step that an error
-    has prevented does not count, and so a second try raises the same error.
+    Once a step had gradients, no later step counts: the loop clears them at the right time. If an
+    error prevents a step, the next call of ``step()`` is a second try of the same step.
 
     Attributes:
-        num_cleared: the number of these steps, with the one that is about to be made.
-        is_cleared: whether the step that is about to be made is one of them.
+        num_cleared: the number of cleared steps, including the one that is about to be made.
+        is_cleared: whether the step that is about to be made is a cleared one.
     """
 
     def __init__(self) -> None:
@@ -363,10 +363,10 @@ class _ClearedSteps:
         """Record whether the gradients of the next step were cleared."""
         if has_gradients(optimizer):
             self._has_stepped_with_gradient = True
-        was_cleared = self.is_cleared
-        # The step has no gradients, and the backward pass before it has left some.
+        # True if the step before has raised: after_step() was not called.
+        is_second_try = self.is_cleared
         self.is_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
-        if self.is_cleared and not was_cleared:
+        if self.is_cleared and not is_second_try:
             self.num_cleared += 1
 
     def after_step(self) -> None:
@@ -378,6 +378,7 @@ class _ClearedSteps:
 class TrainingChecks:
     """The checks of one optimizer, until it has stepped twice. See ``[Note: Training checks]``.
 
+    The checks find gradients that never arrive or are not reduced, and replicas that drift apart.
     Hooks of the optimizer hold the checks. The checks hold the optimizer weakly.
 
     Args:
@@ -407,9 +408,10 @@ class TrainingChecks:
         self._check_window = check_window
         self._comparison = _FingerprintComparison(self._class_name, name, contracts, store)
         self._cleared_steps = _ClearedSteps()
+        # The number of calls of step(), also of steps without gradients, and of backward passes.
         self._step_calls = 0
         self._backwards = 0
-        # Successive steps before which no parameter had got a gradient.
+        # The number of steps in a row before which no parameter had got a gradient.
         self._steps_without_gradient = 0
         # The ids of the parameters that have had a gradient so far. _record_gradients() adds them.
         self._ids_that_had_gradient: set[int] = set()
@@ -431,7 +433,7 @@ class TrainingChecks:
     @property
     def _is_finished(self) -> bool:
         """Whether all steps were checked, or the optimizer does not exist any more."""
-        # A step that is skipped after an overflow is not among the steps of the comparison.
+        # Only steps with gradients count. A step that is skipped after an overflow has none.
         has_made_steps = self._comparison.steps >= _CHECKED_STEPS
         has_made_calls = self._step_calls > _MAX_STEP_CALLS
         return has_made_steps or has_made_calls or self._optimizer() is None
@@ -439,27 +441,27 @@ class TrainingChecks:
     # -- after a backward pass ------------------------------------------------------------------
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Check the latest step after the next backward pass. A function of ``Hooks.after``.
+        """Check the latest step and the gradients. A function of ``Hooks.after``.
 
-        A backward pass that synchronizes gradients waits for all ranks. So all ranks have finished
-        the latest step by now, and any that differs has published its fingerprint. For this reason
-        the hooks stay until the backward pass after the last step. Also, an optimizer's hook cannot
-        be removed in a hook of the optimizer.
+        The latest step is checked only now, since a synchronized backward pass waits for all ranks:
+        each rank has finished the step and, if it differs, published its fingerprint. So the hooks
+        stay until the backward pass after the last checked step.
         """
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
             self._backwards += 1
-            # The gradients are recorded here, too, since the user may clear them before the next
-            # step.
+            # Recorded here and before the step, since the user may clear gradients in between.
             self._record_gradients(optimizer)
             self._cleared_steps.after_backward(optimizer)
             self._comparison.check_latest_step()
             self._comparison.after_backward(optimizer, loss)
-            # A rank that has only empty shards never has a gradient, and so its steps are not
-            # counted. It must not take a rank whose steps are counted for one that is ahead.
-            if self._ids_that_had_gradient and not self._is_finished:
+            # A rank that has only empty shards never has a gradient. It counts no steps, so every
+            # other rank would seem to be ahead.
+            counts_steps = bool(self._ids_that_had_gradient)
+            if counts_steps and not self._is_finished:
                 self._comparison.check_no_rank_is_ahead()
         if self._is_finished:
+            # In a hook of the optimizer, its hooks could not be removed.
             self.close()
 
     # -- before a step --------------------------------------------------------------------------
@@ -478,7 +480,8 @@ class TrainingChecks:
         # A rank may have published a different fingerprint since the latest backward pass.
         self._comparison.check_latest_step()
         trained_ids = self._record_gradients(optimizer)
-        if self._step_calls == 1:
+        is_first_step = self._step_calls == 1
+        if is_first_step:
             self._check_values(trained_ids)
         self._check_window(optimizer)
         # A closure computes the gradients within the step, so they cannot be checked before it.
@@ -536,7 +539,7 @@ class TrainingChecks:
         """Raise or warn if some, but not all, parameters of a model have never got a gradient.
 
         If the strategy needs a gradient for every parameter, this raises. Otherwise rank 0 warns
-        once, before the last checked step. Without any gradient, nothing is done here: see
+        once, before the last checked step. A model without any gradient is not checked here, but in
         :meth:`_check_some_gradient`.
 
         Args:
@@ -549,7 +552,7 @@ class TrainingChecks:
         if have_all_or_none or contract.expects_unused or self._backwards == 0:
             return
         names = _names_of(contract, without_gradient)
-        # Such a strategy, like DDP, synchronizes only when all parameters have their gradients.
+        # DDP, which needs the forward pass, synchronizes only once all parameters have gradients.
         if contract.needs_forward:
             self._raise_usage_error(
                 problem=f"no gradient has arrived at {names}, and without these the others are not "
@@ -571,7 +574,7 @@ class TrainingChecks:
             )
 
     def _check_some_gradient(self, trained_ids: set[int]) -> None:
-        """Raise if no parameter of the optimizer has got a gradient in the first steps.
+        """Raise if no parameter of the optimizer has got a gradient before several steps in a row.
 
         A single step without gradients is not an error.
 
@@ -596,12 +599,13 @@ class TrainingChecks:
     def _warn_of_no_backward(self, trained_ids: set[int]) -> None:
         """Warn on rank 0 at the second step if there was no backward pass at all.
 
-        A loop over an empty step, which moves a scheduler forward, is no error.
+        It is no error: a loop of empty steps may move a scheduler forward.
 
         Args:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
-        if not trained_ids or self._backwards or self._ids_that_had_gradient:
+        had_backward = self._backwards > 0 or bool(self._ids_that_had_gradient)
+        if had_backward or not trained_ids:
             return
         if self._step_calls == _CHECKED_STEPS and self._rank == 0:
             warnings.warn(
@@ -657,8 +661,9 @@ class TrainingChecks:
         """
         self._cleared_steps.after_step()
         trained = _trainable_parameters(optimizer)
-        # A step that is skipped after an overflow has no gradients either, and is not counted.
-        if self._is_finished or not _ids_with_gradient(trained):
+        # A step that is skipped after an overflow has no gradients, and is not counted.
+        has_gradient = bool(_ids_with_gradient(trained))
+        if self._is_finished or not has_gradient:
             return
         self._comparison.after_step(optimizer, trained)
 
@@ -666,10 +671,12 @@ class TrainingChecks:
 class _WindowCheck:
     """The check that optimizers step at the end of a window of ``fabric.accumulate``.
 
+    A *window* is a number of micro-batches whose gradients are added up for one step.
+
     Args:
         optimizers: the set-up optimizers. Later ones are seen, too.
-        open_micro_batch: returns the current micro-batch inside a window: its number, and the
-            length of the window. None after the last one, or without a window.
+        open_micro_batch: returns the number of the current micro-batch in its window, and the
+            length of the window. None at the last micro-batch, and outside of windows.
         rank: the rank of this process, for the error.
     """
 
@@ -686,9 +693,9 @@ class _WindowCheck:
         self._stepped_too_early: WeakSet[Optimizer] = WeakSet()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if all set-up optimizers step before the end of a window of micro-batches.
+        """Raise if every set-up optimizer has stepped before the end of some window.
 
-        One of several optimizers may step more often than the others, such as that of a critic.
+        One of several optimizers, such as that of a critic, may step more often than the others.
 
         Args:
             optimizer: an optimizer, before its step.
@@ -697,9 +704,9 @@ class _WindowCheck:
         has_gradient = bool(_ids_with_gradient(_trainable_parameters(optimizer)))
         if micro_batch is None or not has_gradient or optimizer not in self._optimizers:
             return
-        # Never cleared: it does not matter in which windows the optimizers have stepped too early.
         self._stepped_too_early.add(optimizer)
-        if len(self._stepped_too_early) < len(self._optimizers):
+        have_all_stepped_too_early = len(self._stepped_too_early) >= len(self._optimizers)
+        if not have_all_stepped_too_early:
             return
         number, window_length = micro_batch
         raise UsageError(
@@ -716,7 +723,8 @@ class _WindowCheck:
 class SetupChecks:
     """Checks of the first steps of all optimizers, for modules and loaders that are not set up.
 
-    See ``[Note: Training checks]``.
+    This object also starts the :class:`TrainingChecks` of each set-up optimizer. See ``[Note:
+    Training checks]``.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.
@@ -725,10 +733,11 @@ class SetupChecks:
         optimizers: the set-up optimizers. Later ones are seen, too.
         loaders: the set-up loaders. Later ones are seen, too.
         check_setup: raises for optimizers that cannot be set up.
-        open_micro_batch: returns the current micro-batch inside a window of ``fabric.accumulate``:
-            its number, and the length of the window. None after the last one, or without a window.
-        pending_change: returns what fabric will still change in an optimizer's gradients before the
-            step, such as the division by the loss scale. See :class:`ClippingCheck`.
+        open_micro_batch: returns the number of the current micro-batch in its window of
+            ``fabric.accumulate``, and the length of the window. None at the last micro-batch, and
+            outside of windows.
+        pending_change: returns why the gradients of an optimizer are not complete before its step,
+            such as "multiplied by the loss scale". None if they are. See :class:`ClippingCheck`.
     """
 
     def __init__(
@@ -752,12 +761,13 @@ class SetupChecks:
         self._check_setup = check_setup
         self._window_check = _WindowCheck(optimizers, open_micro_batch, store.rank)
         self._clipping_check = ClippingCheck(pending_change)
+        # The number of calls of step() of all optimizers.
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
-        # Names of the set-up optimizers. They are set up in the same order on all ranks.
-        self._numbers = count()
+        # Numbers the set-up optimizers, which are set up in the same order on all ranks.
+        self._optimizer_numbers = count()
         self._has_set_up_optimizer = False
-        # Removes the hooks of this object, after the first steps of all optimizers.
+        # Removes the hooks of this object. Closed after the first steps of all optimizers.
         self._hooks = ExitStack()
         # Also removes the hooks of the TrainingChecks of each optimizer.
         self._all_hooks = ExitStack()
@@ -774,14 +784,14 @@ class SetupChecks:
         Called at setup, and again after the user has added parameter groups to the optimizer.
         """
         self._has_set_up_optimizer = True
-        self._start_checks(optimizer, name=str(next(self._numbers)))
+        self._start_checks(optimizer, name=str(next(self._optimizer_numbers)))
 
     def on_param_groups_changed(self, optimizer: Optimizer) -> None:
         """Check an optimizer to which the user has added parameters after setup.
 
-        The flight recorder calls this in a step pre-hook. The parameters themselves are checked
-        now. The gradients are checked in the steps after the next backward pass: :meth:`watch` adds
-        hooks to the optimizer, which torch does not allow while it iterates over the hooks.
+        The flight recorder calls this method in a step pre-hook of the optimizer. The optimizer
+        gets new :class:`TrainingChecks` only after the next backward pass: they add hooks, and
+        torch iterates over its hooks now.
 
         Raises:
             FabricError: the optimizer cannot be set up with these parameters.
@@ -791,7 +801,7 @@ class SetupChecks:
 
         def watch_after_backward(*_: object) -> None:
             """Start the checks, once. A function of ``Hooks.after``."""
-            # Fabric.backward() iterates over a copy of the list.
+            # This is allowed, since Fabric.backward() iterates over a copy of the list.
             self._backward.after.remove(watch_after_backward)
             extended_optimizer = optimizer_ref()
             if extended_optimizer is not None:
@@ -824,12 +834,10 @@ class SetupChecks:
         self._all_hooks.callback(checks.close)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Record the gradients. A function of ``Hooks.after``.
-
-        The hooks are removed here, since they cannot be removed in a hook of an optimizer.
-        """
+        """Record the gradients. A function of ``Hooks.after``."""
         self._clipping_check.record(self._optimizers)
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:
+            # In _before_step(), the hooks could not be removed: torch iterates over them.
             self._hooks.close()
 
     def _before_step(
@@ -843,10 +851,11 @@ class SetupChecks:
         self._stepped_optimizers.add(optimizer)
         trained = _trainable_parameters(optimizer)
         was_set_up = optimizer in self._optimizers
-        if not was_set_up:
-            self._check_setup([optimizer])  # raises if it could not be set up
-        else:
+        if was_set_up:
             self._clipping_check.check(optimizer, _request(optimizer, self._store.rank))
+        else:
+            # Raises for an optimizer that could not be set up, such as one of stale parameters.
+            self._check_setup([optimizer])
         # A closure computes the gradients within the step, so they cannot be looked at here.
         if not has_closure(args, kwargs):
             self._check_parameters_in_use(optimizer, trained)
@@ -859,9 +868,10 @@ class SetupChecks:
     def _check_parameters_in_use(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
         """Raise if an optimizer has parameters that a model has replaced by others.
 
-        This is the case if two conditions hold: a parameter of the optimizer belongs to no set-up
-        module and has no gradient, and a parameter of a set-up module has a gradient and belongs to
-        no optimizer.
+        This is the case if two conditions hold:
+
+        - A parameter of the optimizer belongs to no set-up module and has no gradient.
+        - A parameter of a set-up module has a gradient and belongs to no optimizer.
 
         Args:
             optimizer: the optimizer that is about to step.
@@ -869,10 +879,10 @@ class SetupChecks:
         """
         without_gradient = _ids(trained) - _ids_with_gradient(trained)
         ids_of_modules = _ids_of_modules(self._contracts)
-        are_all_in_modules = without_gradient <= ids_of_modules
-        # A model that is trained without fabric has an optimizer with gradients of its own.
-        trains_another_model = bool(_ids_with_gradient(trained) - ids_of_modules)
-        if are_all_in_modules or trains_another_model:
+        has_replaced_parameter = bool(without_gradient - ids_of_modules)
+        # An optimizer of a model that is not set up has gradients outside of set-up modules.
+        trains_other_model = bool(_ids_with_gradient(trained) - ids_of_modules)
+        if trains_other_model or not has_replaced_parameter:
             return
         # The ids of the parameters of all optimizers that are set up or have stepped.
         in_optimizers: set[int] = set()
@@ -911,8 +921,8 @@ class SetupChecks:
             optimizer: the optimizer, before its first step.
             trained: the parameters that it trains on this rank.
         """
-        # The name is the same on all ranks that step with optimizers of the same sizes in the same
-        # order. Ranks with other optimizers are not compared.
+        # Ranks are compared if their optimizers have the same name: these have stepped in the same
+        # order, and are of the same size.
         num_elements = sum(parameter.numel() for parameter in trained)
         self._start_checks(optimizer, name=f"{self._step_calls} {num_elements}")
         if self._store.rank == 0:
@@ -927,13 +937,13 @@ class SetupChecks:
             trained: the parameters that an optimizer trains on this rank.
         """
         trains_module = bool(_ids_with_gradient(trained) & _ids_of_modules(self._contracts))
-        if self._store.rank == 0 and trains_module and not self._loaders:
-            datasets = datasets_iterated_in_full()
-            if datasets:
-                self._warn(
-                    f"each reads the whole {datasets[-1]}: "
-                    "loader = fabric.setup_dataloaders(loader)"
-                )
+        if self._store.rank != 0 or not trains_module or self._loaders:
+            return
+        datasets = datasets_iterated_in_full()
+        if datasets:
+            self._warn(
+                f"each reads the whole {datasets[-1]}: loader = fabric.setup_dataloaders(loader)"
+            )
 
     def _warn(self, problem: str) -> None:
         """Warn that all ranks do the same work. Called two levels below :meth:`_before_step`.
@@ -942,7 +952,7 @@ class SetupChecks:
             problem: what each process does, and what to write instead.
         """
         message = f"of {self._store.size} processes {problem}; or {_TURN_OFF}"
-        # The location is the line of torch that called _before_step, three levels above this one.
+        # The line of torch that called _before_step(): past this method and its caller.
         warnings.warn(message, stacklevel=4)
 
 
@@ -967,7 +977,7 @@ def check_same_model(
         UsageError: the models or plans differ.
         FabricError: the error of the first rank that has one.
     """
-    # In a dry run, new tensors are fake. The digests must have real values there, too.
+    # In a dry run, new tensors are fake and have no values.
     with real_tensors():
         digest = 0  # means that this rank has an error
         if error is None:
@@ -975,8 +985,7 @@ def check_same_model(
         message = torch.tensor(digest, device=communicator.device)
         digest_of_ranks = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
     if 0 in digest_of_ranks:
-        # Raises the error on every rank. Errors are objects, so sending them takes a second
-        # collective, which is made only if there is an error.
+        # Sends the error to all ranks, and raises it on each.
         communicator.gather_objects(None, error=error)
     for rank, digest_of_rank in enumerate(digest_of_ranks):
         if digest_of_rank != digest_of_ranks[0]:
@@ -1002,21 +1011,22 @@ def _digest(root: nn.Module, plan: object) -> int:
         *root.named_parameters(remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),
     ]
-    # A tensor with several names has the number of its last name, under each of its names.
-    last_numbers = {id(tensor): number for number, (_, tensor) in enumerate(tensors)}
+    # A tensor with several names gets one number, by which the names show that they share it.
+    numbers = {id(tensor): number for number, (_, tensor) in enumerate(tensors)}
     layout: list[object] = []
     for name, tensor in tensors:
         shape = None  # of a lazy parameter, which raises if asked for its shape
         if not is_lazy(tensor):
             shape = tensor.shape
-        number = last_numbers[id(tensor)]
+        number = numbers[id(tensor)]
         layout.append((name, number, shape, tensor.dtype, tensor.requires_grad, type(tensor)))
     content = repr((layout, plan)).encode()
-    # 7 bytes, since a tensor of int64 carries the digest. 1 is added, since 0 means an error.
+    # 7 bytes, so that the number fits into an int64. 1 is added, since 0 stands for an error.
     return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7])
 
 
 def _request(optimizer: Optimizer, rank: int) -> str:
+    """Return the text of an error for the call that it is about."""
     return f"{type(optimizer).__name__}.step() on rank {rank}"
 
 
@@ -1039,7 +1049,7 @@ def _ids_of_modules(contracts: Iterable[GradientContract]) -> set[int]:
 def _float_options(optimizer: Optimizer) -> list[tuple[str, float]]:
     """Return the options of an optimizer that are floats, such as the learning rate.
 
-    Equal floats have the same text on all ranks. Other options may not.
+    Ranks compare the texts of the options. Equal options that are no floats may have other texts.
     """
     options: list[tuple[str, float]] = []
     for group in optimizer.param_groups:
@@ -1053,7 +1063,7 @@ def _trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer that can have a gradient on this rank."""
     parameters: list[Tensor] = []
     for parameter in parameters_of(optimizer):
-        # A rank that holds an empty shard of a parameter gets no gradient for the parameter.
+        # A rank with an empty shard of a parameter gets no gradient of the parameter.
         is_empty = local_tensor(parameter).numel() == 0
         if parameter.requires_grad and not is_empty:
             parameters.append(parameter)
