@@ -23,7 +23,10 @@ _TURN_OFF = "Fabric(check_training=False) if this is meant"
 
 
 class LossChecks:
-    """Checks of the first losses of a job. They remove themselves afterwards.
+    """Checks whether the first losses of a job are a mean or a sum, as their weights require.
+
+    A weight is the number of terms of a loss that is a sum. Gradients of losses without weights are
+    averaged over ranks, which suits a mean. The checks remove themselves after the first losses.
 
     Args:
         rank: the rank of this process.
@@ -42,9 +45,9 @@ class LossChecks:
         checks.append(self.check)
 
     def check(self, loss: Tensor, weight: Any, reduce: str) -> None:
-        """Check one loss before its backward pass.
+        """Check one loss before its backward pass. ``Fabric.backward`` calls this method.
 
-        A mean with a weight raises. A sum without a weight is a warning on rank 0, once.
+        Raise for a mean with a weight. Warn once, on rank 0, of a sum without a weight.
 
         Args:
             loss: the loss.
@@ -65,8 +68,8 @@ class LossChecks:
         if number is not None and number > 1 and reduction.is_plain_mean:
             self._refuse_weight_of_mean(number)
         is_averaged = weight is None and reduce == "mean" and self._num_replicas > 1
-        should_warn = is_averaged and reduction.is_plain_sum and self._rank == 0
-        if should_warn and not self._has_warned:
+        is_averaged_sum = is_averaged and reduction.is_plain_sum
+        if is_averaged_sum and self._rank == 0 and not self._has_warned:
             self._has_warned = True
             self._warn_of_averaged_sum()
 
@@ -91,17 +94,17 @@ class LossChecks:
             'samples. Write fabric.backward(loss, reduce="sum") for the sum, or '
             "fabric.backward(loss, weight=n) with the number of terms for the mean; "
             f"{_TURN_OFF}",
-            # The line that calls fabric.backward().
+            # The line that calls fabric.backward(): past this method, check() and backward().
             stacklevel=4,
         )
 
 
 def _number(weight: Any) -> float | None:
     """Return a weight as a number. None if it is not a number, which is refused later."""
-    # Tensors and arrays have a shape.
-    if getattr(weight, "shape", None) == ():
+    is_scalar = getattr(weight, "shape", None) == ()  # a tensor or an array
+    if is_scalar:
         weight = weight.item()
-    # A bool is not a number of terms.
+    # type() and not isinstance(), since a bool is not a number of terms.
     if type(weight) not in (int, float):
         return None
     return float(weight)

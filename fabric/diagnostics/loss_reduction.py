@@ -65,7 +65,8 @@ _MATRIX_PRODUCTS = {"Addmm", "Mm", "Linear"}
 # Operations on a matrix of parameters before its product with samples.
 _OF_MATRICES = {"T", "ToCopy", "Transpose", "Permute"}
 _MAX_NODES = 300  # a larger part of a graph is not read, since that takes long
-# Smaller factors may be one over a number of terms, and so make a mean of a sum.
+# Smaller factors may be one over a number of terms, and so make a mean of a sum. The first number
+# is for one factor of all elements, the second one for the largest of several factors.
 _MIN_FACTOR_OF_SUM = 0.5
 _MIN_ELEMENT_OF_SUM = 0.25
 # The values of the option "reduction", which loss functions of torch have.
@@ -75,14 +76,13 @@ _REDUCTION_SUM = 2
 
 @dataclass(frozen=True)
 class LossReduction:
-    """What a loss does with its terms.
+    """What a loss does with its terms: it is their mean or sum, times a constant.
 
     Attributes:
-        is_mean: whether it is their mean. Otherwise it is their sum.
-        factor: the absolute number that the mean or the sum is multiplied by. 0 for a sum that is
-            divided by a number of unknown meaning.
-        num_terms: the number of elements of which it is the mean or the sum. None if the graph does
-            not say it.
+        is_mean: whether the loss is a mean. Otherwise it is a sum.
+        factor: the absolute value of the constant. 0 for a sum that is divided by a number of
+            unknown meaning.
+        num_terms: the number of terms. None if the graph does not say it.
     """
 
     is_mean: bool
@@ -117,8 +117,9 @@ def loss_reduction(loss: Tensor, weight: float | None) -> LossReduction | None:
 class _LossGraph:
     """The autograd graph of one loss, read from the loss downwards. See ``[Note: Loss reduction]``.
 
-    The *reduction* of a number says whether the number is a mean or a sum of terms, and by which
-    constant *factor* it is multiplied.
+    A node is an operation. This class reads nodes whose result is a single number. The *reduction*
+    of the number says whether it is a mean or a sum of terms, and by which constant *factor* it is
+    multiplied.
 
     Args:
         weight: the number of terms of the loss that the user has given. None if there is none.
@@ -129,8 +130,9 @@ class _LossGraph:
         self._num_nodes = 0
 
     def reduction_of(self, node: Node) -> LossReduction | None:
-        """Return the reduction of a number in the graph. None if it is not known."""
+        """Return the reduction of the number that a node computes. None if it is not known."""
         self._num_nodes += 1
+        # To read a larger graph would take too long.
         if self._num_nodes > _MAX_NODES:
             return None
         operation = _operation(node)
@@ -139,6 +141,7 @@ class _LossGraph:
             return self.reduction_of(inputs[0])
         if operation in _ADDITIONS:
             return self._common_reduction(inputs)
+        # The other operand has no gradient, and so is a constant.
         if operation in ("Mul", "Div") and len(inputs) == 1:
             return self._scaled_reduction(node)
         if operation in ("Mean", "Sum"):
@@ -175,14 +178,13 @@ class _LossGraph:
         factor = reduction.factor * factors.item()
         if reduction.is_mean:
             return replace(reduction, factor=factor)
-        # A sum that is divided by the number of its terms is a mean. Any other divisor may be
-        # anything, such as a number of features or of micro-batches.
+        # A sum that is divided by the number of its terms is a mean.
         for num_terms in (reduction.num_terms, self._weight):
             if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
                 return LossReduction(is_mean=True, num_terms=reduction.num_terms)
         if factor < _MIN_FACTOR_OF_SUM:
-            # The number may be a mean by a divisor that is not known. A factor of 0 says that it is
-            # no plain sum, and stays 0 when it is multiplied by further constants.
+            # Any other divisor may be a number of terms, of features or of micro-batches. With a
+            # factor of 0 the loss is no plain sum, by whatever it is multiplied above this node.
             factor = 0.0
         return replace(reduction, factor=factor)
 
@@ -194,8 +196,7 @@ class _LossGraph:
         if num_terms == 1:
             return self.reduction_of(inputs[0])
         if _operation(inputs[0]) in _LISTS:
-            # A list of losses, such as those of several tasks. If their reductions are not known,
-            # the list is read below like any other tensor.
+            # The tensor may be a list of losses, such as those of several tasks.
             reduction = self._common_reduction(_inputs(inputs[0]))
             if reduction is not None and is_mean:
                 return replace(reduction, factor=reduction.factor / num_terms)
@@ -212,23 +213,25 @@ class _LossGraph:
 
 
 def _reduction_of_loss_function(node: Node) -> LossReduction | None:
-    """Return the reduction of a loss function of torch, such as ``cross_entropy``."""
+    """Return the reduction of a loss function of torch, such as ``cross_entropy``.
+
+    Return None if its inputs may undo the reduction, as in a mean of sums over the batch.
+    """
     is_mean = saved_option(node, "reduction") == _REDUCTION_MEAN
     elements = _read_elements(_inputs(node))
-    # The loss function may compare sums or means over the batch, such as moments.
-    reduces_batch = elements.has_sum if is_mean else elements.is_normalized
-    if reduces_batch:
+    may_be_undone = elements.has_sum if is_mean else elements.is_normalized
+    if may_be_undone:
         return None
     return LossReduction(is_mean)
 
 
 @dataclass(frozen=True)
 class _Elements:
-    """What is known about the elements of a tensor that a loss reduces.
+    """What is known about the elements of a tensor of which a loss takes the mean or the sum.
 
     Attributes:
-        has_samples: whether an element belongs to a sample of the batch.
-        is_known: whether all operations on the elements are known.
+        has_samples: whether elements belong to samples of the batch.
+        is_known: whether all operations that compute the elements are known.
         is_normalized: whether elements may be means, or divided by their number.
         has_sum: whether elements may be sums.
     """
@@ -240,17 +243,17 @@ class _Elements:
 
     @property
     def are_averaged(self) -> bool:
-        """Whether the mean of the elements is a mean and not a multiple of a sum for certain."""
+        """Whether the mean of the elements is certainly a mean, and not a multiple of a sum."""
         return self.is_known and not self.has_sum
 
     @property
     def are_summed_up(self) -> bool:
-        """Whether the sum of the elements is a sum over the batch for certain."""
+        """Whether the sum of the elements is certainly a sum over the batch."""
         return self.has_samples and self.is_known and not self.is_normalized
 
 
 class _Role(Enum):
-    """What an operation does for the elements of a tensor."""
+    """What an operation does with the elements of a tensor. The values are for readers only."""
 
     PARAMETER = "is a parameter, and no operation"
     SAMPLES = "computes samples, such as a layer"
@@ -268,7 +271,7 @@ _LAST_ROLES = {_Role.PARAMETER, _Role.SAMPLES, _Role.LOSS_FUNCTION, _Role.UNKNOW
 
 
 def _role(node: Node) -> _Role:
-    """Return what an operation does for the elements of a tensor."""
+    """Return what an operation does with the elements of a tensor."""
     operation = _operation(node)
     role = _Role.UNKNOWN
     if operation == "AccumulateGrad":
@@ -276,6 +279,7 @@ def _role(node: Node) -> _Role:
     elif operation in _OF_SAMPLES or _is_layer(node):
         role = _Role.SAMPLES
     elif operation in ("Mul", "Div") and len(_inputs(node)) == 1:
+        # The other operand has no gradient, and so is a constant.
         role = _Role.FACTOR
     elif saved_option(node, "reduction") is not None:
         role = _Role.LOSS_FUNCTION
@@ -291,7 +295,10 @@ def _role(node: Node) -> _Role:
 
 
 def _read_elements(nodes: Iterable[Node]) -> _Elements:
-    """Return what is known about the elements that the operations compute."""
+    """Return what is known about the elements that some operations compute.
+
+    The graph is read from these operations downwards, up to operations with one of ``_LAST_ROLES``.
+    """
     roles: dict[Node, _Role] = {}
     is_known = True
     pending = [*nodes]
@@ -358,6 +365,7 @@ def _is_layer(node: Node) -> bool:
     """Return whether an operation is a linear layer: a product with a matrix of parameters."""
     if _operation(node) not in _MATRIX_PRODUCTS:
         return False
+    # The matrix is the last operand. It may be transposed or cast before the product.
     matrix = node.next_functions[-1][0]
     while matrix is not None and _operation(matrix) in _OF_MATRICES:
         matrix = matrix.next_functions[0][0]
@@ -365,19 +373,20 @@ def _is_layer(node: Node) -> bool:
 
 
 def _may_divide_by_number(node: Node) -> bool:
-    """Return whether constant factors may divide elements by the number of elements."""
+    """Return whether constant factors of elements may make a mean of their sum."""
     factors = _constant_factors(node)
     # An empty batch has no factors, and tells nothing.
     if factors is None or factors.numel() == 0:
         return True
     if factors.numel() == 1:
         return factors.item() < _MIN_FACTOR_OF_SUM
-    # Weights that add up to one make a mean of a sum. The division of terms by their number gives
-    # small weights.
+    # The elements have different factors. They make a mean if they add up to one, or if all are
+    # small, as after a division by the number of elements.
     finite_factors = factors.nan_to_num(posinf=0.0)
     largest = finite_factors.max().item()
     total = finite_factors.double().sum().item()
-    return largest < _MIN_ELEMENT_OF_SUM or total < 1.01
+    add_up_to_one = total < 1.01
+    return largest < _MIN_ELEMENT_OF_SUM or add_up_to_one
 
 
 def _constant_factors(node: Node) -> Tensor | None:
@@ -387,10 +396,13 @@ def _constant_factors(node: Node) -> Tensor | None:
         node: a multiplication or a division with one constant operand.
     """
     is_division = _operation(node) == "Div"
+    # An operand without a node in the graph is a constant.
     is_first_constant = node.next_functions[0][0] is None
     if is_division and is_first_constant:
-        return None  # a constant that is divided by a number of the graph
-    constant = saved_constant(node, "self" if is_first_constant else "other")
+        return None  # the constant is divided by the elements, and is no factor of them
+    # torch calls the first operand "self", and the second one "other".
+    constant_name = "self" if is_first_constant else "other"
+    constant = saved_constant(node, constant_name)
     if constant is None:
         return None
     factors = constant.detach().double().abs()
