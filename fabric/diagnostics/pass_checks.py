@@ -13,9 +13,10 @@ __all__ = ["PassChecks"]
 
 
 class PassChecks:
-    """Compares the ranks at the start of each pass in which torch's collectives need all ranks.
+    """Compares the ranks before each forward or backward pass that all ranks must run.
 
-    Without the comparison, a rank that runs such a pass alone waits in a collective of torch.
+    In such a pass, torch issues collectives. Without the comparison, a rank that runs the pass
+    alone waits in a collective of torch.
 
     Args:
         recorder: compares the phases of the ranks, by its ``phase_checks``.
@@ -24,9 +25,9 @@ class PassChecks:
 
     def __init__(self, recorder: FlightRecorder, backward: Hooks) -> None:
         self._recorder = recorder
-        # Whether all ranks must run the next backward pass: the first one after a forward pass with
-        # gradients that all ranks had to run.
-        self._is_backward_shared = False
+        # Whether all ranks must run the next backward pass: since the latest one, all ranks had to
+        # run a forward pass with gradients.
+        self._must_all_run_backward = False
         backward.before.append(self._before_backward)
 
     def watch(self, contract: GradientContract, forward: Hooks) -> None:
@@ -49,8 +50,8 @@ class PassChecks:
     ) -> None:
         """Compare the ranks before a forward pass, if all ranks must run the pass.
 
-        All ranks must run the forward pass of a sharded module, and a forward pass after which the
-        backward pass synchronizes gradients.
+        All ranks must run each forward pass of a sharded module, which gathers parameters. They
+        must also run a forward pass after which the backward pass synchronizes gradients.
 
         Args:
             title: the class of the module.
@@ -61,11 +62,11 @@ class PassChecks:
             CollectiveMismatchError: a rank starts another pass, makes another call, or ends.
         """
         has_gradients = torch.is_grad_enabled()
-        is_shared = is_sharded or (has_gradients and synchronizes())
-        if not is_shared:
+        must_all_run = is_sharded or (has_gradients and synchronizes())
+        if not must_all_run:
             return
         if has_gradients:
-            self._is_backward_shared = True
+            self._must_all_run_backward = True
         self._recorder.check_phase(f"forward of {title}")
 
     def _before_backward(self) -> None:
@@ -74,8 +75,8 @@ class PassChecks:
         Raises:
             CollectiveMismatchError: a rank makes another call, or ends.
         """
-        is_shared = self._is_backward_shared
+        must_all_run = self._must_all_run_backward
         # Reset first, since the comparison may raise.
-        self._is_backward_shared = False
-        if is_shared:
+        self._must_all_run_backward = False
+        if must_all_run:
             self._recorder.check_phase("backward")
