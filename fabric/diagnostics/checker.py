@@ -250,6 +250,7 @@ class CollectiveChecker:
         Raises:
             CollectiveMismatchError: rank 0 makes another call, or ends.
         """
+        # Compared like a barrier with this title, in which only rank 0 has to be.
         collective = Collective(Operation.BARRIER, call=CallDescription(entry.title))
         self.check(entry._replace(members=[0]), collective)
 

@@ -31,7 +31,7 @@ def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
     for rank, state in states.items():
         if state.has_ended:
             ended.add(rank)
-        elif state.awaited is not None:
+        elif state.awaited is not None:  # None if the rank is not known to wait
             waiting.add(rank)
     # For each waiting rank, the ranks that have not come to its call.
     absent_ranks = _absent_ranks(states, waiting)

@@ -200,7 +200,7 @@ class _GradientSamples:
 
     def _tensors_to_sample(self) -> list[Tensor]:
         """Return the parameters of the set-up modules, and the leaves of the losses."""
-        tensors = WeakTensorKeyDictionary()
+        tensors = WeakTensorKeyDictionary()  # as a set: no tensor is returned twice
         # Under FSDP, leaves are gathered tensors, which replace the parameters for a short time.
         is_sharded = any(contract.is_sharded for contract in self._contracts)
         if not is_sharded:
@@ -389,9 +389,9 @@ class HandStepCheck:
     ) -> None:
         """Drop the samples of the parameters that an optimizer steps with. A step pre-hook.
 
-        Their change is no step by hand. There is one exception: nothing averages the gradient of a
-        parameter outside of set-up modules over the ranks, so the next check has to compare it
-        between ranks. Its sample is taken again.
+        The optimizer changes these parameters, so the change is no step by hand. A parameter
+        outside of set-up modules gets a new sample: nothing averages its gradient over the ranks,
+        so the next check compares the parameter between ranks.
 
         Raises:
             UsageError: the optimizer steps with gradients that are not complete.

@@ -180,7 +180,7 @@ class FlightRecorder:
 
         # The record, which only this class and RecordedCommunicator change.
         self.phase: str | None = None
-        # Phases nest. These are the values of `phase` after the end of each open phase.
+        # For each open phase, the phase to return to at its end. Phases nest.
         self._outer_phases: list[str | None] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.latest_key = ""
@@ -331,7 +331,7 @@ class FlightRecorder:
             del self.open_collectives[thread]
 
     def check_signatures(self) -> None:
-        """Compare the signatures of the latest calls between ranks, which are on the device.
+        """Compare the latest calls of the ranks by their signatures, which are on the device.
 
         This waits for the device. Call it only where the program waits for the device anyway.
 

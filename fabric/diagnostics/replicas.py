@@ -239,6 +239,7 @@ class ReplicaComparison:
             forward: the hooks around the module's forward pass.
         """
         self.watched.add_module(contract)
+        # Only backward passes that make comparisons have to know of the forward passes.
         if self._passes_between is not None:
             forward.after.append(partial(self._after_forward, contract.synchronizes))
 
@@ -270,7 +271,13 @@ class ReplicaComparison:
         self._agreed_steps = steps
 
     def _raise_drift(self, request: str, sentences: Sequence[str], steps: int) -> NoReturn:
-        """Raise a ReplicaDriftError, as on all other ranks."""
+        """Raise a ReplicaDriftError, as on all other ranks.
+
+        Args:
+            request: where the comparison takes place.
+            sentences: what differs, and then what may have happened.
+            steps: the number of optimizer steps so far.
+        """
         if self._agreed_steps is None:
             agreement = "the ranks have not been compared before"
         else:

@@ -116,13 +116,13 @@ class StepComparison:
         """Whether all neighbors are peers, so that it does not matter which steps are shared."""
         return self._bypass.peers.issuperset(self._neighbors)
 
-    def check_step(self, step: Step, divides_order: bool) -> None:
+    def check_step(self, step: Step, must_match_iteration: bool) -> None:
         """Publish a step, and raise if a neighbor will not take it.
 
         Args:
             step: the step that this rank is about to take.
-            divides_order: whether the loader draws a new order in each iteration and divides it
-                over the ranks. Then neighbors must take the step in the same iteration.
+            must_match_iteration: whether neighbors must take the step in the same iteration over
+                the loader. This is so if each iteration divides a new order over the ranks.
 
         Raises:
             UsageError: a neighbor has run out of batches, or takes the step in a loop that does not
@@ -130,8 +130,8 @@ class StepComparison:
         """
         self._store.publish("step", step)
         is_of_sharded_module = step.loop.kind != ""
-        if divides_order or is_of_sharded_module:
-            self._check_loops(step, divides_order)
+        if must_match_iteration or is_of_sharded_module:
+            self._check_loops(step, must_match_iteration)
         for neighbor, end in self._read_ends(self._participants(step)):
             is_peer = self._is_peer(neighbor)
             if _would_wait(step.progress, end.progress, is_peer):
@@ -179,7 +179,7 @@ class StepComparison:
                 neighbors.append(neighbor)
         return neighbors
 
-    def _check_loops(self, step: Step, divides_order: bool) -> None:
+    def _check_loops(self, step: Step, must_match_iteration: bool) -> None:
         """Raise if a neighbor takes the same step in a loop that does not match.
 
         Two loops do not match if they run different kinds of passes, or if they are different
@@ -187,8 +187,8 @@ class StepComparison:
 
         Args:
             step: the step that this rank is about to take.
-            divides_order: whether the loader of this rank draws a new order in each iteration and
-                divides it over the ranks.
+            must_match_iteration: whether neighbors must take the step in the same iteration over
+                the loader.
         """
         loop = step.loop
         for neighbor, neighbor_step in self._read_steps(self._participants(step)):
@@ -202,7 +202,7 @@ class StepComparison:
             number = step.progress.comparable_steps(is_peer)
             if neighbor_loop.kind != loop.kind:
                 self._raise_different_kinds(number, loop, neighbor, neighbor_loop)
-            if divides_order and is_same_loader:
+            if must_match_iteration and is_same_loader:
                 raise UsageError(
                     f"step {number} of rank {self._rank}",
                     problem=f"it is in iteration {loop.iteration} over its loader and rank "

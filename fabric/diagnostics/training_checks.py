@@ -116,9 +116,10 @@ class _Fingerprint(NamedTuple):
 class _FingerprintComparison:
     """Compares the replicas of one optimizer between ranks, after each of its first steps.
 
-    The first rank that finishes a step writes its fingerprint to the store. A rank with another
-    fingerprint raises, and writes its own under another key, so that the other ranks raise, too.
-    See ``[Note: Training checks]``. This object does not hold the optimizer.
+    A *fingerprint* has a number for each parameter that has to be equal on all ranks. The first
+    rank that finishes a step writes its fingerprint to the store. A rank with another fingerprint
+    raises, and writes its own under another key, so that the other ranks raise, too. This object
+    does not hold the optimizer. See ``[Note: Training checks]``.
 
     Args:
         class_name: the class of the optimizer, for errors.
@@ -198,12 +199,12 @@ class _FingerprintComparison:
         if self._store.size == 1:
             return
         self._fingerprint = self._compute_fingerprint(optimizer, trained)
+        self._loss_digests = []  # they are in the fingerprint
         if not self._fingerprint.names:
             return
         published = _Published(
             self._store.rank, self._fingerprint.numbers, self._synchronized_backwards
         )
-        self._loss_digests = []
         content = published.to_bytes()
         # Writes this rank's values if no rank has written any. Returns the values in the store.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
@@ -551,6 +552,7 @@ class TrainingChecks:
         have_all_or_none = not without_gradient or without_gradient == trained_in_module
         if have_all_or_none or contract.expects_unused or self._backwards == 0:
             return
+        # Some parameters have got gradients in backward passes, and others have not.
         names = _names_of(contract, without_gradient)
         # DDP, which needs the forward pass, synchronizes only once all parameters have gradients.
         if contract.needs_forward:
@@ -612,7 +614,8 @@ class TrainingChecks:
                 f"{self._class_name} has made {_CHECKED_STEPS} steps without a backward pass, "
                 "which change nothing: fabric.backward(loss) before optimizer.step(), or "
                 f"{_TURN_OFF}",
-                # The line that calls optimizer.step(), as in _check_missing.
+                # The line that calls optimizer.step(): past this method, _before_step and torch's
+                # wrapper of step().
                 stacklevel=4,
             )
 
@@ -723,8 +726,8 @@ class _WindowCheck:
 class SetupChecks:
     """Checks of the first steps of all optimizers, for modules and loaders that are not set up.
 
-    This object also starts the :class:`TrainingChecks` of each set-up optimizer. See ``[Note:
-    Training checks]``.
+    This object also starts the :class:`TrainingChecks` of each set-up optimizer.
+    See ``[Note: Training checks]``.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.
@@ -817,7 +820,7 @@ class SetupChecks:
         self._all_hooks.close()
 
     def _start_checks(self, optimizer: Optimizer, name: str) -> None:
-        """Start the :class:`TrainingChecks` of one optimizer, until they finish or :meth:`close`.
+        """Start the :class:`TrainingChecks` of one optimizer. :meth:`close` ends them.
 
         Args:
             optimizer: the optimizer.
@@ -846,7 +849,7 @@ class SetupChecks:
         """Check for what was not set up. Called by torch before the step of any optimizer."""
         self._step_calls += 1
         if self._step_calls > _CHECKED_STEPS_OF_ALL:
-            return
+            return  # the next backward pass removes this hook
         is_first_step = optimizer not in self._stepped_optimizers
         self._stepped_optimizers.add(optimizer)
         trained = _trainable_parameters(optimizer)
@@ -854,8 +857,7 @@ class SetupChecks:
         if was_set_up:
             self._clipping_check.check(optimizer, _request(optimizer, self._store.rank))
         else:
-            # Raises for an optimizer that could not be set up, such as one of stale parameters.
-            self._check_setup([optimizer])
+            self._check_setup([optimizer])  # raises if it could not be set up
         # A closure computes the gradients within the step, so they cannot be looked at here.
         if not has_closure(args, kwargs):
             self._check_parameters_in_use(optimizer, trained)
@@ -889,12 +891,12 @@ class SetupChecks:
         for other_optimizer in (*self._optimizers, *self._stepped_optimizers):
             in_optimizers |= _ids(_trainable_parameters(other_optimizer))
         for contract in self._contracts:
-            left_out = _ids_with_gradient(contract.parameters().values()) - in_optimizers
-            if left_out:
+            untrained_ids = _ids_with_gradient(contract.parameters().values()) - in_optimizers
+            if untrained_ids:
                 raise UsageError(
                     _request(optimizer, self._store.rank),
                     problem="no gradient has arrived at parameters of it that no set-up module "
-                    f"has, and no optimizer has {_names_of(contract, left_out)}",
+                    f"has, and no optimizer has {_names_of(contract, untrained_ids)}",
                     expected="an optimizer of the parameters that the module has when it is set up",
                     suggestion="optimizer = torch.optim.SGD(model.parameters()) after a layer is "
                     "replaced, then fabric.setup(...)",
@@ -983,12 +985,12 @@ def check_same_model(
         if error is None:
             digest = _digest(root, plan)
         message = torch.tensor(digest, device=communicator.device)
-        digest_of_ranks = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
-    if 0 in digest_of_ranks:
+        rank_digests = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
+    if 0 in rank_digests:
         # Sends the error to all ranks, and raises it on each.
         communicator.gather_objects(None, error=error)
-    for rank, digest_of_rank in enumerate(digest_of_ranks):
-        if digest_of_rank != digest_of_ranks[0]:
+    for rank, rank_digest in enumerate(rank_digests):
+        if rank_digest != rank_digests[0]:
             raise UsageError(
                 f"setup({type(root).__name__}) on rank {communicator.rank}",
                 problem=f"it is another model on rank {rank} than on rank 0: the names, shapes or "

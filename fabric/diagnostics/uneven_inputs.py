@@ -111,6 +111,7 @@ class _Iterations:
     def take_ended(self) -> list[_Iteration]:
         """Return the iterations that have ended since the latest call, the latest one first."""
         ended_iterations: list[_Iteration] = []
+        # The two may be the same iteration. It is returned only once.
         for iteration in (self.latest, self.of_step):
             if iteration is None or iteration.is_end_noticed or not iteration.position.is_finished:
                 continue
@@ -256,12 +257,14 @@ class UnevenInputDetector:
         if not is_shared:
             self._steps.add_unshared_step()
         latest = self._iterations.latest
-        if latest is None:
+        if latest is None:  # no iteration has begun since the latest paused() block
             return
         is_first_step = self._iterations.enter_step()
-        # Ranks whose earlier iterations differed in length may be in different iterations now. So
-        # this is decided before the counts of this iteration are compared.
-        divides_order = is_first_step and latest.count.shuffles and not self._counts.may_differ
+        # After earlier iterations of different lengths, ranks may be in different iterations now.
+        # may_differ is read before the counts of this iteration are compared below.
+        must_match_iteration = (
+            is_first_step and latest.count.shuffles and not self._counts.may_differ
+        )
         iteration_of_step = self._iterations.of_step
         if iteration_of_step is not None and iteration_of_step.count.uncompared_neighbors:
             self._counts.compare(iteration_of_step.count)
@@ -273,7 +276,7 @@ class UnevenInputDetector:
                 is_shared=is_shared,
                 loop=_loop(latest, contract),
             )
-            self._comparison.check_step(step, divides_order)
+            self._comparison.check_step(step, must_match_iteration)
         if self._can_skip_steps(contract):
             self._bypass.report_steps(None)
 
@@ -291,7 +294,7 @@ class UnevenInputDetector:
             self._check_ends(collectives=self._recorder.counts[JOB])
 
     def finish(self) -> None:
-        """Compare progress at the end of the job, like :meth:`check` before a collective."""
+        """Raise at the end of the job if a neighbor takes one more step."""
         # The rank that hosts the store may have finished. Then nothing can be compared.
         with suppress(dist.DistError):
             # The end of the job counts as one more collective.
