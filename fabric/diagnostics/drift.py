@@ -219,7 +219,7 @@ def _describe_groups(difference: _Difference) -> str:
 
 
 def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -> Iterator[str]:
-    """Yield sentences about what may have happened. None if nothing shows.
+    """Yield sentences about what may have happened, as far as the details show it.
 
     Different numbers of steps or different options explain different tensors. So the tensors are
     explained only if the steps and options are equal.
@@ -380,6 +380,7 @@ def position_sums(tensor: Tensor) -> tuple[int, ...]:
     Returns:
         The three sums, and the number of integers in an element of the tensor.
     """
+    # An element of more than 4 bytes is read as several integers.
     integer_type = _INTEGERS[tensor.element_size()]
     integers = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     integers = integers.view(integer_type)

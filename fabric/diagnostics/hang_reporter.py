@@ -221,7 +221,7 @@ class HangReporter:
         rank, in the thread of the collective.
 
         Returns:
-            The lines. Empty if no reason is known within half a second.
+            The lines. Empty if no reason is known within ``_LOSS_TIMEOUT`` seconds.
         """
         deadline = monotonic() + _LOSS_TIMEOUT
         lines: list[str] = []

@@ -183,8 +183,8 @@ class _LossGraph:
             if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
                 return LossReduction(is_mean=True, num_terms=reduction.num_terms)
         if factor < _MIN_FACTOR_OF_SUM:
-            # Any other divisor may be a number of terms, of features or of micro-batches. With a
-            # factor of 0 the loss is no plain sum, by whatever it is multiplied above this node.
+            # The sum is divided by an unknown number, such as one of features or micro-batches. A
+            # factor of 0 stays 0 above this node, so that the loss is not taken for a plain sum.
             factor = 0.0
         return replace(reduction, factor=factor)
 

@@ -209,8 +209,8 @@ class FlightRecorder:
         self.counts[phase] += 1
         outer_phase = self.phase
         if outer_phase == STEP:
-            # Either the step runs this phase in its closure, and issues no collectives afterwards.
-            # Or the step has raised, and torch has not called exit_step().
+            # Either the step has raised, and torch has not called exit_step(). Or the step runs
+            # this phase in its closure. It issues no collectives afterwards, so its phase ends now.
             outer_phase = None
         self._outer_phases.append(outer_phase)
         self.phase = phase

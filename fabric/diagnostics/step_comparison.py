@@ -310,6 +310,8 @@ def _are_same_step(first: Progress, second: Progress, is_peer: bool) -> bool:
 def _would_wait(step: Progress, end: Progress, is_peer: bool) -> bool:
     """Return whether a rank that takes a step would wait for a rank that has run out of batches.
 
+    This is so if the neighbor makes a collective at the point at which the rank takes the step.
+
     Args:
         step: the progress of the rank that takes the step, including the step.
         end: the progress of its neighbor at the first collective after an iteration, including the
@@ -319,6 +321,6 @@ def _would_wait(step: Progress, end: Progress, is_peer: bool) -> bool:
     if step.early_steps != end.early_steps:
         return False
     is_next_step = step.comparable_steps(is_peer) == end.comparable_steps(is_peer) + 1
-    # If the rank has made the collective before the step, both ranks are in order.
+    # A rank that has made the collective before the step is in order.
     lacks_collective = step.collectives < end.collectives
     return is_next_step and lacks_collective

@@ -289,7 +289,7 @@ class _FingerprintComparison:
             published: what the other rank has written to the store after the step.
         """
         different_names: list[str] = []
-        # The lengths may differ: on the other rank, other parameters outside of modules may have
+        # Not strict: on the other rank, another number of parameters outside of modules may have
         # gradients.
         for name, number, other_number in zip(
             self._fingerprint.names,
@@ -954,7 +954,8 @@ class SetupChecks:
             problem: what each process does, and what to write instead.
         """
         message = f"of {self._store.size} processes {problem}; or {_TURN_OFF}"
-        # The line of torch that called _before_step(): past this method and its caller.
+        # The line of torch that calls _before_step(): past this method, its caller and
+        # _before_step().
         warnings.warn(message, stacklevel=4)
 
 

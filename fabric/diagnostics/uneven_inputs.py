@@ -343,7 +343,8 @@ class UnevenInputDetector:
         # For each step, on_step() has to record whether all ranks take it.
         if contract.is_sharded and not self._comparison.has_only_peers:
             return False
-        # The first step of the latest iteration has to be compared. It may still be to come.
+        # The first step of the latest iteration has to be compared. It still comes, unless the
+        # iteration has a step already or has ended.
         return latest is iteration_of_step or latest.position.is_finished
 
     def _check_ends(self, collectives: int) -> None:
