@@ -204,6 +204,7 @@ class _LossGraph:
                 return reduction
         elements = _read_elements(inputs)
         if is_mean:
+            # A weight that is the number of elements confirms that they are the terms.
             is_certain = elements.are_averaged or num_terms == self._weight
         else:
             is_certain = elements.are_summed_up

@@ -345,9 +345,10 @@ class ReplicaComparison:
     def _after_forward(
         self, synchronizes: Callable[[], bool], output: object, error: BaseException | None
     ) -> None:
-        """Let the next backward pass count, if it synchronizes gradients. A ``Hooks.after``.
+        """Let the next backward pass count if it synchronizes gradients.
 
-        All ranks make such a backward pass. A rank may make any other one alone.
+        All ranks make such a backward pass. A rank may make any other one alone. A function of
+        ``Hooks.after``.
 
         Args:
             synchronizes: returns whether a backward pass would synchronize gradients now.
@@ -680,7 +681,7 @@ def _details_of(replica: Replica) -> ReplicaDetails:
     )
     if isinstance(replica.value, str):
         return details._replace(value=replica.value)
-    # Tells a drift that the latest gradients have caused from any other.
+    # The digest of the gradient shows whether ranks have stepped with different gradients.
     grad = None
     if replica.parameter is not None:
         grad = replica.parameter.grad
