@@ -40,6 +40,9 @@ __all__ = [
 ]
 
 
+_SHOWN_DIFFERENCES = 10
+
+
 class World(Protocol):
     """A number of ranks that run a function, as :class:`RankPool` and :class:`ThreadedWorld` do.
 
@@ -70,7 +73,7 @@ class PerRank:
         return f"PerRank({shown_values!r})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # Without this method hypothesis prints the calls that created the value.
+        # Hypothesis calls this method to print a value. Otherwise it prints how it drew the value.
         printer.text(repr(self))
 
 
@@ -162,13 +165,12 @@ def error_report(rank: int, error: BaseException) -> Report:
         # The first frame is fabric's own, which does not help the reader.
         error = error.with_traceback(error.__traceback__.tb_next)
     formatter = traceback.TracebackException.from_exception(error)
-    formatter.__notes__ = None  # otherwise the last item below would be a note
-    # The last item has the type and the message. For a SyntaxError, items with the code come
-    # before.
+    # Without notes, the last item has the type and the message. A SyntaxError has more items.
+    formatter.__notes__ = None
     *_, type_and_message = formatter.format_exception_only()
     first_line, _, _ = type_and_message.partition("\n")
     role = FailureRole.POSSIBLE_CAUSE
-    # True for a lost connection, a timeout or a mismatch of collectives.
+    # A lost connection, a timeout and a mismatch of collectives may follow from another failure.
     if is_secondary(error):
         role = FailureRole.LOST_PEER
     return Report(
@@ -233,8 +235,7 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
         if report is cause:
             continue
         other_outcomes.append(f"rank {report.rank} {report.outcome}")
-        # The traceback of a rank that only lost another rank is left out: there may be many of
-        # them.
+        # Many ranks may have lost the rank that is the cause. Their tracebacks are left out.
         if report.has_failed and report.role < FailureRole.LOST_PEER:
             stacks.append(_titled_stack(report))
     shown_stacks = [stack for stack in stacks if stack]
@@ -246,8 +247,8 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
         # The error indents its first line by two spaces.
         problem="\n  ".join(other_outcomes),
     )
-    # __cause__ is what the interpreter prints. By __context__, hypothesis tells different failures
-    # apart, and shrinks an example of each.
+    # The interpreter prints __cause__. Hypothesis reads __context__ to tell different failures
+    # apart, and then shrinks an example of each failure.
     error.__cause__ = cause.error
     error.__context__ = cause.error
     return error
@@ -256,10 +257,10 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
 def _distance_from_root_cause(report: Report) -> tuple[FailureRole, bool, int]:
     """Return a sort key of failed ranks that puts the most likely root cause first.
 
-    Equally likely ranks are in rank order, and not in the order of time. So the same failure gives
-    the same text in every run, which hypothesis needs.
+    Equally likely ranks are in rank order. So the same failure gives the same text in every run,
+    which hypothesis needs.
     """
-    # A process that was killed or has exited says more about the cause than one that raised.
+    # A process that was killed or has exited is a more likely cause than one that raised.
     has_raised = report.exit_code == 1
     return report.role, has_raised, report.rank
 
@@ -311,11 +312,11 @@ def check_unchanged(
     )
     if lines:
         title = f"{function_name(fn)} has changed its arguments in place"
-        raise AssertionError("\n".join([title, *lines[:10]]))
+        raise AssertionError("\n".join([title, *lines[:_SHOWN_DIFFERENCES]]))
 
 
 def _value_or_type(leaf: object) -> object:
-    """Return a leaf that can be compared, and the type of any other leaf."""
+    """Return a leaf of a type that can be compared. Return the type of any other leaf."""
     if isinstance(leaf, Tensor | float | int | complex | str | bytes | None):
         return leaf
     return type(leaf)
@@ -373,7 +374,9 @@ def assert_same(
     equality = _Equality(rtol, atol, equal_nan, signed_zeros)
     lines = list(_differences(actual, expected, "", equality))
     if lines:
-        raise AssertionError("\n".join([f"{len(lines)} difference(s)", *lines[:10]]))
+        raise AssertionError(
+            "\n".join([f"{len(lines)} difference(s)", *lines[:_SHOWN_DIFFERENCES]])
+        )
 
 
 def differences(
@@ -416,7 +419,7 @@ def _differences(actual: object, expected: object, path: str, equality: _Equalit
     # The children of a collection by name, such as ".left" or "[0]". A leaf has no children.
     actual_children = children(actual)
     expected_children = children(expected)
-    # The keys of a dict, since a set has no order.
+    # The names in order: those of `actual`, then those that only `expected` has.
     all_names = list(actual_children | expected_children)
     for name in all_names:
         child_path = f"{path}{name}"
@@ -440,20 +443,18 @@ def _shortened(value: object) -> str:
 
 
 def _is_same_leaf(actual: Any, expected: Any, equality: _Equality) -> bool:
-    """Return whether two leaves are equal or both NaN or, as numbers, within the tolerance.
+    """Return whether two leaves of one type, which are not tensors, are equal.
 
-    The leaves are of one type, and are not tensors.
+    Numbers also count as equal within the tolerance, or if both are NaN.
     """
-    has_sign = isinstance(actual, float | complex)
-    is_sign_checked = has_sign and equality.signed_zeros
-    if actual == expected and not is_sign_checked:
-        return True
-    if has_sign:
-        # As tensors, so that numbers and the elements of tensors follow the same rules.
+    if isinstance(actual, float | complex):
+        # Tensors are made of the numbers, so that both follow the same rules.
         wide_dtype = torch.complex128 if isinstance(actual, complex) else torch.float64
         numbers = torch.tensor([actual, expected], dtype=wide_dtype)
         return not _is_wrong(numbers[0], numbers[1], equality).item()
-    # Only NaN is not equal to itself.
+    if actual == expected:
+        return True
+    # A number of another library, such as Decimal: only NaN is not equal to itself.
     return equality.equal_nan and actual != actual and expected != expected
 
 
@@ -505,4 +506,5 @@ def _tensor_difference(actual: Tensor, expected: Tensor, equality: _Equality) ->
 
 
 def _dtype_and_shape(tensor: Tensor) -> str:
+    """Return the dtype and the shape of a tensor as text, such as ``"float32 (2, 3)"``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -46,9 +46,9 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     """Check that communicators behave as :class:`fabric.communicators.Communicator` documents.
 
     Args:
-        run: calls a function on all ranks with the communicator of the rank, and raises if the
-            function raises on any rank, such as
-            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The checks
+        run: calls a function on all ranks, each with its own communicator, and raises if the
+            function raises on any rank. For example
+            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The functions
             are module-level functions, so that they can be pickled.
 
     Raises:
@@ -161,7 +161,7 @@ def failures_as_assertion_errors(check: Callable[..., None]) -> Iterator[None]:
     """Replace an error of the block by an AssertionError that names the check.
 
     Args:
-        check: the function that the block calls. It raises if what its docstring says is not true.
+        check: the function that the block calls. Its docstring says what it checks.
 
     Raises:
         AssertionError: the block raised. The text is the docstring of the check, and the cause is
@@ -184,8 +184,8 @@ def _check_oracles(communicator: Communicator) -> None:
     """
     rank = communicator.rank
     for dtype, shape in product(_DTYPES, _SHAPES):
-        # One tensor per rank for all_reduce and all_gather. For all_to_all and reduce_scatter, one
-        # tensor per rank with a row for each rank.
+        # all_reduce and all_gather take a tensor on each rank. all_to_all and reduce_scatter take a
+        # tensor that has a row for each rank.
         values = _rank_values(communicator.size, dtype, shape)
         values_with_rows = _rank_values(communicator.size, dtype, (communicator.size, *shape))
         value = values[rank].clone()
@@ -218,7 +218,7 @@ def _check_roots(communicator: Communicator) -> None:
     rank = communicator.rank
     for root, shape in product(range(communicator.size), _SHAPES):
         values = _rank_values(communicator.size, torch.float32, shape)
-        # The root gathers these rows, and also scatters them.
+        # The root has to gather these rows. Then it scatters the rows.
         rows_of_root = None
         if rank == root:
             rows_of_root = torch.stack(values)
@@ -271,7 +271,7 @@ def _check_objects(communicator: Communicator) -> None:
 def _check_groups(communicator: Communicator) -> None:
     """Check that groups number their members in ascending order, and refuse wrong members."""
     all_ranks = list(range(communicator.size))
-    # The members of each group: all ranks in descending order, every second rank, and single ranks.
+    # All ranks in descending order, the even ranks, the odd ranks, and each rank alone.
     selections = [all_ranks[::-1], all_ranks[::2]]
     if len(all_ranks) > 1:
         selections.append(all_ranks[1::2])
@@ -348,7 +348,7 @@ def _check_training(fabric: Fabric) -> None:
     prepared = prepared_module(module)
     state = fabric.strategy.get_module_state_dict(prepared)
     assert_same(dict(state), dict(plain_module.state_dict()), rtol=1e-10, atol=1e-12)
-    # Loading the initial state undoes the training.
+    # Loading the initial state has to undo the training.
     initial_module, _ = _seeded_model()
     initial_state = initial_module.state_dict()
     fabric.strategy.load_module_state_dict(prepared, initial_state)
@@ -366,8 +366,8 @@ def _seeded_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 def _rank_values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
     """Return one tensor per rank. All ranks compute the same list.
 
-    The elements are integers from 0 to 4, whose sums and products over a few ranks are exact in
-    every dtype.
+    The elements are integers from 0 to 4 in every dtype. Their sums and products over a few ranks
+    are exact.
     """
     indices = torch.arange(torch.Size(shape).numel())
     values: list[Tensor] = []

@@ -103,13 +103,13 @@ def _check_conversion(precision: Precision, device_type: str) -> None:
 def _check_forward_context(precision: Precision, device_type: str) -> None:
     """Check that each Precision.forward_context is new and restores the modes of torch."""
     modes_before = _modes(device_type)
-    # A precision might return the same context again. So contexts are entered twice, and one within
-    # another.
+    # A precision that always returns one context object fails here: contexts are entered again, and
+    # one within another.
     for _ in range(2):
         with precision.forward_context(device_type), precision.forward_context(device_type):
             pass
         assert_same(_modes(device_type), modes_before)
-        # An error in the forward pass must leave the context, too, and the modes be restored.
+        # The modes are restored after an error in the forward pass, too.
         with _assert_raises(KeyError), precision.forward_context(device_type):
             raise KeyError
         assert_same(_modes(device_type), modes_before)
@@ -128,9 +128,9 @@ def _modes(device_type: str) -> dict[str, Any]:
 def _train_three_steps(fabric: Fabric) -> dict[str, Any]:
     """Return the losses of three training steps on a global batch, as means over the ranks.
 
-    The device and the precision are those of ``fabric``. Collective: a step function for
-    :func:`assert_equivalent`, which runs it on different numbers of ranks and compares the results.
-    The global batch is the same for all numbers of ranks, so the mean losses have to be the same.
+    Collective. :func:`assert_equivalent` calls this function on each rank of jobs of several sizes,
+    and compares the results. Every job has the same global batch, so the mean losses have to be the
+    same.
     """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -139,14 +139,13 @@ def _train_three_steps(fabric: Fabric) -> dict[str, Any]:
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     losses = []
     for _ in range(3):
-        # Squared in float32: the output may have a low precision.
+        # The loss is computed in float32, since the output may have a low precision.
         loss = model(fabric.to_device(inputs)).float().square().mean()
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").cpu())
-    # The mean losses are the same on all ranks. They are gathered because a gather waits for all
-    # ranks, as a barrier does: no rank ends before all ranks have finished their steps.
+    # The gather waits for all ranks, so that no rank ends before the others have finished.
     last_losses = fabric.all_gather(losses[-1])
     assert last_losses.isfinite().all(), f"the loss is {losses[-1]}"
     return {"losses": losses}
@@ -176,7 +175,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def _check_hardware(accelerator: Accelerator) -> None:
     """Check that an accelerator is stateless, has a name of torch, and counts its devices."""
-    # Called for its error: torch raises for a device type that it does not know.
+    # Called only for the error that torch raises for an unknown device type.
     torch.device(accelerator.name)
     count = accelerator.device_count()
     assert isinstance(count, int), f"device_count() is {count!r}"
@@ -217,7 +216,7 @@ def _check_training_on_device(accelerator: Accelerator) -> None:
             losses.append(_train_three_steps(fabric)["losses"])
     losses_on_device, losses_on_cpu = losses
     assert_same(losses_on_device, losses_on_cpu, rtol=1e-4, atol=1e-5)
-    # These methods have no result to compare. They are called to see that they raise no error.
+    # These methods have no result to compare. The check is that they raise no error.
     accelerator.release()
     accelerator.return_freed_memory()
 
@@ -389,6 +388,7 @@ def _check_connected_ranks(launcher: Launcher, size: int) -> None:
 
 
 def _sum_of_ranks(fabric: Fabric) -> int:
+    """Return the sum of the numbers of all ranks. Collective."""
     return fabric.all_reduce(fabric.global_rank, reduce_op="sum")
 
 
@@ -447,7 +447,7 @@ def _check_round_trip(checkpoint_io: CheckpointIO, folder: Path) -> None:
     assert_same(state, expected)  # save() has not changed its argument
     loaded = checkpoint_io.load(path)
     assert_same(loaded, expected)
-    # A change of what was loaded must not change the file, as it could with mapped memory.
+    # A format that maps the file into memory must not write changes of the tensor into the file.
     loaded["model"]["weight"].add_(1)
     assert_same(checkpoint_io.load(path), expected)
 
@@ -485,7 +485,7 @@ def _check_truncated(checkpoint_io: CheckpointIO, folder: Path) -> None:
     paths_before = set(folder.rglob("*"))
     checkpoint_io.save({"tensor": torch.arange(1000.0)}, path)
     checkpoint_io.wait()
-    # A checkpoint may be a file or a folder. The largest of its files has the tensor.
+    # A checkpoint may be a file or a folder of files. The largest file has the tensor.
     new_files = filter(Path.is_file, set(folder.rglob("*")) - paths_before)
     largest_file = max(new_files, key=_size_of_file)
     os.truncate(largest_file, _size_of_file(largest_file) // 2)
@@ -494,6 +494,7 @@ def _check_truncated(checkpoint_io: CheckpointIO, folder: Path) -> None:
 
 
 def _size_of_file(file: Path) -> int:
+    """Return the size of a file in bytes."""
     return file.stat().st_size
 
 
@@ -510,13 +511,13 @@ class _MakesFolder:
 def _check_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
     """Check that CheckpointIO.load runs no code of the file. save may refuse such an object."""
     path = folder / "code"
-    # Unpickling the object would make this folder.
+    # This folder is made if the object is unpickled.
     evidence = folder / "code-has-run"
     try:
         checkpoint_io.save({"object": _MakesFolder(str(evidence))}, path)
         checkpoint_io.wait()
         checkpoint_io.load(path)
-    except Exception:  # noqa: BLE001 - any refusal will do
+    except Exception:  # noqa: BLE001 - save and load may refuse the object by any error
         pass
     assert not evidence.exists(), "loading the checkpoint has run code"
 

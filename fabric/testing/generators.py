@@ -75,7 +75,7 @@ _NUMBER_DTYPES = (torch.float64, torch.int64, torch.bool)  # the dtypes of Pytho
 
 
 def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
-    """Draw numbers of ranks. Small numbers are simpler."""
+    """Draw numbers of ranks. Hypothesis shrinks a failing example to a small number."""
     return st.integers(min_size, max_size)
 
 
@@ -89,7 +89,7 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
     """Draw disjoint groups that together have all ranks of a world."""
 
     def ranks_by_label(labels: list[int]) -> list[list[int]]:
-        """Return the groups of ranks with equal labels. Item ``r`` is the label of rank ``r``."""
+        """Group the ranks that have equal labels. Item ``r`` is the label of rank ``r``."""
         ranks_of_label: dict[int, list[int]] = {label: [] for label in sorted(labels)}
         for rank, label in enumerate(labels):
             ranks_of_label[label].append(rank)
@@ -151,10 +151,10 @@ def tensors(
             Otherwise floats are any numbers from -1,000 to 1,000.
         special_values: whether floats may also be -0.0, NaN and infinities.
     """
-    values = _Values(exact, special_values)
-    # Tensors are drawn in two steps: first a strategy for one dtype, shape and layout, and then a
-    # tensor from this strategy.
-    strategies = _tensor_strategies(dtype, shape, layout, values)
+    float_options = _FloatOptions(exact, special_values)
+    # First a strategy for one dtype, shape and layout is drawn. flatmap() then draws a tensor from
+    # this strategy.
+    strategies = _tensor_strategies(dtype, shape, layout, float_options)
     return strategies.flatmap(lambda strategy: strategy)
 
 
@@ -164,8 +164,9 @@ def numbers(*, special_values: bool = False) -> st.SearchStrategy[complex]:
     Args:
         special_values: whether floats may also be -0.0, NaN and infinities.
     """
-    values = _Values(special_values=special_values)
-    return _number_strategies(_NUMBER_DTYPES, values).flatmap(lambda strategy: strategy)
+    float_options = _FloatOptions(special_values=special_values)
+    # First a strategy for numbers of one type is drawn. flatmap() then draws a number from it.
+    return _number_strategies(_NUMBER_DTYPES, float_options).flatmap(lambda strategy: strategy)
 
 
 def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStrategy[Tree]:
@@ -180,7 +181,10 @@ def trees(leaves: st.SearchStrategy[Leaf], max_leaves: int = 5) -> st.SearchStra
     keys = st.sampled_from(["a", "b", "c", 0, 1])
 
     def collections_of(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-        """Return a strategy for collections with the given children. Hypothesis calls it."""
+        """Return a strategy for collections with these children.
+
+        Hypothesis calls this function with a strategy for leaves, and then for nested collections.
+        """
         any_list = st.lists(children, max_size=3)
         any_dict = st.dictionaries(keys, children, max_size=3)
         any_tuple = st.tuples(children, children)
@@ -225,14 +229,14 @@ def per_rank_tensors(
         default_shapes = _SHAPES_WITH_ROWS
     common_shape = draw(_as_strategy(shape, default_shapes))
     drawn_dtype = draw(_as_strategy(dtype))
-    values = _Values(exact, special_values)
+    float_options = _FloatOptions(exact, special_values)
     rank_tensors: list[Tensor] = []
     for _ in range(size):
         rank_shape = common_shape
         if ragged:
             rank_shape = (draw(_LENGTHS), *common_shape[1:])
         layout = draw(_ANY_LAYOUT)
-        rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, values)))
+        rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, float_options)))
     return PerRank(rank_tensors)
 
 
@@ -256,17 +260,17 @@ def per_rank_trees(
         max_leaves: the approximate maximum number of leaves.
         special_values: whether floats may also be -0.0, NaN and infinities.
     """
-    values = _Values(special_values=special_values)
-    # A leaf is drawn in two steps: first a strategy for values of one dtype and shape, which all
-    # ranks have in common, and then a value from this strategy for each rank.
+    float_options = _FloatOptions(special_values=special_values)
+    # First a strategy for a leaf of one dtype and shape is drawn, which all ranks have in common.
+    # flatmap() then draws a leaf for each rank from this strategy.
     strategies: st.SearchStrategy[Leaf] = _tensor_strategies(
-        dtypes(reduce_op), shape=None, layout=None, values=values
+        dtypes(reduce_op), shape=None, layout=None, float_options=float_options
     )
     number_dtypes = list(_NUMBER_DTYPES)
     if reduce_op is not None:
         number_dtypes = [dtype for dtype in _NUMBER_DTYPES if dtype in _DTYPES_OF_OP[reduce_op]]
     if with_numbers and number_dtypes:
-        strategies |= _number_strategies(number_dtypes, values)
+        strategies |= _number_strategies(number_dtypes, float_options)
     per_rank_leaves = strategies.flatmap(lambda strategy: per_rank(strategy, size))
 
     def split_by_rank(tree: Tree) -> PerRank:
@@ -286,12 +290,13 @@ def tensor_of(
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
 
 
-class _Values(NamedTuple):
-    """The floats that are drawn; see the notes at the top of the module.
+class _FloatOptions(NamedTuple):
+    """Which floats are drawn; see the notes at the top of the module.
 
     Attributes:
-        exact: whether sums are exact; see ``[Note: Exact values]``.
-        special_values: whether there are special values; see ``[Note: Special values]``.
+        exact: whether floats are multiples of 0.25 from -4 to 4, whose sums are exact. Otherwise
+            they are any numbers from -1,000 to 1,000.
+        special_values: whether floats may also be -0.0, NaN and infinities.
     """
 
     exact: bool = True
@@ -307,9 +312,9 @@ _LENGTHS = st.integers(0, 3)
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
     """Return the values of a tensor in another memory layout.
 
-    A tensor whose shape does not allow the layout is returned unchanged. The storage may have
-    elements that do not belong to the result. They have a fill value, so that a test notices a
-    collective that reads them.
+    A tensor whose shape does not allow the layout is returned unchanged. Elements of the storage
+    that do not belong to the result have a fill value, so that a test notices a collective that
+    reads such elements.
 
     Args:
         tensor: any tensor.
@@ -336,96 +341,96 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 # drawing from the strategy.
 @functools.lru_cache(maxsize=4096)
 def _tensors_of(
-    dtype: torch.dtype, shape: tuple[int, ...], layout: str, values: _Values
+    dtype: torch.dtype, shape: tuple[int, ...], layout: str, float_options: _FloatOptions
 ) -> st.SearchStrategy[Tensor]:
     """Return a strategy for tensors of one dtype, shape and layout. See :func:`tensors`."""
     count = torch.Size(shape).numel()
-    elements = st.lists(_element_strategy(dtype, values), min_size=count, max_size=count)
-    # Built by a public function, since hypothesis prints this call for a failing example.
+    elements = st.lists(_element_strategy(dtype, float_options), min_size=count, max_size=count)
+    # For a failing example, hypothesis prints the call of tensor_of(), which is public.
     return st.builds(
         tensor_of, elements, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout)
     )
 
 
 def _tensor_strategies(
-    dtype: Any, shape: Any, layout: Any, values: _Values
+    dtype: Any, shape: Any, layout: Any, float_options: _FloatOptions
 ) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
-    """Draw a strategy for tensors of one dtype, shape and layout, which are drawn first.
+    """Return a strategy that draws strategies for tensors, each of one dtype, shape and layout.
 
-    A caller that draws several tensors from one such strategy gets tensors of one dtype and shape.
+    Several tensors that are drawn from one of the inner strategies have equal dtypes and shapes.
 
     Args:
         dtype: as for :func:`tensors`.
         shape: as for :func:`tensors`.
         layout: as for :func:`tensors`.
-        values: the floats that are drawn.
+        float_options: which floats are drawn.
     """
     return st.builds(
         _tensors_of,
         _as_strategy(dtype),
         _as_strategy(shape, default=_ANY_SHAPE),
         _as_strategy(layout, default=_ANY_LAYOUT),
-        st.just(values),
+        st.just(float_options),
     )
 
 
 def _number_strategies(
-    number_dtypes: Sequence[torch.dtype], values: _Values
+    number_dtypes: Sequence[torch.dtype], float_options: _FloatOptions
 ) -> st.SearchStrategy[st.SearchStrategy[Any]]:
-    """Draw a strategy for Python numbers of one type.
+    """Return a strategy that draws strategies for Python numbers, each for one type of numbers.
 
     Args:
-        number_dtypes: the dtypes of the numbers, from which the type is drawn.
-        values: the floats that are drawn.
+        number_dtypes: torch's dtypes of the types of numbers.
+        float_options: which floats are drawn.
     """
-    return st.sampled_from(number_dtypes).map(lambda dtype: _element_strategy(dtype, values))
+    return st.sampled_from(number_dtypes).map(lambda dtype: _element_strategy(dtype, float_options))
 
 
 def _tree_of_rank(tree: Tree, rank: int) -> Tree:
     """Return the collection of one rank, from a collection whose leaves are PerRank.
 
-    The order of the keys in each dict differs between ranks. So a collective that relied on the
-    insertion order would fail its test.
+    In each dict, the order of the keys differs between ranks. So a test notices a collective that
+    relies on the insertion order.
     """
 
     def value_of_rank(node: Tree) -> Tree:
         """Return this rank's value of a leaf, or a dict with its keys in this rank's order."""
         if isinstance(node, PerRank):
             return node.values[rank]
-        # The node is a dict. On rank r its order begins with key r.
+        # The node is a dict. On rank r its items are rotated by r.
         items = deque(node.items())
         items.rotate(-rank)
         return {key: _tree_of_rank(value, rank) for key, value in items}
 
-    # map_leaves would keep the order of a dict, so dicts count as leaves here.
+    # A dict counts as a leaf, since map_leaves() keeps the order of dicts that are collections.
     return map_leaves(value_of_rank, tree, is_leaf=lambda node: isinstance(node, dict))
 
 
 @functools.cache
-def _element_strategy(dtype: torch.dtype, values: _Values) -> st.SearchStrategy[Any]:
+def _element_strategy(dtype: torch.dtype, float_options: _FloatOptions) -> st.SearchStrategy[Any]:
     """Return a strategy for Python numbers that are elements of a tensor of a dtype.
 
     Args:
         dtype: the dtype.
-        values: the floats that are drawn.
+        float_options: which floats are drawn.
     """
     if dtype is torch.bool:
         return st.booleans()
     if dtype.is_complex:
-        # Without special values: torch's quotient of an infinite complex number may be NaN.
-        floats = _element_strategy(torch.float32, _Values(exact=values.exact))
+        # Special values are left out: an infinite complex number may become NaN in torch.
+        floats = _element_strategy(torch.float32, _FloatOptions(exact=float_options.exact))
         return st.builds(complex, floats, floats)
     if not dtype.is_floating_point:
         # An eighth of the range, so that the sum of eight values does not overflow.
         limits = torch.iinfo(dtype)
         return st.integers(limits.min // 8, limits.max // 8)
-    if values.exact:
+    if float_options.exact:
         floats = st.integers(-16, 16).map(lambda quarters: quarters / 4)
     else:
-        # The number of bits in which hypothesis draws exact floats, by the bytes of the dtype.
+        # Hypothesis draws floats that a type of this many bits can represent.
         width = {2: 16, 4: 32}.get(dtype.itemsize, 64)
         floats = st.floats(-1000.0, 1000.0, width=width)  # type: ignore[arg-type]
-    if values.special_values:
+    if float_options.special_values:
         floats |= st.sampled_from(_SPECIAL_VALUES)
     return floats
 

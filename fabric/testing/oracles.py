@@ -113,7 +113,7 @@ def reduce_scatter(
         TypeError: a leaf is no tensor, and so has no rows.
     """
     if callable(reduce_op):
-        return [reduce(reduce_op, rows) for rows in _exchanged(values)]
+        return [reduce(reduce_op, rows) for rows in _objects_by_receiver(values)]
     return _on_each_rank(values, lambda rank, leaves: _reduce(_rows(leaves, rank), reduce_op))
 
 
@@ -131,7 +131,7 @@ def all_to_all(values: Sequence[Tree], *, objects: bool = False) -> list[Tree]:
         TypeError: a leaf is no tensor, and so has no rows.
     """
     if objects:
-        return _exchanged(values)
+        return _objects_by_receiver(values)
     return _on_each_rank(values, lambda rank, leaves: torch.stack(_rows(leaves, rank)))
 
 
@@ -212,8 +212,8 @@ def _on_each_rank(
             result of the leaf on the rank.
 
     Returns:
-        One result per rank, in the structure of the rank's value. Leaves that are neither tensors
-        nor numbers are the rank's own.
+        One result per rank, in the structure of the rank's value. A leaf that is neither a tensor
+        nor a number is returned unchanged to its rank.
     """
     leaves_of_ranks: list[Sequence[Leaf]] = []
     structures: list[Structure] = []
@@ -234,11 +234,11 @@ def _on_each_rank(
     return results
 
 
-def _exchanged(values: Sequence[Any]) -> list[Any]:
-    """Return, for each rank, the list of the objects that all ranks have for it.
+def _objects_by_receiver(values: Sequence[Any]) -> list[Any]:
+    """Return, for each receiving rank, the list of the objects that all ranks send to that rank.
 
     Args:
-        values: for each rank, a sequence of one object per rank.
+        values: for each sending rank, a sequence of one object per receiving rank.
     """
     results: list[Any] = []
     for receiver in range(len(values)):
@@ -266,7 +266,7 @@ def _rows(leaves: Sequence[Leaf], index: int) -> list[Leaf]:
 def _reduce(leaves: Sequence[Leaf], reduce_op: str) -> Leaf:
     """Return the reduction of a leaf over ranks, with the type and the dtype of the leaf.
 
-    The mean of integers is a floating-point number, which is not rounded to an integer.
+    Only the mean of integers has another type: a floating-point number.
 
     Args:
         leaves: the leaf on each rank: tensors of one shape and dtype, or numbers of one type.

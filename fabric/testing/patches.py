@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fabric.launchers.serialize import Call, load
 
-__all__ = ["Patch", "applied", "is_test_module", "replaced_attributes", "runner_module_of"]
+__all__ = ["Patch", "applied", "is_test_module", "replaced_attributes", "test_module_of"]
 
 
 class Patch(NamedTuple):
@@ -37,8 +37,8 @@ def applied(patches: Sequence[Patch]) -> Iterator[None]:
     Args:
         patches: the attributes. A later patch of the same attribute wins.
     """
-    # All values are loaded before the first attribute is replaced: a value may refer to an original
-    # by name, for example a function that wraps the original.
+    # All values are loaded before the first attribute is replaced. A value may refer to an original
+    # by name: for example, a function that wraps the original.
     modules: list[ModuleType] = []
     values: list[Any] = []
     for patch in patches:
@@ -53,10 +53,13 @@ def applied(patches: Sequence[Patch]) -> Iterator[None]:
         yield
 
 
-def runner_module_of(value: object) -> ModuleType | None:
-    """Return the module of a function, class or instance if pytest has loaded it, else None."""
+def test_module_of(value: object) -> ModuleType | None:
+    """Return the test module that defines a function or the class of an instance, or None.
+
+    A ``functools.partial`` stands for its function.
+    """
     function = value
-    # A Mock has every attribute, so only a functools.partial is asked for its function.
+    # The type is checked first, since a Mock also has an attribute `func`, as it has every one.
     if type(value).__module__ == "functools":
         function = getattr(value, "func", value)
     name = getattr(function, "__module__", None)
@@ -67,7 +70,7 @@ def runner_module_of(value: object) -> ModuleType | None:
 
 
 def is_test_module(module: ModuleType) -> bool:
-    """Return whether pytest has loaded a module."""
+    """Return whether pytest has loaded a module itself, such as a test module or conftest.py."""
     spec = getattr(module, "__spec__", None)
     loader = getattr(spec, "loader", None)
     # pytest rewrites the assertions of test modules, and so has a loader of its own.
@@ -77,8 +80,9 @@ def is_test_module(module: ModuleType) -> bool:
 def replaced_attributes(fn: Callable[..., Any]) -> list[tuple[str, str]]:
     """Return attributes of modules that were replaced in this process, as (module, attribute).
 
-    An attribute counts as replaced if its value is a mock, or a function of a test module. Other
-    values, such as numbers, do not show where they come from.
+    A warning tells the user that the ranks still have the originals. An attribute counts as
+    replaced if its value is a mock, or a function of a test module. Other values, such as numbers,
+    do not show where they come from.
 
     Args:
         fn: the function whose modules are searched; see :func:`_modules_used_by`.
@@ -94,25 +98,31 @@ def replaced_attributes(fn: Callable[..., Any]) -> list[tuple[str, str]]:
 def _is_replacement(value: object, module_name: str) -> bool:
     """Return whether a value of a module is a mock, or a function of a test module.
 
-    Only the type of the value is asked, since objects of modules may warn if an attribute is read.
+    isinstance() and attributes are avoided for values of unknown type: some objects warn if an
+    attribute is read.
     """
     if type(value) is FunctionType:
-        # The first condition is for speed: it is false for most functions.
-        is_foreign = _package_of(value.__module__) != _package_of(module_name)
-        # pytest also loads its plugins itself, such as hypothesis, which are installed packages.
+        # Most functions are in their own package, which is quick to find out.
+        is_of_same_package = _package_of(value.__module__) == _package_of(module_name)
+        if is_of_same_package:
+            return False
+        # pytest also loads plugins itself, such as hypothesis. They are installed packages.
         is_installed = "site-packages" in value.__code__.co_filename
-        return is_foreign and not is_installed and runner_module_of(value) is not None
+        return not is_installed and test_module_of(value) is not None
+    # Nothing is a mock if unittest.mock was not imported.
     mock = sys.modules.get("unittest.mock")
     return mock is not None and issubclass(type(value), mock.NonCallableMock)
 
 
 def _modules_used_by(fn: Callable[..., Any]) -> list[ModuleType]:
-    """Return ``torch.distributed``, the modules that a function uses, and those that they use.
+    """Return the modules in which a replaced attribute may change what a function does.
 
-    - The function uses its own module, the modules that it names, and the modules that define the
+    - ``torch.distributed``.
+    - The function's own module, the modules that it names, and the modules that define the
       functions and classes that it names. Test modules are left out: their functions are sent by
       value.
-    - Of the modules that these use, only those of the same package are returned, for speed.
+    - The modules of the same package that these modules name. Other packages are left out for
+      speed.
 
     Args:
         fn: a function, or a ``functools.partial`` of a function. Other objects name no modules.
@@ -139,7 +149,7 @@ def _modules_used_by(fn: Callable[..., Any]) -> list[ModuleType]:
 
 
 def _name_of_module(value: object) -> str:
-    """Return the name of a module, or of the module of a function or class, or ""."""
+    """Return the name of a module, or of the module that defines a function or class, or ""."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, FunctionType | type):
@@ -148,6 +158,9 @@ def _name_of_module(value: object) -> str:
 
 
 def _package_of(module_name: str | None) -> str:
-    """Return the name of the top-level package. A function made by hand may have no module."""
+    """Return the name of the top-level package, or "" for None.
+
+    The name is None for a function that was made without a module.
+    """
     package, _, _ = (module_name or "").partition(".")
     return package

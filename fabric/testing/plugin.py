@@ -36,6 +36,7 @@ class RankPools:
             size: the number of ranks.
             **options: arguments of :class:`fabric.testing.RankPool`.
         """
+        # The text of the options is hashable, even if an option is not.
         key = (size, repr(sorted(options.items())))
         if key not in self._pools:
             self._pools[key] = self._stack.enter_context(RankPool(size, **options))
@@ -50,8 +51,8 @@ class RankPools:
 def rank_pool() -> Iterator[RankPools]:
     """Provide a function that returns the pool of a number of ranks, with options of RankPool.
 
-    The whole session shares one pool of each size. A pool starts its processes at its first call of
-    ``run``. They end with the session.
+    All tests of the session share one pool for each size and options. The processes of a pool start
+    at the first call of ``run``, and end with the session.
     """
     with ExitStack() as stack:
         yield RankPools(stack)
@@ -59,12 +60,12 @@ def rank_pool() -> Iterator[RankPools]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """Run a test, and remove the lines of fabric from the explanation of hypothesis, if it fails.
+    """Run a test. If it fails, remove the lines of fabric from the explanation of hypothesis.
 
-    Hypothesis lists the lines that only failing examples have run. Those of :func:`assert_same`
-    and of :class:`RankPool` say nothing about the code that is tested.
+    Hypothesis lists the lines that only failing examples have run. Lines of fabric, such as those
+    of :func:`assert_same`, say nothing about the code that is tested.
     """
-    __tracebackhide__ = True
+    __tracebackhide__ = True  # pytest does not show this frame
     try:
         return (yield)
     except Exception as error:
@@ -73,9 +74,10 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 
 def _shorten_explanation(error: BaseException) -> None:
-    """Remove the lines of fabric from the notes of an error, and of the errors of a group.
+    """Remove the lines of fabric from the notes of an error, in place.
 
-    Hypothesis raises a group if examples fail in different ways.
+    Hypothesis raises a group of errors if examples fail in different ways. Then the notes of all
+    members are shortened.
     """
     notes = getattr(error, "__notes__", None)
     if notes:
@@ -99,12 +101,12 @@ def _without_lines_of_fabric(notes: list[str]) -> list[str]:
             has_removed_line = True
         else:
             kept_notes.append(note)
-    # Without its lines the explanation ends with its sentence, or with the number of lines that are
-    # not shown.
     if has_removed_line:
+        # The whole explanation is removed if no line of code remains. After the title and the
+        # sentence, there may still be "(and 3 more lines with ...)".
         start = kept_notes.index("Explanation:")
-        lines = kept_notes[start + 2 :]
-        has_only_a_count = all(line.strip().startswith("(and ") for line in lines)
-        if has_only_a_count:
+        remaining_lines = kept_notes[start + 2 :]
+        is_empty = all(line.strip().startswith("(and ") for line in remaining_lines)
+        if is_empty:
             del kept_notes[start:]
     return kept_notes

@@ -60,7 +60,7 @@ from fabric.testing.patches import (
     applied,
     is_test_module,
     replaced_attributes,
-    runner_module_of,
+    test_module_of,
 )
 from fabric.testing.rank_warnings import (
     RankWarning,
@@ -76,18 +76,21 @@ __all__ = ["Group", "RankPool"]
 
 _START_TIMEOUT = 120.0  # seconds for the ranks to connect
 _COLLECT_TIMEOUT = 0.15  # seconds for the other ranks to answer after one has failed
-# Seconds for the rank that caused a failure to answer, if all known failures are consequences.
+# Seconds for the rank that is the cause to answer, if the known failures follow from its failure.
 _CAUSE_TIMEOUT = 5.0
 _EXIT_TIMEOUT = 1.0  # seconds for the ranks to exit by themselves
 _STACK_TIMEOUT = 5.0  # seconds for a hanging rank to write its stack
-_IDLE_TIME = 0.2  # seconds for which ranks are watched that may be idle
-# The share of a core that idle ranks use at most: their threads wake up to poll.
+_IDLE_TIME = 0.2  # seconds over which the processor time of ranks is measured
+# Ranks that use at most this share of a core are idle. Their threads wake up to poll.
 _IDLE_LOAD = 0.11
 _PIPE_SIZE = 1 << 16  # bytes that can be sent before the receiver reads
 
 
 class Group(NamedTuple):
-    """An argument of a call that is a process group on the ranks; see :meth:`RankPool.group`."""
+    """An argument of ``run`` for which each rank is passed a process group of these ranks.
+
+    :meth:`RankPool.group` makes it.
+    """
 
     ranks: tuple[int, ...]
 
@@ -113,7 +116,7 @@ class _Reply(NamedTuple):
     """The answer of a rank to a call.
 
     Attributes:
-        report: what happened, without the error.
+        report: what happened. Its field ``error`` is None, since the error is the payload.
         payload: the pickled result or error. Empty if the error cannot be pickled.
         warnings: the pickled warnings of the call. Empty if there are none.
     """
@@ -178,14 +181,14 @@ class RankPool:
         self._reset = reset
         self._debug = debug
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
-        # The fabric is sent to the ranks. It is created here, so that invalid options raise at
-        # once.
+        # The ranks get copies of this fabric. Invalid options raise here.
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
         if debug is not None:
             check_debug_rank(f"RankPool({world_size}, debug={debug!r})", debug, world_size)
         self._supervisor: Supervisor | None = None  # None while there are no processes
-        self._start_environment: dict[str, str] = {}  # of this process, when the ranks started
-        self._patches: list[Patch] = []  # of the blocks of patch() that are open
+        # The variables of this process when the ranks were started.
+        self._start_environment: dict[str, str] = {}
+        self._patches: list[Patch] = []  # one for each block of patch() that is entered
         self._warning_registries = WarningRegistries()
         self._call_times = CallTimes()
         self._shrinking_budget = ShrinkingBudget(max_shrinking_time)
@@ -230,7 +233,7 @@ class RankPool:
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         pickled_call = _dump_call(Call(fn, args, kwargs))
         self._warn_if_replaced(fn)
-        # Leaves this method if hypothesis has shrunk an example for too long.
+        # Raises an exception of hypothesis if an example has been shrunk for too long.
         self._shrinking_budget.admit(pickled_call)
         if timeout is None:
             timeout = self.timeout
@@ -275,14 +278,15 @@ class RankPool:
         start = monotonic()
         self._send_to_all(supervisor, pickle.dumps(message))
         results = _collect_results(supervisor, function_name(fn), limits)
-        # Not reached if the call has failed: _collect_results() then raises.
+        # _collect_results() has raised if the call has failed.
         self._call_times.record_pass(fn, monotonic() - start)
         return results
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """Return an argument of :meth:`run` that is a ``torch.distributed.ProcessGroup`` on ranks.
+        """Return an argument for :meth:`run`. The function gets a process group in its place.
 
-        Every rank makes the group at its first use, and keeps it for later calls. As with
+        The process group is a ``torch.distributed.ProcessGroup``. All ranks make the process group
+        in the first call with this argument, and keep it for later calls. As with
         ``torch.distributed.new_group``, a rank outside of the group is passed
         ``torch.distributed.GroupMember.NON_GROUP_MEMBER``.
 
@@ -290,10 +294,11 @@ class RankPool:
             ranks: the ranks of the group.
 
         Raises:
-            ConfigurationError: there is no such rank.
+            ConfigurationError: one of the ranks does not exist, or there are none.
         """
         members = tuple(sorted(ranks))
-        if not set(members) <= set(range(self.size)) or not members:
+        all_exist = set(members) <= set(range(self.size))
+        if not members or not all_exist:
             raise ConfigurationError(
                 f"{self!r}.group({list(ranks)})", problem=f"the ranks are 0 to {self.size - 1}"
             )
@@ -303,8 +308,9 @@ class RankPool:
     def patch(self, module: ModuleType | str, attribute: str, value: object) -> Iterator[None]:
         """Replace an attribute of a module on every rank, in the calls that the block makes.
 
-        The module of this process stays as it is. Functions of a test module are sent with the
-        globals that they use, so for them pytest's ``monkeypatch`` works.
+        The module of this process stays as it is. This method is not needed for globals of a test
+        module: functions of a test module are sent with the globals that they use, so pytest's
+        ``monkeypatch`` works.
 
         Args:
             module: a module that the ranks can import, or its name.
@@ -327,7 +333,7 @@ class RankPool:
             )
         if not hasattr(module, attribute):
             raise UsageError(call_text, problem="the module has no such attribute")
-        # The value takes the place of a call's function, so that it is pickled as a function is.
+        # The value is the function of a Call, since _dump_call() pickles functions of test modules.
         pickled_value = _dump_call(Call(cast(Callable[..., Any], value), (), {}))
         patch = Patch(name, attribute, pickled_value)
         self._patches.append(patch)
@@ -350,7 +356,9 @@ class RankPool:
         self.close()
 
     def _warn_if_replaced(self, fn: Callable[..., Any]) -> None:
-        """Warn of attributes that were replaced in this process, and have originals on the ranks.
+        """Warn of attributes that were replaced in this process, but not on the ranks.
+
+        For example, a test has used ``monkeypatch`` in place of :meth:`patch`.
 
         Args:
             fn: the function of the call.
@@ -382,8 +390,8 @@ class RankPool:
 
     def _ensure_ranks(self) -> Supervisor:
         """Start the ranks if none are running. Return their supervisor."""
-        # If the fork server was killed, its ranks have ended, too. No call has failed, so new ranks
-        # are started without an error.
+        # If the fork server was killed between two calls, its ranks have ended with it. No call has
+        # failed, so new ranks are started without an error.
         if self._supervisor is not None and _has_lost_server(self._supervisor):
             self._end(grace=0.0)  # sets self._supervisor to None
         if self._supervisor is None:
@@ -404,7 +412,7 @@ class RankPool:
             UsageError: the fork server has ended.
         """
         self._start_environment = dict(os.environ)
-        # Each rank runs _serve(), which makes the calls that the pool sends.
+        # Each rank runs _serve(), which answers the calls of the pool.
         payload = payload_of_call(
             Call(_serve, (self._fabric, self._check_inputs, self._reset, self._debug), {})
         )
@@ -417,7 +425,7 @@ class RankPool:
                 problem="the process that forks the ranks has ended; if the import of a module "
                 "of `preload` has failed, its traceback is in the standard error",
             ) from error
-        # A rank that is connected sends a first reply, as if to a call.
+        # Each rank sends a first reply as soon as it is connected.
         limits = _TimeLimits(timeout=_START_TIMEOUT, idle_timeout=_START_TIMEOUT)
         _collect_results(supervisor, "the start of the pool", limits)
 
@@ -429,11 +437,11 @@ class RankPool:
             error: why the call has failed.
         """
         if isinstance(error, RankFailedError) and self._supervisor is not None:
-            # If no rank has raised or ended, the error says that the time limit was over.
+            # No rank has raised or ended, so the error is that of the time limit.
             is_hang = not _has_failed(self._supervisor)
             if is_hang:
                 self._call_times.record_hang(fn)
-        # A warning that a filter turns into an error must not replace `error`.
+        # A filter may turn a warning into an error, which must not replace `error`.
         with suppress(Warning):
             self._warn_again()
         self._end(grace=0.0)
@@ -448,15 +456,14 @@ class RankPool:
         # All ranks have replied, so the threads that sent the previous call have ended.
         self._sender_threads.clear()
         for rank in supervisor.ranks:
-            # From here on, a "reply" is the reply to this call. Every rank has replied before: its
-            # first reply only says that the rank is connected.
+            # Forget the reply to the previous call, or the first one, which says that the rank is
+            # connected. From here on, a "reply" is the reply to this call.
             del rank.messages["reply"]
             if len(message) < _PIPE_SIZE:
                 rank.send("call", message)
                 continue
             # Sending a large message blocks until the rank reads, and a stopped rank never reads.
-            # This thread must not block, because it watches the time limit. So another thread
-            # sends.
+            # This thread has to watch the time limit, so another thread sends.
             sender_thread = threading.Thread(target=rank.send, args=("call", message))
             self._sender_threads.append(sender_thread)
             sender_thread.start()
@@ -477,8 +484,7 @@ class RankPool:
         supervisor.collect_until(grace)
         for rank in supervisor.ranks:
             rank.kill()
-        # The sender threads end, since their ranks have been killed. They must have ended before
-        # the pipes are closed.
+        # The sender threads end with their ranks. They have to end before the pipes are closed.
         for sender_thread in self._sender_threads:
             sender_thread.join()
         self._finalizer()  # closes the supervisor
@@ -510,9 +516,9 @@ class _TimeLimits(NamedTuple):
     """When a call counts as hanging; see ``[Note: Shrinking a hang]`` in time_limits.py.
 
     Attributes:
-        timeout: how long the ranks may take, in seconds.
-        idle_timeout: how long the ranks may take if they are idle then, in seconds. It is equal to
-            ``timeout`` if idle ranks have the same time.
+        timeout: seconds after which a call counts as hanging.
+        idle_timeout: seconds after which a call counts as hanging if its ranks are idle. At most
+            ``timeout``.
     """
 
     timeout: float
@@ -537,14 +543,14 @@ def _check_modules(names: Sequence[str]) -> None:
 
 
 def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
-    """Wait until the outcome of the call is known, or until the ranks count as hanging.
+    """Wait until all ranks have replied or one has failed, or until the call counts as hanging.
 
     Args:
         supervisor: the supervisor of the ranks.
-        limits: how long to wait at most.
+        limits: when the call counts as hanging.
 
     Returns:
-        The seconds that the ranks had to reply, for the error text of a rank that hangs.
+        The seconds after which the call counts as hanging, for the error text of such a call.
     """
     is_settled = partial(_is_settled, supervisor)
     start = monotonic()
@@ -553,14 +559,14 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
         seconds = monotonic() - start
         if seconds >= limits.timeout:
             break
-        # The time of idle ranks is over, but ranks that compute may go on.
-        # The same ranks before and after the wait: one of them may reply meanwhile.
+        # Only ranks that compute have more time than idle_timeout. The list is made once, since a
+        # rank may reply between the two measurements.
         ranks = _ranks_without_reply(supervisor)
         cpu_before = processor_seconds(ranks)
         supervisor.collect_until(_IDLE_TIME, is_settled)
         cpu_after = processor_seconds(ranks)
         if cpu_before is None or cpu_after is None:
-            continue  # a rank is not asleep
+            continue  # a rank computes at this moment
         is_idle = cpu_after - cpu_before <= _IDLE_TIME * _IDLE_LOAD
         if is_idle:
             return round(monotonic() - start, 1)
@@ -578,7 +584,7 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
     Args:
         supervisor: the supervisor of the ranks.
         call_text: the name of the call, for the error.
-        limits: how long to wait at most.
+        limits: when the call counts as hanging.
 
     Raises:
         RankFailedError: a rank raised, ended, or did not reply in time.
@@ -605,19 +611,19 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
 
 
 def _wait_for_cause(supervisor: Supervisor) -> None:
-    """Wait for the replies of other ranks after a failure, which may not be the cause."""
+    """Wait for other ranks after a failure, since one of them may be the cause."""
     supervisor.collect_until(_COLLECT_TIMEOUT, partial(_have_all_answered, supervisor))
-    # A rank has a longer time if all known failures are consequences of its failure.
+    # If all known failures follow from another failure, wait longer for the rank that is the cause.
     supervisor.collect_until(_CAUSE_TIMEOUT, partial(_is_cause_known, supervisor))
 
 
 def _have_all_answered(supervisor: Supervisor) -> bool:
-    """Return whether every rank has replied or ended, so that no reply is missing."""
+    """Return whether every rank has replied or ended, so that no more replies will come."""
     return all("reply" in rank.messages or rank.poll() for rank in supervisor.ranks)
 
 
 def _is_settled(supervisor: Supervisor) -> bool:
-    """Return whether waiting longer would not change that the call succeeds or fails."""
+    """Return whether it is known that the call has succeeded, or that it has failed."""
     return _have_all_answered(supervisor) or _has_failed(supervisor)
 
 
@@ -634,7 +640,7 @@ def _has_failed(supervisor: Supervisor) -> bool:
 
 
 def _failure_role(rank: RankProcess) -> FailureRole | None:
-    """Return the role of a rank that has failed, or None for a rank that has not failed."""
+    """Return the role of a rank that has raised or ended. Return None for any other rank."""
     if "reply" in rank.messages:
         report = rank.messages["reply"].report
         return report.role if report.has_failed else None
@@ -656,7 +662,9 @@ def _received_report(reply: _Reply) -> Report:
 
 def _exit_report(rank: RankProcess, exit_code: int) -> Report:
     """Return the report of a rank whose process has ended without a reply."""
-    if rank.failure is not None:  # the error by which the rank has ended itself
+    # A rank that ended by a Python exception has sent its traceback. After a crash, there may be a
+    # stack that faulthandler has written.
+    if rank.failure is not None:
         stack = rank.failure.text
     else:
         stack = rank.read_stack()
@@ -689,15 +697,16 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
     The innermost frame comes first. Frames of this file and frames that called them are left out.
     The result is "" if the rank is still starting.
     """
+    # The rank has sent "serving" once it has a handler. Without one, SIGUSR1 would end the rank.
     can_write_stack = "serving" in rank.messages
-    if not can_write_stack:  # SIGUSR1 would end the rank
+    if not can_write_stack:
         return ""
     rank.kill(signal.SIGUSR1)
 
     def has_answered_or_cannot() -> bool:
-        """Return whether waiting longer would not change the stack."""
-        # The rank writes the stack line by line. The frames of this file come last in the stack. So
-        # once the file name is there, all frames of the user are there.
+        """Return whether all frames of the user are written, or none will be."""
+        # The rank writes the innermost frame first. The user's function is called by this file, so
+        # all frames of the user come before the name of this file. A stopped rank writes nothing.
         return __file__ in rank.read_stack() or rank.is_stopped()
 
     supervisor.collect_until(_STACK_TIMEOUT, has_answered_or_cannot)
@@ -721,11 +730,11 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool, debug: int | None) -
     assert control_thread is not None, "this process was not started by a supervisor"
     world = control_thread.config.world
     _install_handlers(control_thread.config.stack_file)
-    # From now on the pool may send SIGUSR1, which would end a process without its handler. So this
-    # is sent before the connection, in which a rank may hang.
+    # The pool sends SIGUSR1 only after this message, since the handler is there now. The message is
+    # sent before the rank connects, since the connection may hang, too.
     control_thread.send("serving")
     fabric._join_job(world, debug)  # collective: waits until all ranks are connected
-    # When the pool starts the ranks, it waits for this reply, whose result it ignores.
+    # The pool waits for this reply when it starts the ranks, and ignores the result.
     first_report = Report(rank=world.rank)
     control_thread.send("reply", _Reply(first_report, dump_result(None)))
     default_group = None
@@ -750,20 +759,22 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool, debug: int | None) -
 
 def _install_handlers(stack_file_path: str) -> None:
     """Ignore Ctrl-C in this rank, and write its stack to a file on SIGUSR1."""
-    # On Ctrl-C the owner of the pool raises KeyboardInterrupt in run(), which ends the ranks.
+    # On Ctrl-C, RankPool.run() raises KeyboardInterrupt in the process of the pool, and ends the
+    # ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The pool sends SIGUSR1 to a rank that hangs. The handler of faulthandler is written in C, so
-    # it works while the main thread waits in a collective. The handler keeps the file open.
+    # it works while the main thread waits in a collective. It needs the file to stay open.
     stack_file = open(stack_file_path, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
 
 
 class _ProcessSettings(NamedTuple):
-    """The environment variables and the folder with which each call on a rank begins.
+    """The environment variables and the working folder with which each call on a rank begins.
 
     Attributes:
         environment: the environment variables.
-        folder: a descriptor of the folder, whose path may no longer exist after a call.
+        folder: a file descriptor of the working folder. Unlike a path, it stays valid if a call
+            renames the folder.
     """
 
     environment: dict[str, str]
@@ -825,7 +836,7 @@ class _CallRunner:
         """
         try:
             call_message: _CallMessage = load(message)
-            # These come first, because loading the call imports modules.
+            # The path and the variables come first, because loading the call imports modules.
             sys.path[:] = call_message.path
             for name, value in call_message.environment.items():
                 if value is None:
@@ -833,15 +844,15 @@ class _CallRunner:
                 else:
                     os.environ[name] = value
             call: Call = load(call_message.pickled_call)
-            # Every call draws the same random numbers, whatever ran before it. Otherwise a failing
-            # example of a test could not be repeated.
+            # A call must not depend on earlier calls. Otherwise hypothesis could not repeat a
+            # failing example.
             seed_everything(0)
             args, kwargs = self._arguments_of_this_rank(call)
             with applied(call_message.patches):
                 result = call.fn(self.fabric, *args, **kwargs)
             check_group(self.default_group)
             if self.check_inputs:
-                # The message still has the arguments as they were.
+                # The arguments before the call are loaded from the message again.
                 original_call: Call = load(call_message.pickled_call)
                 original_args, original_kwargs = self._arguments_of_this_rank(original_call)
                 check_unchanged(
@@ -897,19 +908,19 @@ def _dump_call(call: Call) -> bytes:
     Functions of a test module are pickled by value, since ranks may be unable to import modules
     that a test runner has loaded in its own way.
     """
-    test_module = runner_module_of(call.fn)
-    # main_is_importable is False, since the __main__ of this process is the test runner, which a
-    # rank must not import.
+    test_module = test_module_of(call.fn)
+    # main_is_importable is False: the __main__ of this process is the test runner, and a rank must
+    # not run the test runner again.
     if test_module is None or not has_cloudpickle():
         return dump_call(call, main_is_importable=False).data
     import cloudpickle  # an optional dependency
 
-    # cloudpickle pickles functions of an importable module by value if the module is registered.
+    # cloudpickle pickles the functions of a registered module by value.
     was_registered = test_module.__name__ in cloudpickle.list_registry_pickle_by_value()
     cloudpickle.register_pickle_by_value(test_module)
     try:
         return dump_call(call, main_is_importable=False, by_name=False).data
     finally:
-        # If the user has registered the module before, it stays registered.
+        # A module that the user has registered stays registered.
         if not was_registered:
             cloudpickle.unregister_pickle_by_value(test_module)

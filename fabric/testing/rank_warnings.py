@@ -27,12 +27,10 @@ class RankWarning(NamedTuple):
 
 @contextmanager
 def recorded_warnings() -> Iterator[list[RankWarning]]:
-    """Record the warnings of this process during the block in place of printing them.
-
-    The filters of this process are restored after the block.
+    """Record all warnings of this process during the block, and print none of them.
 
     Yields:
-        The distinct warnings, which the list has after the block.
+        A list, which is filled with the distinct warnings at the end of the block.
     """
     distinct: list[RankWarning] = []
     with warnings.catch_warnings(record=True) as records:
@@ -45,7 +43,7 @@ def recorded_warnings() -> Iterator[list[RankWarning]]:
 
 
 def dump_warnings(rank_warnings: Sequence[RankWarning]) -> bytes:
-    """Pickle warnings. A class that cannot be pickled is replaced by its built-in base class."""
+    """Pickle warnings. If one cannot be pickled, all classes are replaced by built-in ones."""
     try:
         return dump_result(list(rank_warnings))
     except ArgumentTypeError:
@@ -63,20 +61,22 @@ def _with_builtin_category(warning: RankWarning) -> RankWarning:
 class WarningRegistries:
     """The record of the warnings that the process of a test has given again.
 
-    By default Python gives a warning of one line only once. A registry has the earlier ones.
+    By default Python gives a warning of one line only once. It looks up the earlier warnings of a
+    file in a registry.
     """
 
     def __init__(self) -> None:
-        # By file name. Python gives each module a registry, too: its __warningregistry__.
+        # By file name. They take the place of each module's __warningregistry__.
         self._registries: dict[str, dict[Any, Any]] = {}
 
     def warn_again(self, rank_warnings: Sequence[RankWarning]) -> None:
-        """Give warnings of ranks in this process, by the filters of this process.
+        """Give warnings of ranks in this process, whose filters decide what becomes of them.
 
         Raises:
             Warning: a filter turns a warning into an error.
         """
-        distinct_warnings = dict.fromkeys(rank_warnings)  # most warnings come from all ranks
+        # Most warnings come from all ranks, and are given once. A dict keeps the order.
+        distinct_warnings = dict.fromkeys(rank_warnings)
         for warning in distinct_warnings:
             registry = self._registries.setdefault(warning.filename, {})
             warnings.warn_explicit(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 __all__ = ["Frame", "frames_of_faulthandler", "frames_of_traceback", "is_waiting", "position"]
 
-# Paths in the innermost frame of a rank that waits for other ranks. The last path is that of the
-# checked mode.
+# Parts of the file name of the innermost frame of a rank that waits for other ranks. The checker
+# waits for the calls of other ranks.
 _WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
 _FABRIC = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -51,7 +51,8 @@ def is_waiting(frames: Sequence[Frame]) -> bool:
     if not frames:
         return False
     innermost = frames[0]
-    # The wait for an asynchronous collective is in C++, so the innermost frame is its caller.
+    # work.wait() of an asynchronous collective is in C++. The innermost frame is the line of Python
+    # that calls it, in any file.
     is_wait_for_work = ".wait(" in _source_line(innermost)
     return is_wait_for_work or any(path in innermost.file for path in _WHERE_RANKS_WAIT)
 
@@ -69,10 +70,10 @@ def position(frames: Sequence[Frame]) -> str:
     collective = ""
     for frame in frames:
         if _is_of_user(frame):
-            place = f"at {frame.file}:{frame.line}: {_source_line(frame)}"
-            return f"in {collective}, {place}" if collective else place
-        # The user has called the outermost frame of torch.distributed, which replaces the frames
-        # within. A wrapper of torch, which logs the call, does not count.
+            user_line = f"at {frame.file}:{frame.line}: {_source_line(frame)}"
+            return f"in {collective}, {user_line}" if collective else user_line
+        # The last assignment remains: the outermost frame of torch.distributed is the function that
+        # the user has called. torch wraps this function in one that logs the call, in another file.
         is_wrapper = frame.file.endswith("c10d_logger.py")
         if "torch/distributed/" in frame.file and not is_wrapper:
             collective = _qualified_name(frame)
@@ -83,7 +84,8 @@ def _is_of_user(frame: Frame) -> bool:
     """Return whether a frame belongs to neither torch, fabric, nor the standard library."""
     if frame.file.startswith(_FABRIC):
         return False
-    # The folder site-packages or dist-packages, which is below that of the standard library.
+    # site-packages and dist-packages are inside of the standard library's folder, so they are
+    # checked first. Any installed package but torch counts as the user's.
     is_installed = "-packages/" in frame.file
     if is_installed:
         return "-packages/torch/" not in frame.file
@@ -94,10 +96,12 @@ def _qualified_name(frame: Frame) -> str:
     """Return the name of a function of ``torch.distributed``, with the module that users import."""
     _, _, path = frame.file.rpartition("torch/distributed/")
     module = path.removesuffix(".py").replace("/", ".")
+    # torch.distributed exports the functions of these files.
     if module in ("distributed_c10d", "__init__"):
         return f"torch.distributed.{frame.function}"
     return f"torch.distributed.{module}.{frame.function}"
 
 
 def _source_line(frame: Frame) -> str:
+    """Return the line of code that a frame runs, or "" if the file cannot be read."""
     return linecache.getline(frame.file, frame.line).strip()

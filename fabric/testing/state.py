@@ -45,7 +45,8 @@ class GlobalState(NamedTuple):
             return
         torch.set_default_dtype(self.default_dtype)
         if current.default_device != self.default_device:
-            # None is faster than "cpu", for which torch intercepts every function.
+            # None also means the CPU. It is faster than "cpu", for which torch intercepts every
+            # function.
             is_cpu = self.default_device.type == "cpu"
             torch.set_default_device(None if is_cpu else self.default_device)
         torch.set_grad_enabled(self.is_grad_enabled)
@@ -62,12 +63,16 @@ def check_group(group: dist.ProcessGroup | None) -> None:
     """Check that a process group is still the default group. Not a collective.
 
     Args:
-        group: the default group at the start. None if there was none: nothing is checked.
+        group: the default group before the call. None if the pool has no process group, for which
+            nothing is checked.
 
     Raises:
         UsageError: the group has been destroyed or replaced.
     """
-    if group is not None and (not dist.is_initialized() or dist.group.WORLD is not group):
+    if group is None:
+        return
+    is_default_group = dist.is_initialized() and dist.group.WORLD is group
+    if not is_default_group:
         raise UsageError(
             "a call of RankPool.run",
             problem="it has destroyed the process group of the pool, which later calls need",

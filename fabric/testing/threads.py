@@ -172,16 +172,15 @@ class _ThreadedCall:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # This line comes before the copy of the reports. A thread that ended in between would have
-        # no report in the copy, and would not count as timed out.
+        # The threads are looked at before the reports are copied. Otherwise a thread that ends in
+        # between would neither have its report in the copy nor count as timed out.
         has_timed_out = [thread.is_alive() for thread in threads]
-        # The list is copied, since a rank that returns after the timeout writes to self.reports.
+        # A rank that ends after the timeout writes to self.reports, but not to the copy.
         reports = list(self.reports)
         for rank, thread in enumerate(threads):
             if has_timed_out[rank]:
                 reports[rank] = _report_of_running_thread(rank, thread, timeout)
-        # All ranks leave the mailbox. A rank that still waits for another rank then raises, so that
-        # its thread ends.
+        # All ranks leave the mailbox, so that a thread that still waits for a rank raises and ends.
         for report in reports:
             self.mailbox.leave(report.rank, report.outcome)
         for thread in threads:
@@ -191,18 +190,18 @@ class _ThreadedCall:
     def _run_rank(self, rank: int) -> None:
         """Call the function on one rank, in the thread of the rank, and record the outcome."""
         try:
-            # Both are copied in one call, so that an object that is passed twice stays one object.
+            # One call copies both, so that an object that is passed twice is copied only once.
             args, kwargs = copy.deepcopy(arguments_of_rank(self.args, self.kwargs, rank))
             with self._fabric_of_rank(rank) as fabric:
                 self.results[rank] = self.fn(fabric, *args, **kwargs)
             if self.check_inputs:
-                # The ranks get copies, so these are the arguments as they were.
+                # self.args and self.kwargs are unchanged, since the ranks get copies.
                 original_args, original_kwargs = arguments_of_rank(self.args, self.kwargs, rank)
                 check_unchanged(
                     self.fn, [*args, *kwargs.values()], [*original_args, *original_kwargs.values()]
                 )
         except BaseException as error:  # noqa: BLE001 (ThreadedWorld.run raises it in the caller)
-            # This is the text of torch. Its remedy, init_process_group, does not help a thread.
+            # torch's error advises to call init_process_group, which does not help a thread.
             if "Default process group has not been initialized" in str(error):
                 error.add_note(
                     "The threads of a ThreadedWorld have no process group. Write: "
@@ -265,7 +264,10 @@ class ThreadedStrategy(Strategy):
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
-        """Start the runtime with the communicator and the store of the threads, on each rank."""
+        """Start the runtime with the communicator and the store of the threads.
+
+        Fabric calls this method once on each rank.
+        """
         assert runtime is not None, "no runtime was passed: this strategy works only with Fabric"
         runtime.start(self._thread_communicator, self._thread_store)
         self._runtime = runtime
@@ -387,16 +389,16 @@ class ThreadCommunicator(Communicator):
         """
         if collective.operation in (Operation.SEND, Operation.RECV):
             return self._pass_message(collective)
-        # The ranks compare this text, which has everything that must be equal on all ranks. The
-        # call of the user is not always known.
+        # The ranks compare this text, which has everything that must be equal on all ranks. Without
+        # such a text of the user's call, they compare the properties of the collective.
         if collective.call is not None and collective.call.text:
             call_text = collective.call.text
         else:
             call_text = ", ".join(collective.facts.values())
         values = self._exchange(call_text, _value_to_send(collective))
         if collective.operation is Operation.NEW_GROUP:
-            # All members use the name that the first rank of this group has sent. The result is
-            # None on a rank that is not a member.
+            # The buffer has the members of the new group. values[0] is the new name, which the
+            # first rank has sent.
             return self._new_group(collective.buffer, name=values[0])
         return self._result(collective, values)
 
@@ -427,8 +429,8 @@ class ThreadCommunicator(Communicator):
 
         Args:
             collective: the collective that this rank calls.
-            values: the values of all ranks, in rank order. The values of a reduce-scatter and of an
-                all-to-all have one row per rank.
+            values: what :func:`_value_to_send` has returned on each rank, in rank order. In a
+                reduce-scatter and an all-to-all, each value has one row per rank.
         """
         buffer = collective.buffer
         reduction = collective.reduce or Reduce.SUM
@@ -459,7 +461,7 @@ class ThreadCommunicator(Communicator):
                 raise AssertionError(f"run() handles {collective.operation}")
 
     def _new_group(self, members: Sequence[int], name: Hashable) -> "ThreadCommunicator | None":
-        """Return the communicator of a group of members, or None if this rank is not a member.
+        """Return this rank's communicator of a new group, or None if this rank is not a member.
 
         Args:
             members: the members, as ranks in the group of this communicator, ascending.
@@ -483,7 +485,7 @@ class ThreadCommunicator(Communicator):
             CollectiveMismatchError: the calls of the members differ. All members raise.
             ConnectionError: a member has returned without this call.
         """
-        # Every member receives the calls of all members, so that all raise if the calls differ.
+        # Every member gets the calls of all members, so that all members raise if the calls differ.
         self._mailbox.put(self._name, self._world_rank, self._world_ranks, (call_text, value))
         call_texts: dict[int, str] = {}
         values: list[Any] = []
@@ -506,11 +508,11 @@ class ThreadCommunicator(Communicator):
 def _value_to_send(collective: Collective) -> Any:
     """Return what a rank sends to all members in a collective.
 
-    Tensors are copied, since the rank may change its buffer before the other ranks read it.
+    Tensors are copied, since the rank may change its buffer before the other ranks read the value.
     """
     if collective.operation is Operation.NEW_GROUP:
-        # The object of the first rank becomes the name of the new group. Threads share the object,
-        # so the name is equal on all members. It differs from all other names.
+        # The object of the first rank becomes the name of the new group. All threads get the same
+        # object, and no other group has it.
         return object()
     value = collective.buffer
     if collective.operation is Operation.SCATTER:

@@ -30,7 +30,7 @@ class CallTimes:
         self._has_hung: set[_FunctionKey] = set()
 
     def idle_timeout(self, fn: Callable[..., Any], timeout: float) -> float:
-        """Return how many seconds a call may take if its ranks are idle then.
+        """Return after how many seconds a call counts as hanging if its ranks are idle.
 
         Args:
             fn: the function of the call.
@@ -43,7 +43,7 @@ class CallTimes:
         return min(timeout, max(idle_timeout, _SHORTEST_IDLE_TIMEOUT))
 
     def record_pass(self, fn: Callable[..., Any], seconds: float) -> None:
-        """Record that a call has passed."""
+        """Record that a call has passed, and the seconds that it has taken."""
         key = _key_of(fn)
         self._slowest_pass[key] = max(seconds, self._slowest_pass.get(key, 0.0))
 
@@ -53,13 +53,17 @@ class CallTimes:
 
 
 class _FunctionKey(NamedTuple):
-    """The place of a function. Lambdas that a test makes in each of its examples have one place."""
+    """The file and the name of a function.
+
+    A test may make a new lambda in each example. All these lambdas have the same key.
+    """
 
     file: str
     name: str
 
 
 def _key_of(fn: Callable[..., Any]) -> _FunctionKey:
+    """Return the key of a function. A callable object has the name of its class, and no file."""
     function = getattr(fn, "func", fn)  # the function of a functools.partial
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
@@ -74,7 +78,7 @@ class _TestRun:
     Attributes:
         frame: the outermost frame of hypothesis, which tells the runs apart. None outside of tests.
         failures: how many calls have failed.
-        seconds_used: how long the failing calls have taken, without the first.
+        seconds_used: how long the failing calls but the first have taken.
         known_calls: hashes of the calls that were admitted.
     """
 
@@ -98,17 +102,23 @@ class ShrinkingBudget:
     def admit(self, pickled_call: bytes) -> None:
         """Reject a call of a new example if the failing calls of this test have taken too long.
 
-        A call that was made before is admitted, so that hypothesis can repeat an example, and so
-        are the calls of the example that hypothesis reports.
+        The pool calls this method before each call. Two calls are always admitted: one that was
+        made before, since hypothesis repeats examples, and a call of the example that hypothesis
+        reports in the end.
+
+        Args:
+            pickled_call: the function and its arguments.
 
         Raises:
             UnsatisfiedAssumption: the call is rejected. Hypothesis takes the example for invalid.
         """
+        # A test of hypothesis has imported hypothesis, which is an optional dependency.
         hypothesis = sys.modules.get("hypothesis")
         frame = None
         if hypothesis is not None and hypothesis.currently_in_test_context():
             frame = _outermost_frame_of_hypothesis()
         if frame is not self._run.frame:
+            # Another run of a test has begun.
             self._run = _TestRun(frame)
         if hypothesis is None or frame is None:
             return
@@ -136,7 +146,10 @@ class ShrinkingBudget:
 
 
 def _outermost_frame_of_hypothesis() -> FrameType | None:
-    """Return the outermost frame of hypothesis on the stack, which lives as long as a test runs."""
+    """Return the outermost frame of hypothesis on the stack.
+
+    The frame lives as long as the run of a test, and so identifies the run.
+    """
     outermost: FrameType | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
