@@ -26,13 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", default="auto")
+    parser.add_argument("--strategy", default="auto")
     parser.add_argument("--folder", default="runs/long")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--record", help="a file, to which lines are added")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step: the time to end it somewhere")
     args = parser.parse_args(arguments)
-    with Fabric(accelerator=args.accelerator, devices=args.devices) as fabric:
+    with Fabric(accelerator=args.accelerator, devices=args.devices, strategy=args.strategy) as fabric:
         fabric.launch()
         fabric.seed_everything(0)
         inputs = torch.randn(120, 4)

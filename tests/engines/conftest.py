@@ -16,6 +16,9 @@ Steps = dict[int, tuple[Any, list[int]]]
 JOB = Path(__file__).with_name("job.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "long_run.py"
 STEPS = 200
+# DDP that sums the gradients of the first step in the same order as those of all later steps. So a
+# run that resumes has the losses of the uninterrupted run bit by bit.
+EXACT_STRATEGY = "--strategy=ddp_find_unused_parameters_true"
 
 
 class JobRank(NamedTuple):
@@ -85,6 +88,13 @@ def recorded_steps(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def uninterrupted_steps(folder: Path, *options: str) -> list[dict[str, Any]]:
+    """Run the example on this host without an interruption, and return its steps."""
+    command = [sys.executable, *long_run(folder), *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    return recorded_steps(folder / "record")
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """Run the example in one process without an interruption, and return its steps.
@@ -92,11 +102,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     A loss compares equal to that of several processes up to rounding: they sum the gradients of a
     batch in another order than one process does.
     """
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    command = [sys.executable, *long_run(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
     steps: Steps = {}
-    for step in recorded_steps(folder / "record"):
+    for step in uninterrupted_steps(tmp_path_factory.mktemp("uninterrupted"), "--devices=1"):
         loss = pytest.approx(step["loss"], rel=1e-4)
         steps[step["step"]] = (loss, step["samples"])
+    return steps
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_on_four(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Run the example in four processes of one host, and return its steps with exact losses."""
+    folder = tmp_path_factory.mktemp("four")
+    steps: Steps = {}
+    for step in uninterrupted_steps(folder, "--devices=4", EXACT_STRATEGY):
+        steps[step["step"]] = (step["loss"], step["samples"])
     return steps
