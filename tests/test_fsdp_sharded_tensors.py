@@ -318,6 +318,63 @@ def test_random_numbers_for_sharded_parameters_are_those_of_one_process() -> Non
         assert next_number == next_plain_number
 
 
+def fill(method: str, *args: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that fills a copy of a tensor by one of the methods that draw numbers."""
+    return lambda tensor: getattr(tensor.clone(), method)(*args)
+
+
+def multiply_with_noise(tensor: Tensor) -> Tensor:
+    """Return the gradient of a randomized leaky ReLU, which the drawn noise decides."""
+    leaf = (tensor - 0.5).requires_grad_()
+    nn.functional.rrelu(leaf, training=True).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+# The argument of each function is a matrix of probabilities, whose rows ranks cannot divide evenly.
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randint_like": lambda p: torch.randint_like(p, 100),
+    "randint_like with a low": lambda p: torch.randint_like(p, 5, 100),
+    "exponential_": fill("exponential_"),
+    "cauchy_": fill("cauchy_"),
+    "log_normal_": fill("log_normal_"),
+    "geometric_": fill("geometric_", 0.1),
+    "random_": fill("random_"),
+    "random_ to": fill("random_", 100),
+    "random_ from": fill("random_", 5, 100),
+    "bernoulli": torch.bernoulli,
+    "bernoulli out": lambda p: torch.bernoulli(p, out=torch.empty_like(p)),
+    "multinomial": lambda p: torch.multinomial(p, 3),
+    "multinomial of a vector": lambda p: torch.multinomial(p[:, 0], 8, replacement=True),
+    "gumbel_softmax": nn.functional.gumbel_softmax,
+    "rrelu": multiply_with_noise,
+    "dropout": nn.functional.dropout,
+    "alpha_dropout": nn.functional.alpha_dropout,
+}
+
+
+def draw(tensor: Tensor) -> dict[str, Tensor]:
+    results: dict[str, Tensor] = {}
+    for name, function in DRAWS.items():
+        torch.manual_seed(7)
+        results[name] = full_tensor(function(tensor)).detach()
+        results[f"the next number after {name}"] = torch.rand(())
+    return results
+
+
+def draw_for_shards(fabric: Fabric) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    plain = Tower()
+    model = fabric.setup(copy.deepcopy(plain))
+    sharded_results = draw(model.head.weight.detach().sigmoid())
+    return sharded_results, draw(plain.head.weight.detach().sigmoid())
+
+
+def test_operators_that_draw_numbers_for_a_sharded_tensor_draw_those_of_one_process() -> None:
+    for sharded_results, plain_results in run_sharded(draw_for_shards):
+        for name, expected in plain_results.items():
+            torch.testing.assert_close(sharded_results[name], expected, msg=name)
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,9 @@ kinds of operators it uses the shard of this rank alone, without a word:
   an error, because a reduction would wait for ranks that do not read, such as where rank 0 logs.
 - ``normal_()``, ``uniform_()`` and the like draw numbers for the shard alone. Ranks with equal
   random states drew the same numbers for different shards, and fewer than one process draws. Here
-  each rank draws the numbers of the whole tensor, and keeps those of its shard.
+  each rank draws the numbers of the whole tensor, and keeps those of its shard. If the numbers
+  depend on the values of the tensor, as in ``torch.bernoulli(x)``, the ranks gather the tensor
+  first. For the other operators that draw numbers, torch raises an error.
 
 The functions of this file stand in for these operators while sharded models are set up.
 """
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric._torch import handle_dtensor_operators, local_tensor
+from fabric._torch import full_tensor, handle_dtensor_operators, local_tensor
 from fabric.errors import UsageError
 
 __all__ = ["handle_operators"]
@@ -31,9 +33,29 @@ _RANDOM_FILLS = (
     torch.ops.aten.normal_.default,
     torch.ops.aten.uniform_.default,
     torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.exponential_.default,
+    torch.ops.aten.cauchy_.default,
+    torch.ops.aten.log_normal_.default,
+    torch.ops.aten.geometric_.default,
+    torch.ops.aten.random_.default,
+    torch.ops.aten.random_.to,
+    getattr(torch.ops.aten.random_, "from"),  # a keyword of Python
 )
 # These return a new tensor of the same shape.
-_RANDOM_TENSORS = (torch.ops.aten.rand_like.default, torch.ops.aten.randn_like.default)
+_RANDOM_TENSORS = (
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+)
+# The results of these depend on the values of a tensor.
+_RANDOM_FUNCTIONS = (torch.ops.aten.bernoulli.default, torch.ops.aten.multinomial.default)
+# The same functions with an argument ``out``.
+_RANDOM_FUNCTIONS_WITH_OUT = {
+    torch.ops.aten.bernoulli.out: torch.ops.aten.bernoulli.default,
+    torch.ops.aten.multinomial.out: torch.ops.aten.multinomial.default,
+}
+_RRELU = torch.ops.aten.rrelu_with_noise.default
 
 
 def handle_operators(rank: int) -> Callable[[], None]:
@@ -48,6 +70,9 @@ def handle_operators(rank: int) -> Callable[[], None]:
     functions: dict[Any, Callable[..., Any]] = {_READ_NUMBER: partial(_read_number, rank)}
     functions.update(dict.fromkeys(_RANDOM_FILLS, _fill_whole))
     functions.update(dict.fromkeys(_RANDOM_TENSORS, _draw_whole))
+    functions.update(dict.fromkeys(_RANDOM_FUNCTIONS, _draw_from_values))
+    functions.update(dict.fromkeys(_RANDOM_FUNCTIONS_WITH_OUT, _draw_into))
+    functions[_RRELU] = _multiply_with_noise
     return handle_dtensor_operators(functions)
 
 
@@ -82,8 +107,44 @@ def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return a DTensor with this rank's part of the numbers for the whole tensor."""
-    dtensor = args[0]
-    return _shard(operator(_empty_whole(dtensor), **(kwargs or {})), dtensor)
+    dtensor, *other_args = args
+    numbers = operator(_empty_whole(dtensor), *other_args, **(kwargs or {}))
+    return _shard(numbers, dtensor)
+
+
+def _draw_from_values(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return a DTensor of random numbers that depend on the values of a DTensor. Collective.
+
+    A result of another shape, such as that of ``torch.multinomial``, is replicated.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import
+
+    dtensor, *other_args = args
+    numbers = operator(full_tensor(dtensor), *other_args, **(kwargs or {}))
+    if numbers.shape == dtensor.shape:
+        return _shard(numbers, dtensor)
+    mesh = dtensor.device_mesh
+    # All ranks get the numbers of the first one, since their random states may differ.
+    return distribute_tensor(numbers, mesh, [Replicate()] * mesh.ndim)
+
+
+def _draw_into(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Write the result of :func:`_draw_from_values` to the argument ``out``. Collective."""
+    other_kwargs = dict(kwargs)
+    out = other_kwargs.pop("out")
+    return out.copy_(_draw_from_values(_RANDOM_FUNCTIONS_WITH_OUT[operator], args, other_kwargs))
+
+
+def _multiply_with_noise(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return the randomized leaky ReLU of a DTensor. Collective.
+
+    The second argument, a DTensor of noise, is overwritten for the backward pass.
+    """
+    dtensor, noise, *other_args = args
+    whole_noise = _empty_whole(noise)
+    output = operator(full_tensor(dtensor), whole_noise, *other_args, **(kwargs or {}))
+    local_tensor(noise).copy_(local_tensor(_shard(whole_noise, noise)))
+    return _shard(output, dtensor)
 
 
 def _empty_whole(dtensor: Any) -> Tensor:
