@@ -84,7 +84,7 @@ class _Number(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass
+@dataclass(slots=True)
 class Bucket:
     """The tensors and Python numbers of one dtype in a collection, which share one flat buffer.
 
@@ -149,6 +149,9 @@ class Bucket:
                 dimension of this size, and each number becomes a list. None, the default: the
                 buffer holds one value for each leaf.
         """
+        if not self.tensors:
+            self._unpack_numbers(buffer, leaves, num_ranks)
+            return
         has_gradient = buffer.requires_grad
         if self.stacked_tensors is not None and not has_gradient:
             # A shortcut for a collection of 0-dim tensors. It does not carry gradients.
@@ -172,13 +175,7 @@ class Bucket:
             result = section.to(tensor.device, self.dtype, copy=has_several_results)
             leaves[position] = result.reshape(shape)
         if self.numbers:
-            results = self._numbers_from(sections[-1], num_ranks)
-            if len(results) == len(leaves):
-                # A shortcut for a collection of numbers alone, whose order is that of the leaves.
-                leaves[:] = results
-                return
-            for position, number in zip(self.number_positions, results, strict=True):
-                leaves[position] = number
+            self._unpack_numbers(sections[-1], leaves, num_ranks)
 
     def _flatten_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor of shape ``(n,)``, or ``(num_chunks, n)`` if tensors have chunks."""
@@ -226,8 +223,6 @@ class Bucket:
             A section for each tensor, in order. If the bucket has numbers, the last section holds
             all of them.
         """
-        if not self.tensors:
-            return [buffer]  # the section of the numbers
         num_chunks = self.num_chunks or 1
         lengths = [tensor.numel() // num_chunks for tensor in self.tensors]
         if self.numbers:
@@ -238,11 +233,12 @@ class Bucket:
             return [buffer]
         return buffer.split(lengths, dim=-1)
 
-    def _numbers_from(self, section: Tensor, num_ranks: int | None) -> list[Any]:
-        """Return the results for the Python numbers, in order, as Python objects.
+    def _unpack_numbers(self, section: Tensor, leaves: list[Leaf], num_ranks: int | None) -> None:
+        """Replace the leaves that are Python numbers by their results, as Python objects.
 
         Args:
             section: the section of the numbers, of shape ``(n,)``, or ``(num_ranks, n)``.
+            leaves: all leaves of the collection. The list is changed in place.
             num_ranks: the number of ranks whose values are in the section. Each result is then the
                 list of their values. None if the section has one value for each number.
         """
@@ -253,12 +249,16 @@ class Bucket:
             section = section.t()
         results = section.tolist()
         count = len(self.numbers)
-        has_upper_sums = len(results) > count
-        if not has_upper_sums:
-            return results
-        # This is a sum of integers. _number_tensor() has appended the upper 32 bits of each number,
-        # so the second half of the results has the sums of the upper 32 bits.
-        return list(map(_exact_sum, results[:count], results[count:]))
+        if len(results) > count:
+            # This is a sum of integers. _number_tensor() has appended the upper 32 bits of each
+            # number, so the second half of the results has the sums of the upper 32 bits.
+            results = list(map(_exact_sum, results[:count], results[count:]))
+        if count == len(leaves):
+            # A shortcut for a collection of numbers alone, whose order is that of the leaves.
+            leaves[:] = results
+            return
+        for position, number in zip(self.number_positions, results, strict=True):
+            leaves[position] = number
 
 
 def pack(

@@ -113,16 +113,13 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
         leaves, structure = flatten(received)
         _allocate_tensors(leaves, tree, device)
         buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
-    collectives = []
+    buffers: list[Tensor] = []
     for bucket in buckets:
-        # Only the collectives hold the buffers. See _run_for_buckets().
-        collectives.append(
-            Collective(
-                Operation.BROADCAST, bucket.new_buffer(communicator.device), peer=src, call=call
-            )
-        )
+        buffers.append(bucket.new_buffer(communicator.device))
     # Replaces the tensors among the leaves by the received ones.
-    _run_for_buckets(communicator, collectives, buckets, leaves)
+    _run_for_buckets(
+        communicator, Operation.BROADCAST, buffers, buckets, leaves, peer=src, call=call
+    )
     return unflatten(structure, leaves)
 
 
@@ -255,9 +252,13 @@ def _exchange(
             buckets = pack(leaves, structure, sends_numbers)
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
-        buffers = []
+        buffers: list[Tensor] = []
+        # Results for Python numbers are read from the device at once, those for tensors later.
+        reads_result = False
         for bucket in buckets:
             buffers.append(bucket.new_buffer(communicator.device, op))
+            if bucket.numbers:
+                reads_result = True
     except Exception as error:
         _answer_without_call(communicator, operation, error)
         raise
@@ -277,15 +278,13 @@ def _exchange(
     text = None
     if is_signed and communicator.size > 1:
         text = f"{operation}({reduction_text}{describe(structure, leaves, buckets)})"
-    # Results for Python numbers are read from the device at once, those for tensors later.
-    reads_result = any(bucket.numbers for bucket in buckets)
     call = CallDescription(
         operation, arguments=describe_arguments, text=text, reads_result=reads_result
     )
-    collectives = [Collective(operation, buffer, op, call=call) for buffer in buffers]
-    del buffers  # only the collectives hold them, see _run_for_buckets()
     # Replaces the leaves in the buckets by their results.
-    _run_for_buckets(communicator, collectives, buckets, leaves, detach=not sync_grads)
+    _run_for_buckets(
+        communicator, operation, buffers, buckets, leaves, op, call=call, detach=not sync_grads
+    )
     if op is Reduce.PRODUCT:
         _check_product_of_integers(communicator, buckets)
     return unflatten(structure, leaves)
@@ -293,41 +292,47 @@ def _exchange(
 
 def _run_for_buckets(
     communicator: Communicator,
-    collectives: list[Collective],
+    operation: Operation,
+    buffers: list[Tensor],
     buckets: Sequence[Bucket],
     leaves: list[Leaf],
+    op: Reduce | None = None,
+    *,
+    peer: int | None = None,
+    call: CallDescription,
     detach: bool = False,
 ) -> None:
     """Make one collective for each bucket, and replace the leaves by the results. Collective.
 
     Args:
         communicator: the ranks.
-        collectives: the collective of each bucket. Only the first one sends the signature of its
-            call. The list is emptied, so that the memory of a buffer is freed as soon as its
-            results have been copied.
+        operation: the collective.
+        buffers: the buffer of each bucket. The list is emptied, so that the memory of a buffer is
+            freed as soon as its results have been copied.
         buckets: the buckets.
         leaves: the leaves of the collection. The list is changed in place.
+        op: the reduction. None, the default, if the operation has no reduction.
+        peer: the source of a broadcast. None, the default, for other operations.
+        call: the call of the user. Only the first collective sends its signature.
         detach: whether to cut the results off from the graph. Default: False.
     """
+    # The results of these two operations have a row for each rank, which unpack() separates.
+    num_ranks = None
+    if operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
+        num_ranks = communicator.size
     for position, bucket in enumerate(buckets):
-        collective = collectives.pop(0)
-        if position > 0 and collective.call is not None:
+        if position > 0:
             # Without a text, the communicator sends no signature.
-            call_without_signature = collective.call._replace(text=None)
-            collective = collective._replace(call=call_without_signature)
-        buffer = collective.buffer
+            call = call._replace(text=None)
+        buffer = buffers.pop(0)
         if detach and buffer.requires_grad:
             buffer = buffer.detach()
-            collective = collective._replace(buffer=buffer)
+        collective = Collective(operation, buffer, op, peer, call=call)
         if buffer.requires_grad:
             # Records the collective in the graph. The backward pass makes a collective, too.
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
-        # The results of these two operations have a row for each rank, which unpack() separates.
-        num_ranks = None
-        if collective.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
-            num_ranks = communicator.size
         bucket.unpack(result, leaves, num_ranks)
 
 
@@ -413,8 +418,7 @@ def _check_reduction(
         ConfigurationError: the reduction has no meaning. The error names a leaf and a remedy.
     """
     for bucket in buckets:
-        positions = [*bucket.tensor_positions, *bucket.number_positions]
-        positions_with_gradient = []
+        positions_with_gradient: list[int] = []
         # Minimum, maximum and product have no gradient over ranks.
         if op in MIN_MAX_PRODUCT and torch.is_grad_enabled():
             positions_with_gradient = _positions_with_gradient(bucket)
@@ -443,9 +447,11 @@ def _check_reduction(
         elif positions_with_gradient:
             problem = f"the {op.value} over ranks has no gradient, and this tensor requires one"
             suggestion = "x.detach()"
-            positions = positions_with_gradient
         else:
             continue
+        positions = positions_with_gradient
+        if not positions:
+            positions = [*bucket.tensor_positions, *bucket.number_positions]
         first_position = min(positions)
         # The path is empty if the collection is a single leaf.
         leaf = leaf_paths(structure)[first_position] or "the tensor or number"

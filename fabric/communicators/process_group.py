@@ -140,22 +140,31 @@ class ProcessGroupCommunicator(Communicator):
         """
         if output is None:
             output = buffer.new_empty((self.size, *buffer.shape))
-        if not self._is_gathered_directly(buffer):
-            dist.all_gather_single(output.view(-1), buffer.reshape(-1), group=self._group)
-        elif buffer.is_complex():
-            # Backends have no complex numbers.
-            self._all_gather(torch.view_as_real(buffer), output=torch.view_as_real(output))
-        else:
-            # An all-to-all of one copy of the buffer for each rank is an all-gather.
+        if self._is_gathered_directly(buffer):
             if copies is None:
                 copies = torch.stack([buffer] * self.size)
-            # The default group is looked up here, since a reference would keep it connected.
-            group = self._group or dist.group.WORLD
-            assert group is not None, "the default process group was destroyed"
-            # The method of the group, since the checks of dist.all_to_all_single() take as long as
-            # a message of a few bytes. Without lengths, all rows have one length.
-            group.all_to_all_single(output, copies, [], []).wait()
+            self._send_to_all(copies, output)
+        else:
+            dist.all_gather_single(output.view(-1), buffer.reshape(-1), group=self._group)
         return output
+
+    def _send_to_all(self, copies: Tensor, output: Tensor) -> None:
+        """Gather the buffers of all ranks with an all-to-all of copies. Collective.
+
+        Args:
+            copies: one copy of the buffer of this rank for each rank.
+            output: the tensor that is overwritten, of the same shape. Row i comes from rank i.
+        """
+        if copies.is_complex():
+            # The method of the group has no complex numbers.
+            copies = torch.view_as_real(copies)
+            output = torch.view_as_real(output)
+        # The default group is looked up here, since a reference would keep it connected.
+        group = self._group or dist.group.WORLD
+        assert group is not None, "the default process group was destroyed"
+        # The method of the group, since the checks of dist.all_to_all_single() take as long as a
+        # message of a few bytes. Without lengths, all rows have one length.
+        group.all_to_all_single(output, copies, [], []).wait()
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce a buffer over the ranks, in place, and return it. Collective."""

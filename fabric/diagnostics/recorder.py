@@ -405,32 +405,6 @@ class RecordedCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        if collective.operation is Operation.NEW_GROUP:
-            return self._new_group(collective)
-        return self._record(collective)
-
-    @override
-    def close(self) -> None:
-        self._checked.close()
-
-    def _new_group(self, collective: Collective) -> "RecordedCommunicator | None":
-        """Make a group of some ranks of this group. Its collectives are recorded, too.
-
-        Returns:
-            The communicator of the new group. None on a rank that is not a member.
-        """
-        # Ranks that are no members count the group, too. So all ranks give the next group the same
-        # name without communication.
-        self._subgroup_count += 1
-        name = f"{self._name}/{self._subgroup_count}"
-        # The buffer of this operation has the members' ranks in this group.
-        global_ranks = [self._ranks[rank] for rank in collective.buffer]
-        inner = self._record(collective)
-        if inner is None:
-            return None
-        return RecordedCommunicator(inner, self._recorder, name, global_ranks)
-
-    def _record(self, collective: Collective) -> Any:
         """Run a collective, and record it while it runs. Return the result of the collective.
 
         The recorder's checks run before the collective sends data, and raise if it must not run.
@@ -449,15 +423,41 @@ class RecordedCommunicator(Communicator):
             for check in recorder.checks:
                 check(entry, collective)
             if recorder.collective_context is None:
-                return self._checked.run(collective)
-            # Set by a tool, such as a timeline.
-            with recorder.collective_context(entry):
-                return self._checked.run(collective)
+                result = self._checked.run(collective)
+            else:
+                # Set by a tool, such as a timeline.
+                with recorder.collective_context(entry):
+                    result = self._checked.run(collective)
         except RuntimeError as error:
             recorder.annotate(error)
             raise
         finally:
             del recorder.open_collectives[thread]
+        if collective.operation is Operation.NEW_GROUP:
+            return self._recorded_group(result, collective.buffer)
+        return result
+
+    @override
+    def close(self) -> None:
+        self._checked.close()
+
+    def _recorded_group(
+        self, group: Communicator | None, ranks: Sequence[int]
+    ) -> "RecordedCommunicator | None":
+        """Return a wrapper that records the collectives of a new group. None if there is no group.
+
+        Args:
+            group: the communicator of the new group. None on a rank that is not a member.
+            ranks: the members, as ranks of this group.
+        """
+        # Ranks that are no members count the group, too. So all ranks give the next group the same
+        # name without communication.
+        self._subgroup_count += 1
+        if group is None:
+            return None
+        name = f"{self._name}/{self._subgroup_count}"
+        global_ranks = [self._ranks[rank] for rank in ranks]
+        return RecordedCommunicator(group, self._recorder, name, global_ranks)
 
     def _forked_process_error(self, collective: Collective) -> UsageError:
         """Return the error of a collective in a forked child, such as a worker of a DataLoader."""
