@@ -67,7 +67,9 @@ def clip_gradients(
 
 
 def _check_limits(clip_val: float | None, max_norm: float | None, norm_type: float) -> None:
-    """Check the numbers of :func:`clip_gradients`. A comparison with NaN is false: it is refused.
+    """Check the numbers of :func:`clip_gradients`.
+
+    NaN is refused, since a comparison with NaN is false.
 
     Raises:
         ConfigurationError: there are no limits or two, a number is not positive, or ``clip_val`` is
@@ -96,8 +98,8 @@ def _raise_nonfinite(norm: Tensor, norm_type: float, parameters: Sequence[Tensor
         parameters: the parameters of the gradients.
     """
     if any(map(has_nan, parameters)):
-        # The usual cause: empty_init=True leaves the parameters uninitialized, and no checkpoint
-        # was loaded into them.
+        # The usual cause of NaN parameters: empty_init=True has left them uninitialized, and no
+        # checkpoint was loaded.
         raise NonFiniteGradientError(
             "clip_gradients(...)",
             problem=f"the {norm_type}-norm of the gradients is {float(norm)}, and parameters are "
@@ -201,18 +203,22 @@ def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
     total = torch.stack(powers).sum()
     dist.all_reduce(total, dist.ReduceOp.SUM)
     norm = (total / dist.get_world_size()).pow(1 / norm_type)
-    # Usually, all gradients of a model have the same dtype. The norm gets the dtype of the first.
+    # Usually, all gradients have the same dtype. If not, the norm gets the dtype of the first.
     return norm.to(grads[0].dtype)
 
 
 def _is_dtensor(grad: Any) -> bool:
+    # local_tensor() returns a plain tensor itself.
     return local_tensor(grad) is not grad
 
 
 def _communication_device(grads: Sequence[Any]) -> str:
-    """Return the device type of the meshes, on which collectives run.
+    """Return the device type of the gradients' meshes, on which collectives run.
 
-    The gradients themselves may be on the CPU, under ``cpu_offload``. At least one is a DTensor.
+    The gradients themselves may be on another device: under ``cpu_offload`` they are on the CPU.
+
+    Args:
+        grads: the gradients. At least one is a DTensor.
     """
     return next(grad.device_mesh.device_type for grad in grads if _is_dtensor(grad))
 

@@ -36,9 +36,9 @@ class ClosureLosses:
         communicator: the ranks over which gradients are averaged.
         backward: the hooks around backward passes.
         num_summed_losses: the number of ranks whose losses are summed up by ``reduce="sum"``.
-        passes: the number of backward passes in closures so far.
-        summed_passes: the number of all backward passes with ``reduce="sum"`` so far. The session
-            counts them.
+        passes: the number of backward passes in closures so far. Counted by :meth:`_count_pass`.
+        summed_passes: the number of backward passes with ``reduce="sum"`` so far, in closures and
+            outside. Counted by the session.
     """
 
     communicator: Communicator
@@ -72,6 +72,7 @@ class ClosureLosses:
         if "closure" in kwargs:
             closure = partial(self._reduced_loss, kwargs["closure"])
             return args, {**kwargs, "closure": closure}
+        # torch passes the optimizer as the first argument, since the hook sees its method step.
         optimizer_argument, closure, *more = args
         reducing_closure = partial(self._reduced_loss, closure)
         return (optimizer_argument, reducing_closure, *more), kwargs
@@ -79,7 +80,7 @@ class ClosureLosses:
     def _reduced_loss(self, closure: _Closure) -> Any:
         """Call a closure, and return the mean or the sum of its losses over ranks. Collective.
 
-        The result belongs to the gradients, which are averaged or summed in the same way.
+        LBFGS needs the loss of the gradients, and the gradients are averaged or summed over ranks.
 
         Raises:
             UsageError: some backward passes of the closure have averaged gradients, and some have
@@ -107,6 +108,7 @@ class ClosureLosses:
                 expected="one kind of reduction in a closure",
                 suggestion='fabric.backward(loss, reduce="sum") for every loss of the closure',
             )
+        # The mean times the number of losses is their sum.
         return mean_loss * self.num_summed_losses
 
     def _count_pass(self, loss: Tensor, error: BaseException | None) -> None:

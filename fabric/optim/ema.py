@@ -68,7 +68,7 @@ class ExponentialMovingAverage(nn.Module):
     ) -> None:
         """Register a copy of each weight as a buffer of this module."""
         super().__init__()
-        # None for a copy of a set-up module.
+        # A copy of a set-up module has no contract.
         contract = model._fabric_contract
         if contract is None:
             raise UsageError(
@@ -86,7 +86,7 @@ class ExponentialMovingAverage(nn.Module):
         for path, weight in self._current_weights().items():
             self._averages[path] = self._add_average(path, weight)
         if contract.is_sharded:
-            # A state dict holds full averages, of which this rank keeps its shards.
+            # A state dict holds full averages, and the buffers are this rank's shards.
             self._shard_when_loading()
 
     def _add_average(self, path: str, weight: Tensor) -> _Buffer:
@@ -121,7 +121,7 @@ class ExponentialMovingAverage(nn.Module):
 
         Without the hooks, the full tensors would not have the shapes of the sharded buffers.
         """
-        # Imported here: it takes a second, and a sharded model has imported it already.
+        # Imported here: the import takes a second. A sharded model has made it already.
         from fabric.strategies.fsdp.state import shard_module_state
 
         for submodule in self.modules():
@@ -157,10 +157,9 @@ class ExponentialMovingAverage(nn.Module):
         if callable(decay):
             decay = decay(self._updates)
             _check_decay(decay)
-        # torch's function of lists of averages and weights. It ignores its third argument.
+        # A function of a list of averages and a list of weights. It ignores its third argument.
         average_all = get_ema_multi_avg_fn(decay)
-        # Averages that have the dtype of their weight, and these weights. They are updated together
-        # below.
+        # Averages with the dtype of their weight are collected here, and updated in one call.
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         for average, weight in self._averages_with_weights():
@@ -171,8 +170,8 @@ class ExponentialMovingAverage(nn.Module):
                 averages.append(average)
                 weights.append(weight)
             else:
-                # One by one, since converted copies of all weights would need memory for another
-                # model in float32.
+                # One by one: converted copies of all weights at once would need the memory of
+                # another model in float32.
                 average_all([average], [weight.to(average.dtype)], self._updates)
         if averages:
             average_all(averages, weights, self._updates)
@@ -187,8 +186,8 @@ class ExponentialMovingAverage(nn.Module):
         inputs. Do not enter the context between a forward pass and its backward pass. The context
         needs memory for another copy of this process's part of the weights. Not a collective.
         """
-        # A copy of the values of each weight, and the weight itself. The weights are not looked up
-        # again at the end, since a forward pass within the context may replace buffers.
+        # Pairs of a copy and the weight itself. The weights are not looked up again at the end,
+        # since a forward pass within the context may replace buffers.
         own_values: list[tuple[Tensor, Tensor]] = []
         for _, weight in self._averages_with_weights():
             own_values.append((weight.detach().clone(), weight))
@@ -204,7 +203,7 @@ class ExponentialMovingAverage(nn.Module):
             self._write(own_values)
 
     def _averages_of_parameters(self) -> dict[str, Tensor]:
-        """Return the averages of the model's parameters, without those of buffers, by name."""
+        """Return the averages of the model's parameters by name, without averages of buffers."""
         averages: dict[str, Tensor] = {}
         for name in self._contract.parameters():
             if name in self._averages:

@@ -20,8 +20,9 @@ _MAX_REACHED = 1_000_000
 class GradientWatch:
     """Records which parameters of watched optimizers have got a gradient.
 
-    Under FSDP, gradients inside of ``no_backward_sync`` stay unreduced, and torch does not call the
-    hooks of the parameters. The contracts of the modules know these passes.
+    Hooks of the parameters record this. Under FSDP, torch does not call the hooks in a backward
+    pass inside of ``no_backward_sync``, whose gradients stay unreduced. The contracts of the
+    modules count these passes.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are added to this collection.
@@ -33,10 +34,11 @@ class GradientWatch:
         self._contracts = contracts
         # By optimizer and by id, the parameters with a hook.
         self._watched: WeakKeyDictionary[Optimizer, dict[int, Tensor]] = WeakKeyDictionary()
-        # The parameters that have got a gradient since the last backward pass of Fabric.
-        # A list with a limit, which backward passes without Fabric would fill without end.
+        # The parameters that have got a gradient since the last backward pass of Fabric. It has a
+        # limit, since a loop that never calls Fabric.backward would fill a list without end.
         self._reached: deque[Tensor] = deque(maxlen=_MAX_REACHED)
-        # By contract, the number of passes with unreduced gradients, up to the last backward pass.
+        # By contract, how many passes with unreduced gradients there had been at the last backward
+        # pass of Fabric.
         self._unreduced_passes: WeakKeyDictionary[GradientContract, int] = WeakKeyDictionary()
         self._hooks = cleanup.enter_context(ExitStack())
         cleanup.callback(self._reached.clear)
@@ -72,7 +74,10 @@ class GradientWatch:
         return reached_ids
 
     def has_unknown_pass(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer has got gradients since the last pass of ``Fabric``."""
+        """Return whether an optimizer has got gradients since the last pass of ``Fabric``.
+
+        ``Fabric`` does not know the weight of the loss of such a pass.
+        """
         reached_ids = set(map(id, self._reached))
         for contract in self._contracts:
             if contract.unreduced_passes() > self._unreduced_passes.get(contract, 0):

@@ -43,7 +43,8 @@ def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
             if grad is None:
                 continue
             if grad.is_sparse:
-                # The values of a repeated index are added now, since the sum may overflow.
+                # Adds up the values of a repeated index. Callers look for overflows, and the sum
+                # may overflow although the values do not.
                 parameter.grad = grad.coalesce()
                 grad = parameter.grad._values()
             grads[grad.device, grad.dtype].append(local_tensor(grad))
@@ -76,6 +77,7 @@ def is_cleared(grad: Tensor) -> Tensor:
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     has_nonzero_elements = grad.any()
+    # A zero with a minus sign is the mark of mark_as_computed().
     has_minus_signs = grad.signbit().any()
     return ~(has_nonzero_elements | has_minus_signs)
 
@@ -83,26 +85,27 @@ def is_cleared(grad: Tensor) -> Tensor:
 def mark_as_computed(grad: Tensor) -> None:
     """Make a zero in the first element of a gradient a -0.0, without waiting for the device.
 
-    See ``[Note: Cleared gradients]``.
+    A cleared gradient is +0.0 in every element. The -0.0 shows :func:`is_cleared` that a backward
+    pass has computed this gradient, even if all of its values are zero.
 
     Args:
         grad: a dense tensor, which is no DTensor.
     """
     if grad.numel() == 0:
         return
-    # Through ``data``, which hides the change from autograd: a graph may contain the gradient.
+    # ``data`` hides the change from autograd, which raises if a graph contains the gradient.
     first_element = grad.data[(0,) * grad.dim()]
     first_element.masked_fill_(first_element == 0, -0.0)
 
 
 def mark_first_gradient(optimizer: Optimizer) -> bool:
-    """Mark the first gradient of an optimizer that has elements on this rank as computed.
+    """Mark an optimizer's gradients as computed by a backward pass. See :func:`mark_as_computed`.
 
-    See ``[Note: Cleared gradients]``. One mark is enough to tell whether all gradients of the
-    optimizer have been cleared.
+    The first gradient that has elements on this rank gets the mark. One mark is enough to tell
+    whether the user has cleared all gradients of the optimizer since.
 
     Returns:
-        Whether the optimizer has any gradients.
+        Whether the optimizer has any gradients, even if none has elements on this rank.
     """
     grads_by_kind = local_gradients(optimizer)
     for grads in grads_by_kind:
@@ -117,7 +120,8 @@ def gradient_fingerprint(optimizer: Optimizer) -> object:
     """Return a value that changes when an optimizer's gradients are cleared or changed.
 
     The value consists of the identity and the in-place versions of the optimizer's first gradient.
-    It is None without gradients. This function does not wait for a device.
+    It is None without gradients. This function does not wait for a device. Changes through
+    ``grad.data`` do not change the value.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -53,9 +53,11 @@ class LossScaler:
 
     The method is that of :class:`torch.amp.GradScaler` (Micikevicius et al., "Mixed Precision
     Training", 2018): a step whose gradients overflowed is skipped and the scale halved; after
-    ``growth_interval`` good steps the scale is doubled. Two things differ: when the scale changes,
-    see ``[Note: Loss scale]``, and that users call the optimizers' own ``step``, whose hooks
-    unscale the gradients and remove them during a skipped step.
+    ``growth_interval`` good steps the scale is doubled. Two things differ:
+
+    - The scale changes at the start of a backward pass, see ``[Note: Loss scale]``.
+    - Users call the optimizers' own ``step``. Hooks of the step unscale the gradients, and remove
+      them during a skipped step.
 
     Args:
         device: the device of the scale.
@@ -112,20 +114,21 @@ class LossScaler:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the scale. Called at the start of each backward pass.
 
-        A float16 loss is returned as float32, so that it does not overflow. This method is
-        collective if parameters are sharded: ranks then update the scale for overflows of any rank.
+        A float16 loss is returned as float32, so that it does not overflow. Collective if ranks
+        hold different gradients.
         """
-        pending = self._pending_found_inf  # None if no gradients were unscaled
-        # The scale must not change while gradients are scaled by it.
-        if pending is not None and not self._any_holds_scaled_gradients():
+        pending = self._pending_found_inf  # None if no gradients were unscaled since the update
+        # The scale must not change while an optimizer holds gradients that are scaled by it.
+        if pending is not None and not self._any_optimizer_holds_scaled_gradients():
             self._update_scale(pending)
             self._pending_found_inf = None
         for optimizer, state in self._states.items():
-            if not state.is_scaled:
-                # The optimizer may hold gradients that were unscaled. They are scaled again, since
-                # this pass adds scaled gradients to them.
-                for grads in local_gradients(optimizer):  # each list has one device
-                    foreach_multiply(grads, self._scale.to(grads[0].device))
+            if state.is_scaled:
+                continue
+            # The optimizer may hold unscaled gradients. They are scaled again, since this pass adds
+            # scaled gradients to them.
+            for grads in local_gradients(optimizer):  # each list has one device
+                foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
         self._has_scaled_a_loss = True
         if loss.dtype is torch.float16:
@@ -154,9 +157,10 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> bool:
         """Unscale an optimizer's gradients in place, once per step.
 
-        Called before each step, and before gradients are clipped. Further calls change nothing. An
-        overflow lowers the next scale, even if no step of the optimizer follows: a loop that
-        changes parameters by hand only clips. Collective if ranks hold different gradients.
+        Called before each step, and before gradients are clipped. Further calls before the step
+        change nothing. An overflow lowers the next scale, even if no step of the optimizer follows,
+        as in a loop that clips gradients and changes the parameters itself. Collective if ranks
+        step with different gradients.
 
         Returns:
             Whether any gradient is infinite or NaN. The next step will then be skipped.
@@ -179,7 +183,8 @@ class LossScaler:
                     suggestion='model.float(), or Fabric(precision="16-true")',
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
-        # All ranks have to skip the same steps. Ranks with equal gradients find the same overflows.
+        # All ranks have to skip the same steps. With equal gradients they find the same overflows,
+        # and need no message.
         if self.gradients_may_differ and self._max_over_ranks is not None:
             found_inf = self._max_over_ranks(found_inf)
         state.found_inf = found_inf
@@ -209,7 +214,7 @@ class LossScaler:
         found_inf = torch.zeros_like(self._scale)
         for grads in grads_by_kind:
             device = grads[0].device
-            # to() returns the tensor itself, and not a copy, if the scale is on this device.
+            # to() returns found_inf itself, and not a copy, if it is on this device already.
             found_inf_on_device = found_inf.to(device)
             # Multiplies the gradients in place, and sets found_inf_on_device to 1 after an
             # overflow.
@@ -222,7 +227,8 @@ class LossScaler:
     def forget_overflow(self) -> None:
         """Forget overflows since the last update of the scale, so that they do not lower the scale.
 
-        Called when gradients are dropped because the loss itself was not finite or too large.
+        Called when a step is refused because the loss was not finite or too large: then the scale
+        has not caused the overflow.
         """
         self._pending_found_inf = None
 
@@ -301,14 +307,14 @@ class LossScaler:
             parameter.grad = grad
         state.removed_gradients = ()
 
-    def _any_holds_scaled_gradients(self) -> bool:
+    def _any_optimizer_holds_scaled_gradients(self) -> bool:
         """Return whether any optimizer holds scaled gradients that are not zero, on any rank.
 
-        Collective if ranks hold different gradients. The values are read, since
-        ``zero_grad(set_to_none=False)`` also clears gradients. Reading them waits for the device.
+        Collective if ranks hold different gradients. Waits for the device, since it reads the
+        gradients: ``zero_grad(set_to_none=False)`` sets them to zero.
         """
-        # These are the same optimizers on all ranks, so the ranks agree on whether to exchange a
-        # message.
+        # These are the same optimizers on all ranks. So the ranks agree below on whether to
+        # exchange a message.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds_scaled = any(map(has_gradients, scaled))
         if not scaled or self._max_over_ranks is None:
@@ -316,7 +322,7 @@ class LossScaler:
         ranks_hold_the_same = not self.gradients_may_differ and not self.accumulates
         if ranks_hold_the_same:
             return holds_scaled
-        # Gradients that are zero on this rank may not be zero on others.
+        # This rank's gradients may be zero while gradients of other ranks are not.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds_scaled))))
 
 

@@ -187,8 +187,8 @@ class LossWeights:
             ``Fabric.backward``. A loss without a weight is returned unchanged.
 
         Raises:
-            UsageError: an optimizer is not set up, or has gradients to which the gradients of this
-                loss cannot be added.
+            UsageError: an optimizer is not set up, or has gradients of losses that cannot share a
+                step with this loss.
             ConfigurationError: the weight is not a number, or is negative or infinite.
         """
         loss_weight = None
@@ -237,12 +237,12 @@ class LossWeights:
         """
         finished_pass = self._running_pass
         self._running_pass = _BackwardPass()
-        # After an error, too: the pass may have accumulated gradients before it.
+        # After an error, too: the pass may have accumulated gradients before the error.
         reached_ids = self._gradient_watch.end_pass()
         if error is not None:
             return
-        # The optimizers that the loss is not for. If their gradients have changed, the loss has
-        # reached their parameters all the same.
+        # These optimizers are not those of the loss. If their gradients have changed, the loss has
+        # reached their parameters nevertheless.
         for optimizer, fingerprint_before in finished_pass.fingerprints.items():
             has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
             if has_reached or gradient_fingerprint(optimizer) != fingerprint_before:
@@ -321,16 +321,15 @@ class LossWeights:
     def _drop_cleared_windows(self) -> None:
         """End the windows of optimizers whose gradients the user has cleared.
 
-        Called before each backward pass. Gradients are cleared if they are None or zero, and to
-        look for zeros waits for a CUDA device. So there the zeros are looked for only if the
-        *fingerprint* has changed: the identity of the first gradient, and the number of changes to
-        it in place. A change through ``grad.data`` does not count. If it has set the gradients to
-        zero, the device finds this out without being waited for, and sets the weight of the window
-        to 0.
+        Called before each backward pass. Cleared gradients are None or zero. To read whether
+        gradients are zero waits for a CUDA device. So on CUDA, gradients are read only if the
+        *fingerprint* has changed: the identity of the first gradient, and the number of in-place
+        changes to it. The fingerprint misses a user who sets gradients to zero through
+        ``grad.data``. For this case the device itself computes whether all gradients are zero, and
+        then sets the weight of the window to 0. Nothing waits for the device.
         """
-        # By window, for each of its gradients that is not read: whether the gradient is cleared.
-        # Optimizers of one loss share a window. Its gradients are cleared if those of all of them
-        # are.
+        # For each window, a flag for each gradient: a tensor on the device that says whether the
+        # gradient is cleared. Optimizers of one loss share a window, and its flags.
         unread_flags: defaultdict[_Window, list[Tensor]] = defaultdict(list)
         for optimizer, state in self._states.items():
             window = state.window
@@ -351,9 +350,9 @@ class LossWeights:
             window.weight = torch.where(are_all_cleared, 0, window.weight)
 
     def _refuse_unknown_passes(self, optimizer: Optimizer) -> None:
-        """Raise a UsageError if gradients without a weight were added to those of a window.
+        """Raise a UsageError if a pass without ``Fabric.backward`` added gradients to a window.
 
-        ``Fabric.backward`` does not know of such a backward pass.
+        The loss of such a pass has no weight.
         """
         state = self._states.get(optimizer)
         if state is None or state.window is None:
@@ -367,7 +366,11 @@ class LossWeights:
             )
 
     def _fingerprints_except(self, optimizers: Sequence[Optimizer]) -> dict[Optimizer, object]:
-        """Return the fingerprints of the gradients of all set-up optimizers but the given ones."""
+        """Return the fingerprints of the gradients of all set-up optimizers but the given ones.
+
+        :meth:`after_backward` compares them, to find out whether the pass has reached parameters of
+        optimizers that the loss is not for.
+        """
         fingerprints: dict[Optimizer, object] = {}
         for optimizer in self._optimizers:
             if optimizer not in optimizers:
@@ -378,10 +381,10 @@ class LossWeights:
         """Return the window of the optimizers of a loss, or None if they have none.
 
         Raises:
-            UsageError: they have different windows, or gradients to which the gradients of
-                another loss cannot be added.
+            UsageError: they have different windows, or gradients of losses that cannot share a step
+                with another loss.
         """
-        # An optimizer without a state has no window.
+        # None stands for an optimizer without a window.
         windows: set[_Window | _Mark | None] = set()
         for optimizer in optimizers:
             state = self._states.get(optimizer)
@@ -432,15 +435,15 @@ class LossWeights:
     def _check_new_window(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a UsageError if the optimizers cannot begin a window.
 
-        The gradients of a window are multiplied by one factor, once. So the optimizers may not hold
-        other gradients, or have a parameter in common. Gradients that will never be averaged over
-        ranks have no common factor at all.
+        At the step, all gradients of a window are multiplied by the same factor, once. So the
+        optimizers may not hold gradients of other losses, and may not share a parameter. Gradients
+        that are never averaged over ranks would need another factor.
         """
         # The parameters whose gradients are never averaged over ranks.
         unreduced_ids: set[int] = set()
         for contract in self._contracts:
-            replicas_drift = contract.gradients_may_differ and not contract.is_sharded
-            if replicas_drift:
+            steps_differ_by_rank = contract.gradients_may_differ and not contract.is_sharded
+            if steps_differ_by_rank:
                 self._refuse_loss(
                     "with model_averaging_period each rank steps by its own gradients",
                     "DDPStrategy() without it; or fabric.backward(loss / n)",
@@ -518,7 +521,7 @@ class LossWeights:
         state = self._states.get(optimizer)
         had_weighted_gradients = state is not None and state.had_weighted_gradients
         has_weighted_closure = had_weighted_gradients and has_closure(args, kwargs)
-        # Either way the backward pass is not over before the step. The error names both.
+        # In both cases the backward pass is not over before the step. The error names both causes.
         if is_within_backward or has_weighted_closure:
             self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
         self.divide_gradients(optimizer)

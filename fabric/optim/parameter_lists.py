@@ -81,9 +81,8 @@ class ParameterLists:
         """Average the gradients of the parameters in lists over the ranks.
 
         Called before gradients are clipped. Collective if the groups have parameters in lists.
-        Before the step, :meth:`_before_step` averages the gradients again. A second average changes
-        nothing, because the gradients are equal on all ranks by then. A gradient that is None on
-        all ranks stays None.
+        :meth:`_before_step` averages the gradients again. This changes nothing, because they are
+        equal on all ranks by then. A gradient that is None on all ranks stays None.
         """
         parameters = self._parameters_to_average(param_groups)
         if parameters:

@@ -21,9 +21,10 @@ from fabric.optim.loss_scaler import LossScaler
 
 __all__ = ["StepGuard"]
 
-# The weight of the old value in the running mean and variance of the loss, and the number of steps
-# from which on they are used: a mean over about 100 steps.
+# The weight of the old value in the running mean and variance of the loss: a mean over about 100
+# steps.
 _DECAY = 0.99
+# No loss is too large until the mean and variance are of this many losses.
 _WARMUP_STEPS = 20
 
 _Samples = list[Any] | None  # indices in the dataset. None if they are not known.
@@ -36,14 +37,13 @@ class _RankReport(NamedTuple):
         loss: the loss of the rank.
         epoch: the epoch of its loop over a loader. None if it has no such loop.
         samples: the samples that it received since the last step.
-        spoiled_buffer: the name of a buffer that the forward pass has made NaN. None if there is
-            none.
+        nan_buffer: the name of a buffer that the forward pass has made NaN. None if there is none.
     """
 
     loss: float
     epoch: int | None
     samples: _Samples
-    spoiled_buffer: str | None
+    nan_buffer: str | None
 
 
 class _RefusedStep(NamedTuple):
@@ -89,10 +89,9 @@ class _LossSpikes:
         return self._spike is not None
 
     def reason_to_refuse(self, loss: float) -> str | None:
-        """Return why a loss is too large, or None.
+        """Return why a loss is too large. If not, count it in the running mean, and return None.
 
-        A loss that is not too large is added to the running mean and variance. Call this method
-        only if ``is_enabled`` is true.
+        Call this method only if ``is_enabled`` is true, and once for each step.
 
         Args:
             loss: the mean loss of all ranks, which is finite.
@@ -106,7 +105,7 @@ class _LossSpikes:
                 f"above the mean {self.mean:.4g}"
             )
         self.num_losses += 1
-        # The mean of all losses at first, and then of about the last hundred.
+        # At first the mean of all losses, and then an exponential mean of about the last hundred.
         weight = max(1 / self.num_losses, 1 - _DECAY)
         self.mean += weight * distance
         self.variance = (1 - weight) * (self.variance + weight * distance**2)
@@ -117,7 +116,7 @@ class _SamplesOfSteps:
     """Finds the samples that this rank has received since the step before.
 
     Args:
-        active_loops: the loops over loaders that are running, which know the samples.
+        active_loops: the loops over loaders that are running.
     """
 
     def __init__(self, active_loops: Sequence[ActiveLoop]) -> None:
@@ -129,12 +128,13 @@ class _SamplesOfSteps:
         self._batches_of_earlier_steps = 0
 
     def epoch_and_samples(self) -> tuple[int | None, _Samples]:
-        """Return the epoch and the samples of the step. None in place of what is not known."""
+        """Return the epoch and the samples of the step. None stands for what is not known."""
         loop = self._latest_loop()
         if loop is None:
             return None, None
         first_batch = 0
-        # Each loop has a position object of its own, so this is the loop of the last step.
+        # Each loop has a position object of its own. The same object means that the last step ended
+        # in this loop.
         if loop.position is self._last_position:
             first_batch = self._batches_of_earlier_steps
         batches = range(first_batch, loop.position.received_batches)
@@ -319,13 +319,14 @@ class StepGuard:
         for model in models:
             model.zero_grad()
         if self._scaler is not None:
+            # The gradients overflowed because of this loss, which a smaller scale would not mend.
             self._scaler.forget_overflow()
         epoch, samples = self._samples.epoch_and_samples()
         report = _RankReport(
             loss=float(loss.detach()),
             epoch=epoch,
             samples=samples,
-            spoiled_buffer=_find_spoiled_buffer(models),
+            nan_buffer=_find_nan_buffer(models),
         )
         reports = self._communicator.gather_objects(report)
         refused_step = _RefusedStep(
@@ -341,13 +342,13 @@ class StepGuard:
             self._log_metrics({"bad_steps": self._num_refused}, self._step)
             self._append_to_log(refused_step)
             for rank, report in enumerate(reports):
-                _warn_of_spoiled_buffer(self._step, rank, report.spoiled_buffer)
+                _warn_of_nan_buffer(self._step, rank, report.nan_buffer)
 
     def _append_to_log(self, refused_step: _RefusedStep) -> None:
         """Append a line to the log, if there is one. Warn if the log cannot be written."""
         if self._log is None:
             return
-        # JSON has no NaN and no infinity.
+        # JSON has no NaN and no infinity, so they become strings.
         losses = [loss if math.isfinite(loss) else str(loss) for loss in refused_step.losses]
         # default=str: a sampler of the user may yield indices that JSON does not have.
         line = json.dumps({**refused_step._asdict(), "losses": losses}, default=str)
@@ -355,8 +356,8 @@ class StepGuard:
             with open(self._log, "a") as file:
                 file.write(f"{line}\n")
         except OSError as error:
-            # A warning, since an error on this rank alone would leave the other ranks waiting. It
-            # shows the user's call of accepts(), which is four calls up.
+            # An error on this rank alone would leave the other ranks waiting. The warning names the
+            # line of the user's call of accepts(), which is the fourth from here.
             warnings.warn(f"step_guard(log={str(self._log)!r}): {error}: {line}", stacklevel=4)
 
 
@@ -383,7 +384,8 @@ def _has_same_norm_on_ranks(model: FabricModule) -> bool:
     contract = model._fabric_contract
     if contract is None:
         return False
-    # Under local SGD, for example, each rank has whole gradients of its own.
+    # Ranks with gradients of their own, as under local SGD, have different norms. The norm of
+    # sharded gradients is computed over all ranks.
     return contract.is_sharded or not contract.gradients_may_differ
 
 
@@ -394,13 +396,14 @@ def _has_bad_gradients(models: Sequence[FabricModule]) -> bool:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 gradients.append(local_tensor(parameter.grad))
-    # Fast, but the norm of large finite gradients may overflow.
+    # A finite norm proves that all gradients are finite, and is computed fast. The norm of large
+    # finite gradients may overflow, so otherwise each gradient is checked.
     if nn.utils.get_total_norm(gradients).isfinite():
         return False
     return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def _find_spoiled_buffer(models: Sequence[FabricModule]) -> str | None:
+def _find_nan_buffer(models: Sequence[FabricModule]) -> str | None:
     """Return the name of a buffer that is NaN, such as a running mean, or None."""
     for model in models:
         for name, buffer in model.named_buffers():
@@ -410,7 +413,7 @@ def _find_spoiled_buffer(models: Sequence[FabricModule]) -> str | None:
     return None
 
 
-def _warn_of_spoiled_buffer(step: int, rank: int, name: str | None) -> None:
+def _warn_of_nan_buffer(step: int, rank: int, name: str | None) -> None:
     """Warn that the forward pass of a refused step has left NaN in a buffer.
 
     Args:
@@ -424,6 +427,7 @@ def _warn_of_spoiled_buffer(step: int, rank: int, name: str | None) -> None:
         f"guard.accepts refused step {step}, whose forward pass has left NaN in the buffer {name} "
         f"on rank {rank}. Restore it from a checkpoint, or check the inputs before the forward "
         "pass",
+        # The line of the user's call of accepts(), which is the fourth from here.
         stacklevel=4,
     )
 

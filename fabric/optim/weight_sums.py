@@ -40,8 +40,9 @@ class StepFactors:
 class WeightSums:
     """Adds up the loss weights of all ranks, and checks that the sum is valid.
 
-    On CUDA, reading a sum would wait for the device. So a sum that is zero or not finite makes the
-    gradients zero, and :meth:`check` raises the error at the next step or save.
+    On CUDA, reading a sum would wait for the device, so an invalid sum (zero or not finite) is not
+    seen at once. An invalid sum makes the gradients zero, and :meth:`check` raises the error at the
+    next step or save.
 
     Args:
         runtime: the runtime of this process, with the ranks.
@@ -59,7 +60,7 @@ class WeightSums:
         # Whether the last sum was valid: True, or a tensor on the CPU without dimensions. On CUDA,
         # the tensor can be read once the event below has been reached.
         self._is_valid: Tensor | bool = True
-        # The end of the copy of _is_valid from the device to the CPU.
+        # Recorded behind the copy of _is_valid from the device to the CPU.
         device_module = torch.cpu if self.reads_at_once else torch.get_device_module(runtime.device)
         self._validity_copy_event = device_module.Event()
 
@@ -113,7 +114,7 @@ class WeightSums:
             UsageError: the sum of the step before was not valid. Except on CUDA, the error is also
                 raised for the sum of this step.
         """
-        # Raises if the sum of the step before was not valid. Its result is replaced below.
+        # Raises if the sum of the step before was not valid, before _is_valid is replaced below.
         self.check()
         mean_weight = self._mean_over_ranks(weight)
         is_valid = (mean_weight > 0) & mean_weight.isfinite()
