@@ -21,7 +21,7 @@ from fabric.errors import ConfigurationError
 
 __all__ = ["KubeflowLogger"]
 
-_INTERVAL = 5.0  # seconds between two requests, of which Kubeflow wants no more
+_INTERVAL = 5.0  # seconds between two requests; Kubeflow asks for no more requests than this
 _REQUEST_TIMEOUT = 5.0  # seconds
 
 
@@ -31,15 +31,15 @@ class KubeflowLogger:
 
     ``kubectl describe trainjob NAME`` then shows the percentage of the steps, the remaining time,
     and the latest value of each metric. Kubeflow Trainer 2.2 or newer is needed, with its feature
-    gate ``TrainJobStatus``. Where these do not set ``KUBEFLOW_TRAINER_SERVER_URL``, as on a laptop,
-    the logger does nothing.
+    gate ``TrainJobStatus``. Kubeflow then sets ``KUBEFLOW_TRAINER_SERVER_URL``. Where the variable
+    is not set, as on a laptop, the logger does nothing.
 
     At most one request is sent in five seconds, by another thread, so that training does not wait.
-    A request that fails is a warning, once.
+    The first request that fails is a warning.
 
     Args:
-        total_steps: the number of steps of the whole training, of which the ``step`` of a logged
-            metric is one.
+        total_steps: the number of steps of the whole training. The ``step`` of a logged metric
+            counts from 0 to this number.
 
     Raises:
         ConfigurationError: ``total_steps`` is less than one.
@@ -65,7 +65,7 @@ class KubeflowLogger:
         self._has_warned = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Note the values, and send them if the last request was five seconds ago.
+        """Record the values, and send all values if the last request was five seconds ago.
 
         Args:
             metrics: the values by the names of the metrics.
@@ -87,7 +87,7 @@ class KubeflowLogger:
         self._request = self._executor.submit(self._send, self._status(now))
 
     def finalize(self, status: str) -> None:
-        """Send the last values and wait for the request.
+        """Send the last values, and wait for the request. Called at the end of the training.
 
         Args:
             status: ``"success"``, which is shown as 100 percent, or ``"failed"``.
@@ -98,7 +98,7 @@ class KubeflowLogger:
             self._request.result()
         if status == "success":
             self._step = self._total_steps
-        # In this thread: no other thread can be started while the interpreter exits.
+        # Sent by this thread, since no thread can be started while the interpreter exits.
         self._send(self._status(time.monotonic()))
 
     def _status(self, now: float) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Loggers:
             self.add(logger)
 
     def add(self, logger: Any) -> None:
-        """Add a logger, as the user passed it and as an adapter that is a :class:`Logger`.
+        """Add a logger of the user. If it is no :class:`Logger`, fabric calls an adapter of it.
 
         Raises:
             ArgumentTypeError: the object is not a :class:`Logger`, W&B run or ``SummaryWriter``.
@@ -93,7 +93,7 @@ class Loggers:
     def log_hyperparams(self, params: Any) -> None:
         """Pass hyperparameters to each logger that has a method for them."""
         for logger in self._loggers:
-            # Lightning's CSVLogger has the method, and raises this error.
+            # Lightning's CSVLogger has the method, which raises NotImplementedError.
             with suppress(NotImplementedError):
                 _call_if_present(logger, "log_hyperparams", params)
 
@@ -113,8 +113,8 @@ class Loggers:
     def close_at_exit(self, status: str) -> None:
         """Finish and close all loggers, and print an error in place of raising it.
 
-        The interpreter is exiting. The training has an outcome already, and its exit code is not
-        that of a logger.
+        Called while the interpreter exits. An error of a logger must not change the exit code,
+        which tells whether the training has succeeded.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -133,7 +133,7 @@ class Loggers:
 def _as_logger(logger: Any) -> Logger:
     """Return a logger as it is, or an adapter for a W&B run or a ``SummaryWriter``.
 
-    The methods of the object decide, so that neither package is imported.
+    The kind of the object is found by its methods, so that neither package is imported.
 
     Raises:
         ArgumentTypeError: the object is none of these.
@@ -144,7 +144,7 @@ def _as_logger(logger: Any) -> Logger:
         return logger
     if callable(getattr(logger, "add_scalar", None)):
         return _SummaryWriterAdapter(logger)
-    # The package decides, too, since many objects have a method "log".
+    # The package is checked, too, since many objects have a method "log".
     package, _, _ = type(logger).__module__.partition(".")
     if package == "wandb" and callable(getattr(logger, "log", None)):
         return _WandbAdapter(logger)
@@ -305,7 +305,7 @@ class CSVLogger(_RunLogger):
             params: a mapping, or an object whose attributes are the parameters, such as
                 ``argparse.Namespace``.
         """
-        # The text contains only values that JSON has a type for, so json.dumps() below cannot fail.
+        # Converted to JSON and back, so that all values have a type of JSON.
         new_hyperparams = json.loads(_hyperparams_as_json(params))
         self._hyperparams = {**self._hyperparams, **new_hyperparams}
         text = json.dumps(self._hyperparams, indent=2) + "\n"
@@ -471,6 +471,7 @@ def _rewrite_with_columns(path: Path, names: Iterable[str], *, is_sorted: bool) 
     """
     text = ""
     if path.exists():
+        # read_text() would change line ends within quoted cells.
         text = path.read_bytes().decode()
     complete_rows = text[: text.rfind("\n") + 1]
     # newline="" leaves line ends within quoted cells as they are.

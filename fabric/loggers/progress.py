@@ -67,7 +67,7 @@ class Progress(Generic[T]):
                     last_write = now
                     writer.update(self._format_line(num_batches, num_samples, seconds=now - start))
         finally:
-            # The last line is written also after a break or an error in the loop.
+            # Also after a break or an error in the loop.
             seconds = monotonic() - start
             writer.finish(self._format_line(num_batches, num_samples, seconds))
 
