@@ -76,8 +76,8 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
     Returns:
         The checksum of the file, and where each chunk is.
     """
-    # The widest dtypes come first. So each chunk begins at a multiple of its own item size, and can
-    # be used in a memory mapping without a copy.
+    # The widest dtypes come first. So each chunk begins at a multiple of its own item size, as a
+    # view of a memory mapping needs it.
     names = sorted(chunks, key=lambda name: -chunks[name].tensor.itemsize)
     stored_chunks, header = _lay_out_file({name: chunks[name] for name in names})
     file.write(header)
@@ -91,7 +91,9 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
 
 
 def encode_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes that a file of full tensors begins with. The values follow in this order.
+    """Return the first bytes of a file of full tensors: the length of the header, and the header.
+
+    The values of the tensors have to follow in the order of ``tensors``.
 
     Args:
         tensors: the tensors by name, which may be on the meta device.
@@ -151,10 +153,11 @@ def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], 
 def _encode_header(header: Mapping[str, object]) -> bytes:
     """Return the length of a header, and the header as JSON with spaces after it.
 
-    With the spaces, the data begins at a multiple of ``_ALIGNMENT``.
+    The spaces make the data begin at a multiple of ``_ALIGNMENT``.
     """
     text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+    num_spaces = -(len(text) + _LENGTH_BYTES) % _ALIGNMENT
+    text += b" " * num_spaces
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -188,8 +191,8 @@ def map_safetensors(path: Path) -> dict[str, Tensor]:
         start, end = entry["data_offsets"]
         if data_start + end > size:
             raise ValueError(f"{path.name} ends within {name}")
-        # A storage of its own, since other programs may begin a tensor at any byte, and a view
-        # would have to begin at a multiple of its item size.
+        # Not a view of ``content``, which would have to begin at a multiple of the tensor's item
+        # size: other programs may begin a tensor at any byte.
         tensor_storage = storage[data_start + start : data_start + end]
         tensor: Any = torch.empty(0, dtype=dtype)
         tensors[name] = tensor.set_(tensor_storage, 0, entry["shape"])

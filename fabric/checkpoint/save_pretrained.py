@@ -95,7 +95,8 @@ class PretrainedSave:
         weights = run_on_all_ranks(
             self.communicator, self.request, self._weights_to_save, module, max_shard_gb
         )
-        # An adapter has a format of its own, and is small: PEFT writes it on rank 0.
+        # The adapters of PEFT have a format of their own, and are small: PEFT writes them on rank
+        # 0.
         adapters = adapters_of(user_module)
         files: list[_WeightsFile] = []
         if not adapters:
@@ -108,7 +109,8 @@ class PretrainedSave:
                 self._write_file(folder, file, weights)
             if adapters:
                 self._write_adapters(folder, user_module, weights, adapters)
-            # Not write_on_all_ranks(): an error of the user's config is not one of the file system.
+            # Not write_on_all_ranks(), which would report an error of the user's config as an error
+            # of the file system.
             run_on_all_ranks(
                 self.communicator, self.request, self._finish, folder, files, user_module
             )
@@ -136,11 +138,15 @@ class PretrainedSave:
         return drop_tied_names(module, weights)
 
     def _plan_files(self, weights: Mapping[str, Tensor], max_shard_gb: float) -> list[_WeightsFile]:
-        """Return the files to write, the same on all ranks."""
-        writers = 1
-        # Without shards, rank 0 has all values, and other nodes need not share its files.
-        if any(hasattr(tensor, "full_tensor") for tensor in weights.values()):
-            writers = self.communicator.size
+        """Return the files to write, the same on all ranks.
+
+        If tensors are sharded, all ranks write files in turn. Otherwise rank 0 writes all files,
+        since it has all values, and other nodes then need no access to the folder.
+        """
+        is_sharded = any(hasattr(tensor, "full_tensor") for tensor in weights.values())
+        num_writers = 1
+        if is_sharded:
+            num_writers = self.communicator.size
         tensors: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -151,15 +157,15 @@ class PretrainedSave:
         files: list[_WeightsFile] = []
         for number, group in enumerate(groups):
             name = weights_name(number + 1, len(groups))
-            files.append(_WeightsFile(name, group, writer=number % writers))
+            files.append(_WeightsFile(name, group, writer=number % num_writers))
         return files
 
     def _write_file(self, folder: Path, file: _WeightsFile, weights: Mapping[str, Tensor]) -> None:
         """Write one file. Collective: all ranks gather the values that one rank writes."""
         with self._context_on(file.writer, _new_file, folder, file) as output:
             tensors = {name: weights[name] for name in file.tensors}
-            # The tensors come in the order of the header. On other ranks than the writer, `output`
-            # and `full` are None, and nothing is written.
+            # gather() yields the tensors in their order in the header. On other ranks than the
+            # writer, `output` and `full` are None, and nothing is written.
             for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
                 write_on_all_ranks(self.communicator, self.request, _write_values, output, full)
 
@@ -198,7 +204,7 @@ class PretrainedSave:
         """Add the index and the config on rank 0, and check that all files are there."""
         if self.communicator.rank != 0:
             return
-        # Empty for an adapter, which PEFT has written.
+        # There are no files if PEFT has written adapters.
         if files:
             _check_files(self.request, folder, files)
             with write_errors(self.request):
@@ -227,13 +233,18 @@ def _write_values(output: BinaryIO | None, tensor: Tensor | None) -> None:
 
 
 def _check_files(request: str, folder: Path, files: list[_WeightsFile]) -> None:
-    """Raise a CheckpointError unless all files are in the folder. ``request`` is for the error."""
+    """Raise a CheckpointError unless rank 0 finds all files in the folder, with their full sizes.
+
+    ``request`` is what the user asked for, for the error.
+    """
     for file in files:
         size = len(encode_header(file.tensors))
         for tensor in file.tensors.values():
             size += tensor.nbytes
         path = folder / file.name
-        if not path.is_file() or path.stat().st_size != size:
+        # On some network file systems, rank 0 may see a file before it sees all of its content.
+        is_complete = path.is_file() and path.stat().st_size == size
+        if not is_complete:
             raise CheckpointError(
                 request,
                 problem=f"rank {file.writer} wrote {file.name}, which rank 0 does not find",
@@ -263,9 +274,10 @@ def _save_config(folder: Path, user_module: nn.Module, files: list[_WeightsFile]
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
-    # What the model's own save_pretrained() notes, so that from_pretrained() builds the same model.
+    # The model's own save_pretrained() sets these fields, too. from_pretrained() reads them to
+    # build the same model.
     config = copy.deepcopy(config)
-    # Sharding has added the prefix to the name of the class.
+    # FSDP replaces the class by a subclass with this prefix in its name.
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
     dtype = _first_floating_dtype(files)
     if dtype is not None:
@@ -285,7 +297,7 @@ def _first_floating_dtype(files: list[_WeightsFile]) -> torch.dtype | None:
 
 
 def _sync_files(folder: Path) -> None:
-    """Wait until all files below a folder are on the disk, and their names."""
+    """Wait until all files below a folder, and their names, are on the disk."""
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_folder(path)
@@ -318,16 +330,18 @@ def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
     folder.mkdir()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # The save goes on without a lock on a file system that has no locks.
+        # The lock tells _remove_abandoned() of another save that this save is running. On a file
+        # system without locks, the save goes on without one.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield folder
+        # Again, since another process may have made the target in the meantime.
         _refuse_existing(request, target)
         os.rename(folder, target)
         sync_folder(target.parent)
     finally:
         os.close(descriptor)
-        # Nothing is left under this name after the renaming.
+        # Removes the temporary folder after an error. After the renaming there is none.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -351,7 +365,7 @@ def _remove_abandoned(target: Path) -> None:
     for path in target.parent.iterdir():
         if not pattern.fullmatch(path.name) or not path.is_dir():
             continue
-        # An OSError leaves the folder alone: a running save holds the lock, or it is gone.
+        # After an OSError the folder stays: a running save holds the lock, or the folder is gone.
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)
             try:

@@ -261,8 +261,8 @@ def context_on_one_rank(
 
     with ExitStack() as stack:
         yield write_on_all_ranks(communicator, request, enter_on_one_rank)
-        # Closed in a step of all ranks, since the context may fail at its end. On other ranks than
-        # `rank`, the stack is empty.
+        # All ranks take part, so that all raise if the context fails at its end. On other ranks
+        # than `rank`, the stack is empty.
         write_on_all_ranks(communicator, request, stack.close)
 
 
@@ -285,22 +285,21 @@ def _refuse_memory_of_one_process(request: str, path: Location, communicator: Co
 def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
     """Yield a save, whose block fills a folder and writes the index, and commit the save.
 
-    Rank 0 calls it, even if several ranks fill the folder. When the block raises, the checkpoint is
-    unchanged. See ``[Note: commit of a folder]``. ``request`` is what the user asked for, for
-    errors.
+    Only rank 0 calls it. If the block raises, the old checkpoint stays as it was. See ``[Note:
+    commit of a folder]``. ``request`` is what the user asked for, for errors.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
     """
     folder = path
     if isinstance(path, Path):
-        # A symbolic link stays: the folder that it points to is filled.
+        # Of a symbolic link, the folder that it points to is filled, and the link stays.
         folder = Path(os.path.realpath(path))
     is_new = not folder.exists()
     _check_replaceable(request, folder)
     try:
-        # The exit of atomic_write() replaces the index. If the index is a link, as in a cache of
-        # downloads, the link is replaced.
+        # At its end, atomic_write() replaces the index, which commits the save. An index that is a
+        # link, as in a cache of downloads, is replaced itself, and the file behind it stays.
         with atomic_write(folder / INDEX, follow_symlinks=False) as index:
             if not is_new:
                 clean(folder)
@@ -310,14 +309,14 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
             save_id = index.name.split(".")[-2]
             yield _OpenSave(folder, save_id, index)
     except BaseException:
-        # Without a commit, clean() removes the new files.
+        # The save was not committed, so clean() removes its files.
         with suppress(OSError):
             clean(folder)
             if is_new:
                 folder.rmdir()  # fails, and leaves the folder, if it holds anything else
         raise
-    # After the commit, clean() removes the files of older saves and renames the new files. Files
-    # that cannot be removed or renamed now are left to the clean() of the next save.
+    # The save is committed: clean() removes the files of older saves and renames the new files. If
+    # this fails, the checkpoint is valid nevertheless, and the next save calls clean() again.
     with suppress(OSError):
         clean(folder)
 
@@ -355,9 +354,9 @@ def _write_data_files(
     Returns:
         The written files by name.
     """
-    names_on_one_side = plan.stored_names.keys() ^ tensors.keys()
-    if names_on_one_side:
-        names = join_names(sorted(names_on_one_side))
+    names_of_one_rank = plan.stored_names.keys() ^ tensors.keys()
+    if names_of_one_rank:
+        names = join_names(sorted(names_of_one_rank))
         problem = f"not both rank 0 and rank {rank} have these tensors: {names}"
         raise CheckpointError(
             request, problem, expected="a state of the same structure on every rank"
@@ -405,8 +404,8 @@ def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
         return []
     chunks = local_chunks(tensor)
     if rank == 0:
-        # A tensor without elements has to be in some file. Rank 0, which is among the writers of
-        # every tensor, writes it.
+        # A tensor without elements has to be in one file, too. Rank 0 writes it: rank 0 is among
+        # the writers of every tensor.
         return chunks
     return [chunk for chunk in chunks if chunk.tensor.numel() > 0]
 
@@ -414,9 +413,9 @@ def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
 def _is_writer(tensor: Any, rank: int) -> bool:
     """Return whether this rank writes its share of a tensor, so that each value is written once.
 
-    Rank 0 writes full tensors. Of the replicas of a DTensor, the ranks with coordinate 0 in each
-    replicated dimension of the mesh write. If the mesh of a DTensor is a submesh, there are
-    replicas on the parallel submeshes, too. Then the submesh that contains rank 0 writes.
+    Rank 0 writes full tensors. A DTensor is written by the ranks with coordinate 0 in each
+    replicated dimension of its mesh. If its mesh is a submesh, the parallel submeshes hold replicas
+    of it, too, and only the submesh that contains rank 0 writes.
     """
     is_dtensor = hasattr(tensor, "device_mesh")
     if not is_dtensor:
@@ -440,7 +439,7 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
     commit. An object store cannot rename a file, so that a remote file gets its final name at once.
     """
     if isinstance(folder, RemotePath):
-        # The object appears, or replaces an earlier one, when the file is closed.
+        # The object appears in the store at the end of the block.
         with (folder / name).replace() as file:
             yield file
         return
@@ -473,7 +472,7 @@ def _write_index_on_first_rank(
     """
     if save is None:
         return
-    # The names of files contain the rank, so that they are unique.
+    # The names of files contain the rank, so that no two ranks have the same name.
     files: _Files = {}
     for files_of_rank in files_of_ranks:
         files.update(files_of_rank)
@@ -517,8 +516,8 @@ def _encode_index(save_id: str, content: Mapping[str, Any]) -> bytes:
     """Return the bytes of an index: one JSON object of two lines.
 
     The first line has the format, the version, the ID of the save, and a checksum of the ID and the
-    second line. So :func:`read_index` can verify the rest before it parses it. The second line has
-    ``content``.
+    second line. The second line has ``content``. So :func:`read_index` can verify the second line
+    before it parses it.
     """
     # Without the opening brace, which begins the first line.
     body = json.dumps(content, allow_nan=False)[1:].encode()
@@ -553,9 +552,9 @@ def remove_folder(folder: Location) -> None:
 def clean(folder: Location) -> None:
     """Remove the data files of saves that are not committed, and give the others their final names.
 
-    The index names the committed save. Files that a process is still writing stay. This is the last
-    step of a save, see ``[Note: commit of a folder]``. It is also called before a save, in case the
-    last one was interrupted.
+    The index names the committed save. Files that a process is still writing stay. Rank 0 calls
+    this function after the commit of a save, see ``[Note: commit of a folder]``, and before a save,
+    in case the last save was interrupted.
     """
     # The ID of the save of each data file that no process is writing.
     finished_files: dict[Location, str] = {}

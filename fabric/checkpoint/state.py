@@ -161,17 +161,17 @@ class StateDicts:
                 content[name] = self.of_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
-        # Called for its error: to_json() has _refuse_loop() raise for a collection that contains
-        # itself. From such a collection gather_shards() would never return.
+        # Called for its error: to_json() passes a collection that contains itself to
+        # _refuse_loop(), which raises. gather_shards() would never return from this collection.
         to_json(content, _refuse_loop)
         return content
 
     def back_up(self, state: MutableState, names: Iterable[str], undo: ExitStack) -> None:
         """Have ``undo`` restore entries to their present state, and the random states.
 
-        Called before a load changes the entries, so that an error leaves them as they were. Modules
-        are copied only if code that is not torch's may refuse a state: torch's own code does not
-        refuse a state that :func:`check_fits` has accepted.
+        Called before a load changes the entries, so that an error leaves them as they were. A
+        module is copied only if a module has code of its own for loading, which may raise. torch's
+        code does not raise for a state that :func:`check_fits` has accepted.
 
         Args:
             state: names and objects.
@@ -190,19 +190,20 @@ class StateDicts:
                     # The load is not strict, since a module may leave values out of its own state.
                     undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
-                # The state needs no copy: a load gives an optimizer new tensors, and leaves the old
-                # ones alone.
+                # The state needs no copy: a load gives an optimizer new tensors, and does not write
+                # into the tensors of this state.
                 undo.callback(value.load_state_dict, value.state_dict())
             elif is_stateful(value):
                 undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
             elif name in state:
                 # A plain value is replaced in the user's dict.
                 undo.callback(operator.setitem, state, name, value)
-        # The user's state_dict() may have drawn random numbers.
+        # The user's state_dict() may have drawn random numbers: continue as if it had not.
         set_rng_state(random_states)
 
 
 def _clone_unless_lazy(tensor: Tensor) -> Tensor:
+    # A lazy parameter has no values yet, and cannot be cloned.
     if is_lazy(tensor):
         return tensor
     return tensor.clone()
@@ -211,13 +212,13 @@ def _clone_unless_lazy(tensor: Tensor) -> Tensor:
 def select_content(
     state: State, content: PlainState, filter: Filter | None, trainable_only: bool
 ) -> PlainState:
-    """Return the part of the content to save, in full or as shards. No tensor is copied.
+    """Return the part of the content to save. No tensor is copied.
 
     Args:
         state: names and objects. They are not changed.
         content: their states, from :meth:`StateDicts.read`. It is not changed.
-        filter: for some entries, ``keep(name, value)``, which returns whether to save an item of
-            the entry's dict.
+        filter: by name of an entry, a function ``keep(name, value)``. It returns whether to save
+            an item of the entry's dict.
         trainable_only: whether to leave out the parameters of modules that do not require a
             gradient.
 
@@ -241,7 +242,7 @@ def select_content(
             # A shallow copy keeps the type, and the versions of layers that torch attaches to a
             # state dict.
             selected[name] = copy.copy(content[name])
-            # A frozen parameter may be missing: a module can leave it out of its state.
+            # A module may have left a frozen parameter out of its state.
             for key in dropped_keys & selected[name].keys():
                 del selected[name][key]
     return selected
@@ -287,13 +288,13 @@ def check_entries(state: State) -> None:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value is restored in place. Any other value is replaced.
+    """Return whether a load restores a value in place. It replaces any other value.
 
     Raises:
         ArgumentTypeError: the value is a ``DataLoader`` that is not set up.
     """
     has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    # A class has the methods, too, but no state.
+    # A class such as nn.Linear has the methods, too, but no state.
     if has_methods and not isinstance(value, type):
         return True
     if isinstance(value, DataLoader):
@@ -315,7 +316,7 @@ def pop_metadata(content: PlainState) -> PlainState:
         CheckpointError: a newer release wrote the checkpoint.
     """
     metadata = content.pop(METADATA_KEY, {})
-    # Anything but a mapping is in a format that this release does not know: None is refused.
+    # Only a mapping has a version. check_version() refuses None.
     version = None
     if isinstance(metadata, Mapping):
         version = metadata.get("format_version", 0)
@@ -334,7 +335,10 @@ def check_version(request: str, version: object) -> None:
 
 
 def join_names(names: Iterable[object]) -> str:
-    """Return the first names, separated by commas, and how many more there are. For errors."""
+    """Return the first of some names, and how many more there are, as text for errors.
+
+    The names may be numbers. Without names, the text is "nothing".
+    """
     texts = list(map(str, names))
     if not texts:
         return "nothing"
@@ -345,9 +349,9 @@ def join_names(names: Iterable[object]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return a name in a module without the wrapper modules of ``torch.compile``.
+    """Return the name of a parameter or buffer without the wrapper modules of ``torch.compile``.
 
-    So a checkpoint loads with and without ``torch.compile``.
+    Checkpoints have these names, so that they load with and without ``torch.compile``.
     """
     components = str(name).split(".")
     return ".".join(component for component in components if component != COMPILED_MODULE)
@@ -361,21 +365,22 @@ def uncompiled_state(state: Any, expected: Iterable[str] = ()) -> Any:
     Args:
         state: the state dict of a module. It is not changed.
         expected: the names in the state dict of the module to load into. A value gets the expected
-            name with the same plain name. If there is no such name, the value gets its plain name.
+            name that has its plain name. If there is none, the value gets its plain name.
     """
-    # The expected names by their plain names.
-    expected_names = {plain_name(name): name for name in expected}
-    # A shallow copy keeps the versions of layers that torch attaches to a state dict.
+    expected_by_plain_name = {plain_name(name): name for name in expected}
+    # A copy and not a new dict, since torch attaches the versions of layers to a state dict.
     renamed = copy.copy(state)
     renamed.clear()
     for name, value in state.items():
-        name_without_wrappers = plain_name(name)
-        renamed[expected_names.get(name_without_wrappers, name_without_wrappers)] = value
+        new_name = plain_name(name)
+        new_name = expected_by_plain_name.get(new_name, new_name)
+        renamed[new_name] = value
     return renamed
 
 
 def _refuse_loop(path: KeyPath, value: Any) -> None:
-    # to_json() calls it for tensors and unknown objects, too, which are accepted here.
+    # to_json() calls this function for what it cannot encode: tensors, unknown objects, and a
+    # collection that contains itself. Only the collection is an error here.
     if type(value) in PLAIN_COLLECTIONS:
         raise unsupported(path, value)
 
@@ -387,7 +392,7 @@ def check_plain(name: str, value: Any) -> None:
     """
     allowed_classes: set[Any] = {Tensor, nn.Parameter}
     for entry in get_safe_globals():
-        # An entry is a class, or a pair of a class and another name for the class.
+        # An entry is a class, or a pair of a class and the name that files use for it.
         allowed_class = entry
         if isinstance(entry, tuple):
             allowed_class = entry[0]
@@ -401,8 +406,10 @@ def check_plain(name: str, value: Any) -> None:
         if type(item) not in allowed_classes:
             raise unsupported(path, item)
         if isinstance(item, Tensor):
-            # torch itself allows DTensors, but a file cannot hold their process group.
-            if item.is_meta or hasattr(item, "full_tensor"):
+            # A meta tensor has no values. torch itself allows DTensors, but a file cannot hold
+            # their process group.
+            is_dtensor = hasattr(item, "full_tensor")
+            if item.is_meta or is_dtensor:
                 raise unsupported(path, item)
             # torch.save() writes the attributes that were set on a tensor, too.
             to_json(vars(item), check, (*path, "__dict__"))

@@ -33,7 +33,8 @@ __all__ = ["Location", "RemotePath", "local_copy", "locate", "not_found"]
 _MAX_NAME_BYTES = 255  # the longest name of a file or folder, on nearly every file system
 _MAX_ENTRIES = 1000  # how many entries of a folder are searched for similar names
 _MAX_SUGGESTIONS = 5
-# A local path, or a URL such as "s3://bucket/run".
+# A local path, or a URL such as "s3://bucket/run". "slashes" is "/" for a URL that pathlib has
+# shortened, and None for a local path.
 _PATH = re.compile(
     r"(?:(?P<scheme>[A-Za-z][\w+.:-]+):(?P<slashes>//?))?(?P<path>.*)", flags=re.DOTALL
 )
@@ -98,7 +99,7 @@ class RemotePath:
         self.files.rm_file(self.path)
 
     def rmdir(self) -> None:
-        """Do nothing: a folder in an object store vanishes with its last object."""
+        """Do nothing: an object store has no folders, only objects with slashes in their names."""
 
     def read_bytes(self) -> bytes:
         """Return the content of the object."""
@@ -109,7 +110,8 @@ class RemotePath:
         """Yield a binary file that is uploaded when the block ends without an error.
 
         The upload replaces the object at this path. The name of the local file ends in a unique ID
-        and ``.tmp``, as in :func:`atomic_write`: a sharded save takes its ID from the name.
+        and ``.tmp``, like the temporary files of :func:`atomic_write`. A sharded save takes its ID
+        from this name.
         """
         suffix = f".{secrets.token_hex(6)}.tmp"
         with tempfile.NamedTemporaryFile(prefix="fabric-", suffix=suffix) as file:
@@ -119,7 +121,7 @@ class RemotePath:
 
     def _type(self) -> str | None:
         """Return ``"file"``, ``"directory"``, or None if there is nothing at this path."""
-        # fsspec caches listings, which change when replace() or another process writes.
+        # fsspec caches listings, and does not see what replace() or another process has written.
         self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             return self.files.info(self.path)["type"]
@@ -132,8 +134,8 @@ Location = Path | RemotePath
 def locate(path: str | os.PathLike[str]) -> Any:
     """Resolve a user's path to an absolute :data:`Location`.
 
-    A later ``chdir`` does not affect the result. The type is Any, since a checkpoint format of the
-    user takes a ``Path`` and gets a ``RemotePath`` for a path with a scheme.
+    A later ``chdir`` does not affect the result. The declared type is Any: the result is also
+    passed to a ``CheckpointIO`` of the user, which may be declared to take a ``Path``.
 
     Raises:
         ConfigurationError: the path is not a valid file name.
@@ -147,9 +149,10 @@ def locate(path: str | os.PathLike[str]) -> Any:
     has_scheme = match["slashes"] == "//"
     if not has_scheme:
         return Path(text).absolute()
+    # The schemes of fsspec for local files.
     if match["scheme"] in ("file", "local"):
         return Path(match["path"]).absolute()
-    # Without a slash at the end, the last component is the name.
+    # RemotePath.name is what follows the last slash.
     return _remote_path(text.rstrip("/"))
 
 
@@ -166,7 +169,8 @@ def _check_path(text: str, match: re.Match[str]) -> None:
     elif max(component_sizes) > _MAX_NAME_BYTES:
         problem = f"a component of it is longer than {_MAX_NAME_BYTES} bytes"
     elif match["slashes"] == "/" and not os.path.exists(f"{match['scheme']}:"):
-        # Path("s3://bucket/run") is "s3:/bucket/run", unless there is a local folder "s3:".
+        # Path("s3://bucket/run") is the text "s3:/bucket/run". It is a local path only if there is
+        # a folder called "s3:".
         problem = "it has one slash behind its scheme, which is all that pathlib leaves of two"
     if problem is not None:
         expected = "'folder/name', or 's3://bucket/name' in a str"
@@ -194,7 +198,7 @@ def _remote_path(url: str) -> RemotePath:
 def local_copy(path: Location) -> Iterator[Path]:
     """Yield a local file with the content of ``path``: the file itself, or a temporary copy.
 
-    A copy is removed after the block. Memory mappings of the file remain valid.
+    A copy is removed after the block. Memory mappings of the removed file remain valid.
     """
     if isinstance(path, Path):
         yield path
@@ -227,8 +231,8 @@ def not_found(request: str, path: Location, kind: str) -> CheckpointError:
 def _similar_paths(path: Location) -> list[str]:
     """Return paths beside ``path`` with similar names, the most similar first.
 
-    Only local folders and zip archives are returned, since only these can be checkpoints. Without
-    access to the folder the list is empty: it is a part of an error text.
+    Only local folders and zip archives are returned, since only these can be checkpoints. If the
+    folder cannot be read, the list is empty: the caller builds the text of another error.
     """
     names: list[str] = []
     with suppress(OSError):
