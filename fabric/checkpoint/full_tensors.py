@@ -27,7 +27,7 @@ from fabric.tree import map_tensors
 
 __all__ = ["BUCKET_BYTES", "FullTensors", "ShardGatherer"]
 
-BUCKET_BYTES = 2**26  # of the tensors that a save gathers at once, to bound the memory
+BUCKET_BYTES = 2**26  # a save gathers tensors of at most this size at once, to bound the memory
 
 # The names and values of a state, with full tensors. The tensors are None on ranks that do not get
 # them.
@@ -118,9 +118,9 @@ class ShardGatherer:
     ) -> FullTensors:
         """Yield the names and values of a state, with full tensors in place of shards.
 
-        Collective: all ranks that iterate must iterate to the end, or stop at the same tensor. If a
-        rank stops earlier and makes another call, all ranks raise an error that says so. Values
-        that are not sharded are yielded as they are, cast to ``dtype``. Runs no code of the user.
+        Collective: all ranks must iterate to the end, or stop at the same tensor. If a rank stops
+        earlier and makes another call, all ranks raise an error. Values that are not sharded are
+        yielded as they are, cast to ``dtype``. Runs no code of the user.
 
         Args:
             state: the values by name. A value may be anything.
@@ -148,8 +148,8 @@ class ShardGatherer:
         for name, full in self.gather(state, BUCKET_BYTES, dst=0):
             if not is_first:
                 continue
-            # Values with the same memory, such as tied weights, get the same copy. A tensor that
-            # is empty here, or of another library's class, has no memory key and shares no copy.
+            # Values with the same memory, such as tied weights, get the same copy. A tensor without
+            # a memory key (an empty one, or of another library's class) has a copy of its own.
             key = memory_key(state[name]) or name
             if key not in copies:
                 copies[key] = map_tensors(_copy_to_cpu, full)
@@ -160,13 +160,13 @@ class ShardGatherer:
         self, bucket: dict[str, Any], dtype: torch.dtype | None, dst: int | None
     ) -> FullTensors:
         """Yield what :meth:`gather` yields, for the values of one bucket. Collective."""
-        # By name, for the values that are gathered from shards.
+        # By name, for each value of the bucket that is gathered from shards.
         routes: dict[str, _Route] = {}
         shards_by_route: dict[_Route, list[_Shard]] = {}
         for name, value in bucket.items():
             splits = _describe_splits(value)
             if splits is None:
-                continue  # gathered alone, below
+                continue  # not a DTensor, or one that a bucket cannot hold: _gather_alone(), below
             is_split = tuple(split.dim is not None for split in splits)
             route = _Route(value.device_mesh, is_split)
             routes[name] = route
@@ -201,11 +201,12 @@ class ShardGatherer:
     def _check_same_call(self, text: str) -> None:
         """Raise an error on all ranks if another rank makes another call. Collective.
 
-        The gathers after this call may be in groups of their own, where a rank that is missing
-        would not be noticed. ``text`` has what must be the same on all ranks.
+        The gathers after this call may be in groups of some ranks, which do not notice that another
+        rank is missing. ``text`` has what must be the same on all ranks.
         """
         if self.communicator.size == 1:
             return
+        # The communicator compares the text between the ranks. The tensor itself does not matter.
         call = CallDescription("iter_full_tensors", lambda: text, text, reads_result=True)
         nothing = torch.zeros(1, device=self.communicator.device)
         collective = Collective(Operation.ALL_REDUCE, nothing, Reduce.MAX, call=call)
@@ -225,22 +226,25 @@ class ShardGatherer:
         if dst is not None:
             coordinates = (mesh.mesh == dst).nonzero().tolist()
             if not coordinates:
-                # The mesh is a part of the job, and dst is in another part with the same tensors.
+                # The mesh has a part of the ranks. dst is in another part, which has the same
+                # tensors and gathers them itself.
                 return repeat(None, len(shards))
             dst_coordinate = coordinates[0]
         parts: Iterator[Tensor] = iter([shard.part for shard in shards])
         for mesh_dim in range(mesh.ndim):
-            # The rank along this dimension that receives. None if all of them do.
+            # The rank along this dimension that receives. None if all ranks receive.
             root: int | None = None
             if dst_coordinate is not None:
                 root = dst_coordinate[mesh_dim]
             splits = [shard.splits[mesh_dim] for shard in shards]
+            # All shards are split along the same dimensions, so the first one tells for all.
             if splits[0].dim is not None:
                 communicator = self.communicator_over(mesh.get_group(mesh_dim))
                 sections = _lay_out_sections(list(parts), splits)
                 parts = self._gather_parts(communicator, sections, root)
             if root is not None and coordinate[mesh_dim] != root:
-                # Another rank goes on with the parts.
+                # This rank has sent its parts to root, and takes no part in the gathers that
+                # follow.
                 return repeat(None, len(shards))
         return map(self._to_device, parts)
 
@@ -249,7 +253,7 @@ class ShardGatherer:
     ) -> Iterator[Tensor]:
         """Return the parts of tensors, joined along one dimension of a mesh. Collective.
 
-        The parts are joined when they are read. On ranks other than ``root``, there are none.
+        Each part is joined when it is read. On ranks other than ``root``, the result is empty.
 
         Args:
             communicator: the ranks along the dimension.
@@ -320,7 +324,7 @@ def _describe_splits(value: Any) -> list[_Split] | None:
     """
     local = local_tensor(value)
     is_dtensor = local is not value
-    # The parts travel as plain bytes, which do not hold all of a tensor subclass.
+    # The parts travel as plain bytes. The data of a tensor subclass is in several tensors.
     if not is_dtensor or type(local) is not Tensor:
         return None
     splits: list[_Split] = []
@@ -338,7 +342,8 @@ def _describe_splits(value: Any) -> list[_Split] | None:
 def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
     """Return how a DTensor is split along a dimension of its mesh.
 
-    Return None for a partial sum, and for a split that precedes one along an inner dimension.
+    Return None for a partial sum, and for a split that was made before a split of the same tensor
+    dimension along an inner mesh dimension.
     """
     mesh = tensor.device_mesh
     placement = tensor.placements[mesh_dim]
@@ -346,8 +351,8 @@ def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
     dim = getattr(placement, "dim", None)
     if dim is None:
         return None
-    # FSDP splits the parts of tensor parallelism, which are along an inner dimension of the mesh.
-    # So the length to split is that of the inner part.
+    # Tensor parallelism splits along an inner dimension of the mesh first, and FSDP then splits the
+    # inner part. So the length to split is the length of the inner part on this rank.
     length = tensor.shape[dim]
     num_inner_parts = 1
     for inner_dim in range(mesh_dim + 1, mesh.ndim):
@@ -355,14 +360,17 @@ def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
             num_inner_parts *= mesh.size(inner_dim)
             inner_lengths = _lengths_of_parts(length, mesh.size(inner_dim))
             length = inner_lengths[mesh.get_local_rank(inner_dim)]
-    # torch notes the number of inner parts, unless the outer split came first.
+    # torch records the number of inner parts in the placement, unless the outer split came first.
     if getattr(placement, "split_factor", 1) != num_inner_parts:
         return None
     return _Split(dim, _lengths_of_parts(length, mesh.size(mesh_dim)))
 
 
 def _lengths_of_parts(length: int, num_parts: int) -> list[int]:
-    """Return the lengths of the parts of a dimension, as ``torch.chunk`` makes them, or 0."""
+    """Return the lengths of the parts of a dimension, as ``torch.chunk`` makes them.
+
+    ``torch.chunk`` may make fewer parts. Then the last lengths are 0.
+    """
     longest = math.ceil(length / num_parts)
     lengths: list[int] = []
     for number in range(num_parts):
@@ -381,6 +389,8 @@ def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list
     sections: list[_Section] = []
     start = 0
     for part, split in zip(parts, splits, strict=True):
+        # The sections of all ranks have the length for the longest part: backends gather messages
+        # of equal length only.
         longest_shape = _shape_of_part(part, split, max(split.lengths))
         nbytes = math.prod(longest_shape) * part.itemsize
         length = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
@@ -390,7 +400,7 @@ def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list
 
 
 def _shape_of_part(part: Tensor, split: _Split, length: int) -> list[int]:
-    """Return the shape of a part of the same tensor that has this length in the split dimension."""
+    """Return the shape of a part of the same tensor with ``length`` in the split dimension."""
     assert split.dim is not None, "the ranks have equal parts"
     shape = list(part.shape)
     shape[split.dim] = length

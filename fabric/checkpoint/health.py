@@ -20,7 +20,8 @@ from fabric.tree import PLAIN_TENSOR_TYPES, flatten, leaf_paths
 __all__ = ["find_bad_tensor"]
 
 _Tensors = dict[str, Tensor]  # the tensors of this rank by names for messages
-# Two numbers in each element, for which torch has no arithmetic. It has no NaN and no infinity.
+# A dtype with two numbers in each element, for which torch has no arithmetic. The numbers cannot be
+# NaN or infinite.
 _PACKED_DTYPE = torch.float4_e2m1fn_x2
 
 
@@ -72,8 +73,9 @@ def _find_first_bad(
 ) -> BadTensor | None:
     """Return the first tensor that has a bad element, or None.
 
-    The elements of a tensor are looked at only if its norm is not finite, because a norm takes a
-    tenth of the time of a copy. All norms are computed before the device is waited for.
+    The norm of a tensor is finite only if all elements are. So elements are searched only if the
+    norm is not finite: a norm takes a tenth of the time. All norms are computed before the first
+    one is read, so that a device is waited for once.
 
     Args:
         values: the tensors by name. Integers and values other than plain tensors are left out.
@@ -88,7 +90,7 @@ def _find_first_bad(
             continue
         tensors[name] = tensor
         norms.append(torch.linalg.vector_norm(_with_arithmetic(tensor)))
-    # The norm of the norms.
+    # The norm of the norms is finite if all norms are. Reads a single number from the device.
     if nn.utils.get_total_norm(norms).isfinite():
         return None
     for (name, tensor), norm in zip(tensors.items(), norms, strict=True):
@@ -96,17 +98,17 @@ def _find_first_bad(
             continue
         elements = _with_arithmetic(tensor)
         bad_elements = elements[is_bad(elements)]
-        # The norm of large finite elements may overflow.
+        # There may be none: the norm of large finite elements may overflow.
         if bad_elements.numel() > 0:
             return BadTensor(name, str(bad_elements[0].item()), rank)
     return None
 
 
 def _values_to_search(value: object) -> Tensor | None:
-    """Return the tensor of this rank, or None if the value cannot hold NaN, or is not a tensor.
+    """Return the tensor of this rank to search, or None if there is nothing to search.
 
-    A tensor of another library's class, and a sparse one, are left out, too: they may lack the
-    operations.
+    None for values that are not tensors, and for integers, which cannot be NaN. None also for
+    sparse tensors and tensors of another library's class, which may lack the operations.
     """
     if not isinstance(value, Tensor):
         return None

@@ -35,7 +35,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Returns the name in the module for a name in the file, or has it. None leaves the entry out.
+# The name in the module by the name in the file, as a mapping or a function. None in place of a
+# name leaves the entry out.
 Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 SUFFIX = ".safetensors"
@@ -99,7 +100,7 @@ def _map_indexed_files(request: str, index: Location) -> dict[str, Any]:
     with read_errors(request):
         file_names = json.loads(index.read_bytes())["weight_map"]
         for name, file_name in file_names.items():
-            # A forged index must not name files outside of the folder.
+            # A forged index may name files outside of the folder, by a path with slashes.
             if Path(file_name).name != file_name:
                 raise ValueError(f"{file_name!r} in its {index.name} is not the name of a file")
             if file_name not in files:
@@ -117,7 +118,7 @@ def _map_file(request: str, path: Location) -> dict[str, Any]:
     """
     if not path.name.endswith(SUFFIX):
         return FullCheckpoint().load(path)
-    # Called for its error: something other than a file, or nothing, is at the path.
+    # Raises if there is no file at the path.
     require_file(request, path)
     # The mapping remains valid after the local copy of a remote file is removed.
     with read_errors(request), local_copy(path) as local_path:
@@ -159,8 +160,9 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
     Args:
         request: what the user asked for, for errors.
         content: the entries of a state dict.
-        rename: the new names, by name or as a function. A mapping leaves other names as they are.
-            None in place of a name leaves the entry out. None keeps all names.
+        rename: the new name of each name, as a mapping or a function. Names that a mapping does not
+            have stay as they are. An entry whose new name is None is left out. If ``rename`` itself
+            is None, all names stay.
 
     Raises:
         ConfigurationError: two entries get the same name.
@@ -190,7 +192,7 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
 def add_tied_names(module: nn.Module, content: State) -> PlainState:
     """Return content in which all names of a tied parameter are present if one of them is.
 
-    Weights that share memory are stored once, under one of their names.
+    Files of weights have a tied parameter once, under one of its names.
 
     Args:
         module: the module that is loaded, sharded or not.
@@ -221,7 +223,7 @@ def drop_tied_names(module: nn.Module, state: Mapping[str, T]) -> dict[str, T]:
 
 
 def _tied_names(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several names."""
+    """Return a list of names for each parameter that has several names."""
     names_of_parameters: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of_parameters.setdefault(parameter, []).append(plain_name(name))
