@@ -62,8 +62,8 @@ __all__ = ["Checkpoints"]
 _Best = tuple[str, Literal["min", "max"]] | None  # see Checkpoints
 _Metrics = dict[str, float]
 
-_LOCK = ".lock"
-_TEXTS = ("latest", "best")
+_LOCK = ".lock"  # the name of the lock file of a folder
+_TEXTS = ("latest", "best")  # the names of the text files
 _UNHEALTHY = "-unhealthy"
 _NAME = rf"(?P<checkpoint>\d{{8}}-step-\d+(?:{_UNHEALTHY})?)"
 # A checkpoint, its metrics, or a temporary file of one of these.
@@ -85,8 +85,8 @@ class _FolderContent(NamedTuple):
     """The committed checkpoints of a folder, the oldest first.
 
     Attributes:
-        metrics: the metrics of the healthy ones by name.
-        unhealthy: for the name of each unhealthy one, a clause about its bad tensor.
+        metrics: the metrics of the healthy checkpoints by name.
+        unhealthy: by name of each unhealthy checkpoint, a clause about its bad tensor.
         texts: the checkpoint that each text file names, by the name of the file.
     """
 
@@ -96,7 +96,7 @@ class _FolderContent(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The number of a step and its metrics, as given to one save."""
+    """The number of a step and its metrics, which the user has passed to a save."""
 
     number: int
     metrics: _Metrics
@@ -153,10 +153,10 @@ class Checkpoints:
         self._sets_unhealthy_apart = healthy
         # The last background save, which may be running.
         self._pending: PendingSave | None = None
-        # Names of checkpoints that the next _publish() removes.
+        # Names of checkpoints to remove. The next _publish() removes them.
         self._stale_names: list[str] = []
-        # Names of checkpoints that restore() has taken for damaged. They stay for this run: what
-        # looks like damage may be a fault of this machine.
+        # Names of checkpoints that restore() has skipped as damaged. They are not removed in this
+        # run: what looks like damage may be a fault of this machine.
         self._passed_over: set[str] = set()
         with running_session("checkpoints").checkpoint_coordinator(phase="setup") as coordinator:
             # A pending save may write to this folder.
@@ -185,17 +185,17 @@ class Checkpoints:
         content: _FolderContent = communicator.broadcast_object(content_on_first, 0)
         # The metrics of each checkpoint by name, the oldest first. The same on all ranks.
         self._metrics = content.metrics
-        # For the name of each unhealthy checkpoint, a clause about its bad tensor. A job that was
-        # killed may have left two of them, which the next save of one removes.
+        # By name of each unhealthy checkpoint, a clause about its bad tensor. The next unhealthy
+        # save removes all earlier ones. A killed job may have left two.
         self._unhealthy = content.unhealthy
-        # What the text files name, and what they named before they changed last. The latter stays:
-        # a reader of a text may not have opened the checkpoint yet.
+        # The checkpoints that the text files name, and those that they named before they changed
+        # last. Both stay: a reader of a text may not have opened the checkpoint yet.
         self._texts = content.texts
         self._named_before: set[str] = set()
         # The number of the last save. The name of each checkpoint begins with its number.
         newest_name = max([*self._metrics, *self._unhealthy], default="0")
         self._number = int(newest_name.partition("-")[0])
-        # Write the text files again: a killed job may have left the names of older checkpoints.
+        # Update the text files: a killed job may have left the names of older checkpoints.
         self._publish(communicator)
 
     def _open_folder(self, job_files: ExitStack) -> "tuple[_RunFolder | None, _FolderContent]":
@@ -235,7 +235,8 @@ class Checkpoints:
         ``title`` is ``"latest"`` or ``"best"``. A background save may change both when it ends, so
         this method waits for its end.
         """
-        # is_raised says that the save has ended, and that a caller has received its error, if any.
+        # is_raised is true if the save has ended and a caller has waited for it. wait() would raise
+        # its error a second time.
         if self._pending is not None and not self._pending.is_raised:
             self._pending.wait()
         name = self._latest_and_best().get(title)
@@ -288,8 +289,8 @@ class Checkpoints:
                 coordinator.check()
                 self._check_same_on_ranks(request, step_here, step_on_first)
 
-            # A coordinator for this save alone. It calls check() on each rank before it reads the
-            # state.
+            # A coordinator for this save alone, which calls check() on each rank before it reads
+            # the state.
             saving_coordinator = replace(
                 coordinator, check=check, finds_bad_tensors=self._sets_unhealthy_apart
             )
@@ -333,7 +334,7 @@ class Checkpoints:
         if metrics is not None:
             values = metrics_as_floats(metrics)
         try:
-            number = operator.index(step)  # refuses a float, and accepts an integer of numpy
+            number = operator.index(step)  # raises for a float, accepts an integer of numpy
         except TypeError as error:
             raise ArgumentTypeError(
                 request, problem=f"the step is {step!r}", expected="an integer of at least 0"
@@ -390,8 +391,8 @@ class Checkpoints:
     def _commit(self, name: str, metrics: _Metrics, communicator: Communicator) -> Iterator[None]:
         """Write the metrics, have the block save a checkpoint, and then remove older checkpoints.
 
-        Collective over ``communicator``. A background save enters this context, too, on the thread
-        that writes. See ``[Note: files of a run]``.
+        Collective over ``communicator``. A background save enters this context on the thread that
+        writes. See ``[Note: files of a run]``.
 
         Args:
             name: the name of the checkpoint.
@@ -401,24 +402,25 @@ class Checkpoints:
         metrics_files: dict[str, str] = {}
         if metrics:
             metrics_files[f"{name}.json"] = _metrics_as_json(metrics)
-        # It also removes older checkpoints, as the call after the save does, since a killed job may
-        # have left one checkpoint too many.
+        # Writes the metrics files. It also removes older checkpoints, since a killed job may have
+        # left one checkpoint too many.
         self._rotate(communicator, metrics_files)
         with self._removed_next_unless_saved(name, communicator):
             yield
         self._metrics[name] = metrics
         self._rotate(communicator)
         values = {"step": _step_number(name), **metrics}
-        # Does nothing outside of Ray. Collective in a job of Ray.
+        # Collective in a job of Ray. Does nothing in other jobs.
         _report_to_ray(values, self._path / name, communicator.rank)
 
     @contextmanager
     def _commit_unhealthy(
         self, name: str, bad_tensor: BadTensor, communicator: Communicator
     ) -> Iterator[None]:
-        """Have the block save an unhealthy state, and then remove the last one. Collective.
+        """Have the block save an unhealthy state, and then remove earlier unhealthy checkpoints.
 
-        No healthy checkpoint is removed. The arguments are like those of :meth:`_commit`.
+        Collective. No healthy checkpoint is removed. The arguments are like those of
+        :meth:`_commit`.
         """
         self._publish(communicator, {f"{name}.json": json.dumps(bad_tensor._asdict())})
         with self._removed_next_unless_saved(name, communicator):
@@ -426,7 +428,7 @@ class Checkpoints:
         self._stale_names.extend(self._unhealthy)
         self._unhealthy = {name: str(bad_tensor)}
         self._publish(communicator)
-        # Ray would restore the checkpoint.
+        # Without the path, since Ray would restore the checkpoint.
         _report_to_ray({"step": _step_number(name)}, None, communicator.rank)
 
     @contextmanager
@@ -435,9 +437,10 @@ class Checkpoints:
 
         Collective over ``communicator``.
         """
+        # If the block raises, the name stays in the list of checkpoints to remove.
         self._stale_names.append(name)
         yield
-        # A format of the user's may write in the background, and wait() raises its error.
+        # A CheckpointIO of the user may write in the background. wait() raises its error.
         run_on_all_ranks(communicator, self._request, self._io.wait)
         self._stale_names.remove(name)
 
@@ -452,17 +455,17 @@ class Checkpoints:
                 is removed. None, the default, writes no files.
         """
         # self._metrics has the oldest checkpoint first. So of several checkpoints of the same step,
-        # the newest one stays in this dict.
+        # the newest stays in this dict.
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
-        sound = [name for name in newest if name not in self._passed_over]
+        undamaged = [name for name in newest if name not in self._passed_over]
         texts = self._latest_and_best()
         if texts != self._texts:
             # The checkpoints that the text files name until now stay until the next save: another
             # process may have read a name, and not opened the checkpoint yet.
             self._named_before = set(self._texts.values())
             self._texts = texts
-        retained: set[str | None] = {*sound[-self._keep :], *self._passed_over}
+        retained: set[str | None] = {*undamaged[-self._keep :], *self._passed_over}
         retained |= self._named_before
         # Adds None if there is no best checkpoint, which does no harm: no checkpoint is named None.
         retained.add(self._best_checkpoint())
@@ -520,9 +523,10 @@ class Checkpoints:
         return best_name
 
     def _score(self, metrics: _Metrics) -> float | None:
-        """Return a number that is the larger, the better a checkpoint is by its metric.
+        """Return a number that is larger for a better checkpoint.
 
-        None if no best checkpoint is kept, or the metric is missing, NaN or infinite.
+        The number is the value of the metric, negated if the least value is the best. None if no
+        best checkpoint is kept, or the metric is missing, NaN or infinite.
         """
         if self._best_metric is None:
             return None
@@ -538,10 +542,9 @@ class Checkpoints:
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
         """Restore ``state`` from the newest intact checkpoint, as ``Fabric.load`` does.
 
-        Collective; all processes restore the same checkpoint. Damaged checkpoints are skipped, with
-        a warning on rank 0, and stay in the folder until the job ends. Newer unhealthy ones, see
-        :meth:`save`, are skipped with a warning, too. The restored one counts as the newest from
-        then on.
+        Collective; all processes restore the same checkpoint. Damaged and unhealthy checkpoints
+        (see :meth:`save`) are skipped, with a warning on rank 0. Damaged ones stay in the folder
+        until the job ends. From then on, the restored checkpoint counts as the newest.
 
         Returns:
             The step of the checkpoint. None if there is no checkpoint.
@@ -553,7 +556,7 @@ class Checkpoints:
             CheckpointError: there is no intact, healthy checkpoint, or the newest such checkpoint
                 does not fit ``state``. Nothing has been changed.
         """
-        # A sentence about each checkpoint that is passed over, which _load_newest() adds.
+        # _load_newest() adds a sentence about each checkpoint that is skipped.
         problems: list[str] = []
         with self._running_session("load").checkpoint_coordinator(phase="load") as coordinator:
             # A pending save may be writing the newest checkpoint.
@@ -563,7 +566,7 @@ class Checkpoints:
             return None
         if problems and self._communicator.rank == 0:
             warnings.warn(f"{name} is restored; {join_names(problems)}", stacklevel=2)
-        # Moved to the end of the dict: the restored checkpoint counts as the newest.
+        # Moved to the end of the dict, where the newest checkpoint is.
         self._metrics[name] = self._metrics.pop(name)
         # The text file ``latest`` gets the name of the restored checkpoint.
         self._publish(self._communicator)
@@ -595,7 +598,7 @@ class Checkpoints:
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 problems.append(f"{self._path / name} is passed over: {error.problem}")
                 self._passed_over.add(name)
-                # A checkpoint without metrics is never the best one.
+                # Without metrics, it is never the best checkpoint.
                 self._metrics[name] = {}
             else:
                 self._passed_over.discard(name)
@@ -614,9 +617,10 @@ class Checkpoints:
         return None
 
     def _problems_of_unhealthy(self, newer_than: str) -> list[str]:
-        """Return a sentence about each unhealthy checkpoint that is newer than the one of a name.
+        """Return a sentence about each unhealthy checkpoint that is newer than a checkpoint.
 
-        An unhealthy checkpoint holds bad values, such as nan, and is not restored from.
+        An unhealthy checkpoint holds bad values, such as NaN, and is never restored. ``newer_than``
+        is the name of the other checkpoint. All names are newer than an empty one.
         """
         problems: list[str] = []
         for name, reason in self._unhealthy.items():
@@ -629,7 +633,7 @@ class Checkpoints:
 def _locate_checked(
     request: str, folder: str | os.PathLike[str], keep: int, best: _Best
 ) -> Location:
-    """Return the location of ``folder``, once the arguments of :class:`Checkpoints` are checked.
+    """Check the arguments of :class:`Checkpoints`, and return the location of ``folder``.
 
     ``request`` is the user's call, for errors.
     """
@@ -708,8 +712,8 @@ class _RunFolder:
         self._request = request
         self._path = path
         self._io = io
-        # Whether the format is one of the user. Otherwise, a checkpoint may be a file or a folder,
-        # since a run may go on with another strategy.
+        # Whether the format is a CheckpointIO of the user. With fabric's formats, a checkpoint may
+        # be a file or a folder, since a run may go on with another strategy.
         self._has_custom_io = not isinstance(io, FullCheckpoint | ShardedCheckpoint)
         # Raises if another job has locked the folder.
         self._lock = _FolderLock(request, path, job_files)
@@ -741,13 +745,13 @@ class _RunFolder:
         return content
 
     def _is_committed(self, name: str) -> bool:
-        """Return whether a checkpoint was committed. Finish the cleanup of an interrupted save.
+        """Finish the cleanup of an interrupted save, and return whether a checkpoint was committed.
 
-        A file is committed by its rename, so that it is enough that the file exists. A folder of
-        the sharded format is committed if it has an index.
+        A file is committed if it exists, since it is renamed to its name when it is complete. A
+        folder of the sharded format is committed if it has an index.
         """
         path = self._path / name
-        # No save leaves a link. The user has moved the checkpoint to another disk, which may not be
+        # The user has moved the checkpoint to another disk, and left a link. The disk may not be
         # mounted now. Nothing is cleaned up behind the link.
         if isinstance(path, Path) and path.is_symlink():
             return True
@@ -764,7 +768,8 @@ class _RunFolder:
     def _read_metrics(self, name: str) -> _Metrics:
         """Return the saved metrics of a checkpoint. Empty if it was saved without metrics.
 
-        Metrics that are damaged are a warning: the checkpoint is intact, and never the best one.
+        Damaged metrics are a warning, since the checkpoint itself may be intact. Without metrics it
+        is never the best one.
         """
         path = self._path / f"{name}.json"
         if not path.exists():
@@ -788,7 +793,7 @@ class _RunFolder:
             with read_errors(f"read {str(path)!r}"):
                 content = path.read_bytes()
             return str(BadTensor(**json.loads(content)))
-        # The file is missing or damaged. Its only use is this clause.
+        # The file is missing or damaged. It is used for nothing but this clause.
         except (CheckpointError, ValueError, TypeError):
             return "its values are NaN or infinite"
 
@@ -800,7 +805,7 @@ class _RunFolder:
         """
         self._lock.check()
         for name, text in contents.items():
-            # A link of that name is replaced, and not the file that it points to.
+            # If the name is a link, the link is replaced, and not the file behind it.
             with atomic_write(self._path / name, follow_symlinks=False) as file:
                 file.write(text.encode())
 
@@ -808,8 +813,8 @@ class _RunFolder:
         """Have the text files name other checkpoints, and then remove stale checkpoints.
 
         Args:
-            texts: the name of a checkpoint by the name of a text file. Another text file is
-                removed.
+            texts: the name of a checkpoint by the name of a text file. A text file that is not in
+                ``texts`` is removed.
             stale_names: the names of the checkpoints to remove.
 
         Raises:
@@ -832,15 +837,16 @@ class _RunFolder:
         A checkpoint or metrics that are missing are not an error: a killed job may have removed
         them, or not written them yet.
         """
-        # Any: a custom format takes a Path, and gets a RemotePath for a path with a scheme.
+        # Any: a CheckpointIO is declared to take a Path, and gets a RemotePath for a URL.
         path: Any = self._path / name
         with suppress(FileNotFoundError):
             if isinstance(path, Path) and path.is_symlink():
-                # What the link points to is not a file of this run.
+                # Removes the link. The checkpoint behind it is the user's.
                 path.unlink()
             elif self._has_custom_io:
                 self._io.remove(path)
-            # The job that saved the checkpoint may have used the other format.
+            # The kind of the path decides, and not self._io: the job that saved the checkpoint may
+            # have used the other format of fabric.
             elif path.is_dir():
                 remove_folder(path)
             else:
@@ -853,10 +859,10 @@ class _RunFolder:
 class _FolderLock:
     """The lock file of a folder, which names the one :class:`Checkpoints` object that saves there.
 
-    A lock of the operating system keeps other jobs out where the file system has locks. The job may
-    lose it without notice: POSIX drops it as soon as the process closes any descriptor of the file,
-    as a copy of the folder does. It does not keep out a second object of the same process, either.
-    So the owner also looks for its name in the file before it writes into the folder.
+    A lock of the operating system keeps other jobs out, if the file system has locks. It has two
+    gaps. POSIX drops the lock as soon as the process closes any descriptor of the file, as a copy
+    of the folder does. And the lock does not keep out a second object of the same process. So the
+    owner also checks that the file still has its name before it writes into the folder.
 
     Args:
         request: what the user asked for, for errors.
@@ -872,22 +878,23 @@ class _FolderLock:
         self._request = request
         self._folder = folder
         self._process = f"process {os.getpid()} on {os.uname().nodename}"
-        # The number tells apart the keepers of one process. It stands on a line of its own.
+        # The random number, on a line of its own, tells the objects of one process apart.
         self._owner = f"{self._process}\n{secrets.token_hex(6)}".encode()
         if isinstance(folder, RemotePath):
-            # An object store has no locks. The keeper that was made last owns the folder, and
-            # earlier ones notice that the content has changed.
+            # An object store has no locks. The object that was made last owns the folder. check()
+            # of earlier objects finds the name of another owner.
             with atomic_write(folder / _LOCK) as file:
                 file.write(self._owner)
             return
         folder.mkdir(parents=True, exist_ok=True)
         # The file stays open, and so locked, until the job ends. The mode "a" keeps the content,
-        # which names the present owner. The file is not buffered: others see a new owner at once.
+        # which names the owner, for the error below. Without a buffer, others see a new owner at
+        # once.
         self._file = open(folder / _LOCK, "a+b", buffering=0, opener=_open_no_link)  # noqa: SIM115
         job_files.enter_context(self._file)
         try:
-            # lockf() and not flock(): forked processes, such as the workers of a loader, would keep
-            # a lock of flock().
+            # Not flock(), whose lock would be kept by forked processes, such as the workers of a
+            # loader, after this process has ended.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             process, _, _ = self._read_owner().decode().partition("\n")
@@ -931,7 +938,8 @@ class _FolderLock:
 def _open_no_link(path: str, flags: int) -> int:
     """Return a descriptor of a file, as ``os.open`` does, or raise if ``path`` is a symbolic link.
 
-    The lock file is truncated, which must not reach a file outside of the folder.
+    Used as ``opener`` of the lock file, which is truncated. Through a link, a file outside of the
+    folder would be truncated.
     """
     return os.open(path, flags | os.O_NOFOLLOW, mode=0o666)
 
