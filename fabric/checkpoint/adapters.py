@@ -26,13 +26,17 @@ def adapters_of(user_module: nn.Module) -> list[str]:
 def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[str, str]:
     """Return the names of an adapter's tensors in the model, by their names in the adapter's file.
 
-    Runs code of PEFT, which is not collective, even for a sharded model.
+    PEFT knows the names in the file. Its code runs on one rank alone, even for a sharded model.
 
     Args:
         user_module: the user's own module.
         state: the names and values of the module, possibly as shards.
         adapter: the name of the adapter.
+
+    Raises:
+        ConfigurationError: the model has no tensors of the adapter, or PEFT computes new ones.
     """
+    # Imported here, since PEFT is optional.
     from peft import get_peft_model_state_dict
 
     names_by_id: dict[int, str] = {}
@@ -44,7 +48,8 @@ def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[st
     saved = get_peft_model_state_dict(uncompiled(user_module), tensors, adapter_name=adapter)
     names: dict[str, str] = {}
     for saved_name, value in saved.items():
-        # PEFT selects and renames tensors. It must not replace one that is sharded.
+        # PEFT selects and renames tensors, which are found again by their ids. A tensor that PEFT
+        # has computed may come from a shard.
         if id(value) not in names_by_id:
             problem = f"PEFT computes {saved_name} from other tensors, which may be shards"
             raise ConfigurationError(f"the adapter {adapter!r}", problem)
@@ -56,9 +61,9 @@ def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[st
 
 
 def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[str, str]:
-    """Return the names in the model by those in a file, for the adapter that a load fills.
+    """Return the names in the model by the names in a file, for the adapter to load into.
 
-    If the model has several adapters, the adapter called ``"default"`` is filled.
+    If the model has several adapters, this is the adapter called ``"default"``.
 
     Args:
         request: what the user asked for.

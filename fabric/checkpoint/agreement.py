@@ -43,11 +43,11 @@ _ERROR_CLASSES = (
 
 
 class BadTensor(NamedTuple):
-    """A tensor of a state that is saved, with values that training cannot go on from.
+    """A tensor in a state to save, with NaN or infinite values that training cannot go on from.
 
     Attributes:
         name: the tensor, such as ``"model['weight']"``.
-        value: the first of these values, such as ``"nan"``.
+        value: the first bad value, such as ``"nan"``.
         rank: the rank that has the tensor, or a shard of it.
     """
 
@@ -99,13 +99,19 @@ def inspect_on_all_ranks(
 ) -> tuple[T, BadTensor | None]:
     """Run a step as :func:`run_on_all_ranks` does, and agree on the bad tensor that it returns.
 
-    Collective. The arguments and errors are those of :func:`run_on_all_ranks`. Whether a rank has a
-    bad tensor travels in the same message as whether the step has failed. If there is one, one rank
-    broadcasts it.
+    Collective. The arguments and errors are those of :func:`run_on_all_ranks`. One message tells
+    whether the step has failed, and whether a rank has a bad tensor. If so, the first of these
+    ranks broadcasts its bad tensor.
+
+    Args:
+        communicator: the ranks.
+        request: what the user asked for, for the error on the ranks that did not fail.
+        step: returns a result, and a bad tensor of this rank or None.
+        args: the arguments of ``step``.
 
     Returns:
-        The first result of this rank, and the bad tensor of the first rank that has one, the same
-        on all ranks. None if no rank has one.
+        The result of this rank, and the bad tensor of the first rank that has one. The bad tensor
+        is the same on all ranks. None if no rank has one.
     """
     attempt = _attempt(step, *args)
     has_error = attempt.error is not None
@@ -129,19 +135,20 @@ def _attempt(step: Callable[[*Ts], T], *args: *Ts) -> _Attempt[T]:
 
 
 def _first_ranks_with_true(communicator: Communicator, answers: Sequence[bool]) -> list[int | None]:
-    """Return for each of some questions the first rank whose answer is true. Collective.
+    """Return for each question the first rank whose answer is true. Collective.
 
     All answers travel in one message.
 
     Args:
         communicator: the ranks.
-        answers: this rank's answers. Every rank answers the same questions.
+        answers: this rank's answers to the questions, such as whether a step has failed. The
+            questions are the same on all ranks.
 
     Returns:
         The first ranks, the same on all ranks. None for a question that no rank answers with true.
     """
     size = communicator.size
-    # 0 stands for false. Of the ranks that answer with true, the first has the largest priority.
+    # 0 stands for false. Of the ranks whose answer is true, the first rank has the largest number.
     priorities = [0] * len(answers)
     for index, answer in enumerate(answers):
         if answer:
@@ -159,21 +166,22 @@ def _first_ranks_with_true(communicator: Communicator, answers: Sequence[bool]) 
 def _result_of(
     communicator: Communicator, request: str, attempt: _Attempt[T], failed_rank: int | None
 ) -> T:
-    """Return the result of an attempt, or raise on every rank if it failed on any. Collective.
+    """Return the result of an attempt, or raise on every rank if the attempt of any rank failed.
 
-    ``failed_rank`` is the first rank on which it failed, the same on all ranks, or None.
+    Collective if ``failed_rank`` is not None. ``failed_rank`` is the first rank whose attempt
+    failed, the same on all ranks, or None.
     """
     if failed_rank is None:
         # The result of a step may be None, so there is nothing to assert.
         result: Any = attempt.result
         return result
     error = attempt.error
-    # The class that the other ranks raise. Callers catch the classes in _ERROR_CLASSES, so these
-    # have to be the same on all ranks.
+    # The class that the other ranks raise. Callers catch the classes in _ERROR_CLASSES, so the
+    # other ranks have to raise them, too.
     error_class = CheckpointError
     if type(error) in _ERROR_CLASSES:
         error_class = type(error)
-    # broadcast_object() needs an argument on every rank, but sends only that of failed_rank.
+    # Only the message of failed_rank is sent. The other ranks need an argument nevertheless.
     message = (f"{type(error).__name__}: {error}", error_class)
     text, error_class = communicator.broadcast_object(message, failed_rank)
     if error is not None:
@@ -190,7 +198,7 @@ def gather_on_first(communicator: Communicator, value: T) -> list[T]:
     pickled = pickle.dumps(value)
     length = torch.tensor([len(pickled)], device=communicator.device)
     longest = int(communicator.all_reduce(length, Reduce.MAX).item())
-    # gather() needs the same length on all ranks. Unpickling ignores the padding.
+    # gather() needs messages of the same length on all ranks. Unpickling ignores the padding.
     padded = bytearray(pickled.ljust(longest, b"\0"))
     buffer = torch.frombuffer(padded, dtype=torch.uint8)
     # On rank 0 a tensor with one row for each rank, None on other ranks.

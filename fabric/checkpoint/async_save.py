@@ -41,14 +41,14 @@ class PendingSave:
     Attributes:
         path: where the checkpoint is saved to; a ``Path``, or a ``RemotePath`` for a path with a
             scheme.
-        is_raised: whether the save has ended and a caller has received its result.
+        is_raised: whether the save has ended and a caller has received its error, if any.
     """
 
     def __init__(self, path: Any, write: Callable[[], None]) -> None:
         """Start a thread that calls ``write``, which saves the checkpoint to ``path``."""
         self.path = path
         self.is_raised = False
-        # The executor never shuts down explicitly: the interpreter waits for its thread at exit.
+        # The executor is never shut down: at exit, the interpreter waits for its thread.
         self._future = ThreadPoolExecutor(1, "fabric-save").submit(write)
 
     def done(self) -> bool:
@@ -58,8 +58,8 @@ class PendingSave:
     def exception(self) -> BaseException | None:
         """Wait for the end of the save, and return its error or None. Not a collective.
 
-        The caller now knows the error, so the next save or load, or the end of the job, does not
-        raise it again.
+        The caller then knows the error. The next save or load, and the end of the job, do not raise
+        it again.
         """
         error = self._future.exception()
         self.is_raised = True
@@ -77,7 +77,7 @@ class PendingSave:
 
 
 class _StorageKey(NamedTuple):
-    """The properties by which one tensor storage differs from every other, while both are alive."""
+    """The properties that no two tensor storages have in common while both are alive."""
 
     device: torch.device
     address: int
@@ -129,12 +129,12 @@ class StagingBuffers:
                 for leaf in leaves:
                     if isinstance(leaf, Tensor):
                         copied_tensors[id(leaf)] = self._copy_tensor(leaf)
-            # The second argument is deepcopy's memo: for the id of an object, the copy to use. So
-            # deepcopy() uses these copies of tensors, and copies all other objects itself.
+            # The second argument is the memo of deepcopy(): the finished copy of an object by its
+            # id. So deepcopy() takes these copies of tensors, and copies all other objects itself.
             return copy.deepcopy(state, copied_tensors)
         finally:
-            # Also after an error: the entries in self._copies would make the next copy return the
-            # values of this one.
+            # Also after an error: with the storages of this copy in self._copies, the next copy
+            # would return their old values.
             self._release_buffers()
 
     def _release_buffers(self) -> None:
@@ -156,11 +156,13 @@ class StagingBuffers:
         The copy of a DTensor is a DTensor with a copy of the local shard. The copy of any other
         tensor has the same attributes and the same ``requires_grad``.
         """
-        # A conjugate or negative view is a flag, which a copy of the memory would lose.
+        # A copy of the memory would lose the flags of a conjugate or negative view.
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
-        # Only a dense tensor is a view of one storage.
+        # Only a dense tensor is a view of one storage. An empty storage has no address to tell it
+        # from others.
         is_dense = local.layout is torch.strided and not local.is_quantized
-        if is_dense and local.untyped_storage().nbytes() > 0:
+        has_storage = is_dense and local.untyped_storage().nbytes() > 0
+        if has_storage:
             copied = self._copy_in_buffer(local)
         else:
             # clone() as well, since cpu() returns a CPU tensor itself.
@@ -168,8 +170,8 @@ class StagingBuffers:
         if is_dtensor(tensor):
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
-            # nn.Parameter refuses requires_grad=True, its default, for integers. The tensor's own
-            # value is set below.
+            # With requires_grad=True, its default, nn.Parameter would raise for integers. The value
+            # of the original is set below.
             copied = nn.Parameter(copied, requires_grad=False)
         # torch.save() writes the attributes that were set on a tensor, too.
         vars(copied).update(copy.deepcopy(vars(tensor)))
@@ -208,14 +210,15 @@ class StagingBuffers:
             buffer = unused_buffers.pop()
         else:
             buffer = torch.empty(kind.nbytes, dtype=torch.uint8, pin_memory=kind.is_pinned)
-        # 64-bit words where the size allows: torch takes a third longer to copy single bytes.
+        # Copied as 64-bit words if the size is a multiple of 8: single bytes take a third longer.
         word = torch.int64
         if kind.nbytes % 8 != 0:
             word = torch.uint8
         # A view of the whole storage as bytes.
         source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
         buffer.view(word).copy_(source.view(word))
-        # The source keeps the storage alive: no other storage gets its address during this copy.
+        # The result keeps the storage alive, so that no other storage gets its address during the
+        # copy of the state.
         return _StorageCopy(buffer=buffer, source=source)
 
 
@@ -252,7 +255,7 @@ class AsyncSaver:
                 this rank yet.
         """
         pending = self.pending
-        # Removed first, so that a second call does not raise the error again.
+        # Set before the error is raised, so that a second call does not raise it again.
         self.pending = None
         if pending is None or pending.is_raised:
             return
@@ -268,6 +271,6 @@ class AsyncSaver:
         Called at the end of the job. A save that is still running keeps its own buffers alive.
         """
         self.buffers = StagingBuffers()
-        # The context closes the files last, even if the save failed.
+        # The end of the block closes the files, even if join() raises.
         with self.files:
             self.join()

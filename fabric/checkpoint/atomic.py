@@ -29,8 +29,8 @@ from fabric.errors import (
 
 __all__ = ["atomic_write", "clear_temporaries", "read_errors", "sync_folder", "write_errors"]
 
-# Failures of a disk, a file server or the system's resources. Other errors, such as an offset that
-# is not valid, may come from a damaged checkpoint.
+# Failures of a disk, a file server or the system's resources. A checkpoint that causes any other
+# error, such as an invalid offset, may be damaged.
 _SYSTEM_ERRORS = frozenset(
     {
         errno.EIO,
@@ -89,11 +89,11 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
             # The temporary file is locked while it is open, so it is renamed before it is closed.
             os.replace(file.name, target)
     finally:
-        # After a success the temporary name is gone, and unlink() fails. If unlink() fails after an
-        # error, the next save removes the file.
+        # After an error, removes the temporary file. After a success, unlink() fails, since the
+        # file has been renamed.
         with suppress(OSError):
             os.unlink(file.name)
-        # If a flush failed above, close() tries it again. A second error must not hide the first.
+        # close() flushes again after a flush that failed. Its error must not hide the first error.
         with suppress(OSError):
             file.close()
     with write_errors(request):
@@ -105,7 +105,7 @@ def _check_is_file(request: str, target: Path) -> None:
 
     ``request`` is what the user asked for, for the error.
     """
-    # A link that is not followed is replaced, whatever it points to.
+    # atomic_write() passes a link only if it is to replace the link itself.
     if target.is_file() or target.is_symlink() or not target.exists():
         return
     kind = "device or a pipe"
@@ -119,8 +119,8 @@ def _check_is_file(request: str, target: Path) -> None:
 def _drop_from_page_cache(path: Path) -> None:
     """Free the memory in which the kernel caches a file, so that the next write can reuse it.
 
-    Newly allocated memory has been seen to double the time of a write. Does nothing if there is no
-    such file.
+    This makes the write faster: with newly allocated memory, writes have taken twice as long. Does
+    nothing if there is no such file.
     """
     # macOS has no posix_fadvise(), which raises the AttributeError.
     with suppress(OSError, AttributeError), open(path, "rb") as file:
@@ -141,7 +141,7 @@ def _open_temporary(target: Path) -> BinaryIO:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):
             return file
-        # Another process removed the file after its creation and before its lock.
+        # Another process has called clear_temporaries() before the file was locked. Try again.
         file.close()
 
 
@@ -152,14 +152,14 @@ def clear_temporaries(folder: Location, names: str) -> None:
         folder: the folder.
         names: a regular expression that the names of the temporary files' targets match.
     """
-    # The name has to match as a whole: a save of ``a.pt`` must not remove the temporary files of
+    # Matched against whole names below: a save of ``a.pt`` must not remove the temporary files of
     # ``a.pt.best``.
     pattern = re.compile(rf"\.{names}\.[0-9a-f]{{12}}\.tmp")
     for temporary in folder.iterdir():
         if not pattern.fullmatch(temporary.name) or not temporary.is_file():
             continue
-        # An OSError leaves the file alone: the file belongs to another user, is already gone, or is
-        # locked by a running writer.
+        # After an OSError the file stays: it is locked by a running writer, belongs to another
+        # user, or is gone.
         with suppress(OSError), open(temporary, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temporary.unlink()
@@ -234,9 +234,9 @@ def read_errors(request: str) -> Iterator[None]:
 
 
 def _is_of_system(error: Exception) -> bool:
-    """Return whether an error of a load is one of the system, and not one of the checkpoint."""
+    """Return whether the system, and not the checkpoint, has caused an error of a load."""
     if isinstance(error, OSError):
-        # The classes are those that libraries for object stores raise without a number.
+        # Libraries for object stores raise these classes without an errno.
         is_connection = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         return is_connection or error.errno in _SYSTEM_ERRORS
     # torch raises a plain RuntimeError if the system refuses to map a file into memory.
@@ -244,7 +244,7 @@ def _is_of_system(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the class of an error and the first line of its text. torch may append a stack."""
+    """Return the class of an error and the first line of its text, without a stack from torch."""
     first_line, _, _ = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"
 
@@ -255,8 +255,8 @@ def _convert_errors(
 ) -> Iterator[None]:
     """Convert errors of the block to ``error_class``, except fabric's own and a MemoryError.
 
-    The new error gets the other arguments. Its problem is ``problem``, followed by the class and
-    the first line of the original error.
+    The arguments are those of the new error. The class and the first line of the original error are
+    added to ``problem``.
     """
     try:
         yield

@@ -81,22 +81,22 @@ def consolidate(
         raise CheckpointError(request, problem)
     reader = ShardedCheckpoint().open(source)
     writes_weights = writes_folder or output.suffix == ".safetensors"
-    # The names of the entries to write.
-    names = list(reader.content)
+    names_to_write = list(reader.content)
     if writes_weights:
-        names = [_model_entry(request, reader.content, key)]
+        names_to_write = [_model_entry(request, reader.content, key)]
     elif key is not None:
         problem = "--key chooses the model for weights alone; other files hold all entries"
         raise ConfigurationError(request, problem)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # The scratch files are beside the output, where there has to be room for it anyway.
+    # The scratch files are in the folder of the output, whose disk needs room for the output
+    # anyway.
     allocate = partial(_scratch_tensor, request, output.parent)
-    # Has fabric's metadata as one more entry.
-    entries = reader.load(names, allocate)
+    # load() adds fabric's metadata as one more entry.
+    entries = reader.load(names_to_write, allocate)
     if not writes_weights:
         FullCheckpoint().save(entries, output)
         return output
-    [model_name] = names
+    [model_name] = names_to_write
     tensors = _tensors_of_model(request, entries[model_name])
     if max_shard_gb is None:
         _write_weights(request, output, tensors)
@@ -117,7 +117,7 @@ def _default_output(source: Location, is_folder: bool) -> Path:
     """
     base = source
     if not isinstance(source, Path):
-        base = source.name  # the name alone is relative to the working folder
+        base = source.name  # abspath() puts the name into the working folder
     suffix = "-weights" if is_folder else ".pt"
     return Path(os.path.abspath(base) + suffix)
 
@@ -151,11 +151,11 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
 def _is_model_state(entry: Mapping[Any, Any]) -> bool:
     """Return whether a mapping looks like the state dict of a module.
 
-    It has to contain tensors, and may contain plain extra values. It must not contain mappings or
-    sequences, which the state dict of an optimizer contains.
+    A state dict of a module contains tensors, and may contain plain extra values. Mappings and
+    sequences are signs of another object: the state dict of an optimizer contains them.
     """
     types = {type(value) for value in entry.values()}
-    # The reader of a checkpoint returns plain tensors, whatever the class of a saved tensor was.
+    # The exact type: the reader of a checkpoint returns plain tensors.
     if Tensor not in types:
         return False
     return not any(issubclass(kind, Mapping | list | tuple) for kind in types)
@@ -165,7 +165,7 @@ def _tensors_of_model(request: str, entry: Mapping[str, Any]) -> dict[str, Tenso
     """Return the tensors in the state of a model, without its extra values.
 
     Raises:
-        ConfigurationError: a tensor has the one name that safetensors does not allow.
+        ConfigurationError: a tensor is called "__metadata__", which safetensors does not allow.
     """
     tensors: dict[str, Tensor] = {}
     for name, value in entry.items():
@@ -195,20 +195,21 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
     with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
         # macOS has no posix_fallocate().
         if hasattr(os, "posix_fallocate"):
-            # Without this, on a full disk a write to the mapping would kill this process (SIGBUS).
+            # Raises if the disk is full. Without it, a write to the mapping would kill this process
+            # (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, meta.nbytes)
-        # from_file() needs a path, and the file has no name: this path stands for its descriptor.
-        # The mapping remains valid after the file is closed.
+        # from_file() needs a path. The file has no name, but its descriptor has this path. The
+        # mapping remains valid after the file is closed.
         name = f"/dev/fd/{file.fileno()}"
         tensor = torch.from_file(name, shared=True, size=meta.numel(), dtype=meta.dtype)
         return tensor.view(meta.shape)
 
 
 def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file of full tensors, given by name.
+    """Write one safetensors file of full tensors, which ``tensors`` has by name.
 
-    The format cannot say that tensors share memory, so tied tensors are written twice. ``request``
-    is what the user asked for, for errors.
+    The format cannot express that tensors share memory, so tied tensors are written twice.
+    ``request`` is what the user asked for, for errors.
     """
     chunks = {}
     for name, tensor in tensors.items():

@@ -81,9 +81,9 @@ class FlatState(NamedTuple):
     Attributes:
         entries: a pair of name and value for each entry, as JSON. A tensor is replaced by the name
             under which it is stored.
-        stored_names: for the name of each tensor, the name under which it is stored: that of the
-            first tensor with the same memory.
-        tensors: all tensors by name, those with the same memory included.
+        stored_names: by name of each tensor, the name under which its values are stored. Tensors
+            with the same memory have the stored name of the first of them.
+        tensors: all tensors by name, including tensors with the same memory.
     """
 
     entries: list[list[Any]]
@@ -106,9 +106,9 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
     first_names: dict[Any, str] = {}
 
     def convert(path: KeyPath, item: PlainValue) -> Json:
-        """Return the JSON of a tensor: its stored name, or its values if it is not stored apart.
+        """Return the JSON of a tensor: the name under which it is stored, or its values.
 
-        Other values are refused.
+        to_json() calls it for tensors and for values that are not plain, which it refuses.
         """
         is_dtensor = hasattr(item, "full_tensor")
         is_tensor = type(item) in (Tensor, nn.Parameter) or is_dtensor
@@ -119,15 +119,15 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         if not can_be_filled_in or not is_dense(item):
             return _tensor_to_json(path, item)
         name = ".".join(map(str, path))
-        # {"a.b": x} and {"a": {"b": y}} would get the same name. safetensors uses "__metadata__"
-        # itself.
+        # The name may be taken: {"a.b": x} and {"a": {"b": y}} give the same name. safetensors uses
+        # "__metadata__" itself.
         while name in flat.tensors or name == "__metadata__":
             name = f"{name}#{len(flat.tensors)}"
-        # The key is None for a tensor that is empty on this rank. Such a tensor shares no memory,
-        # so its own name serves as the key.
+        # Without a memory key, as for a tensor that is empty on this rank, the tensor shares no
+        # memory. Its own name serves as the key.
         key = memory_key(item) or name
         stored_name = first_names.setdefault(key, name)
-        # Each tensor is listed under its own name. The JSON has the name to read it by.
+        # Each tensor is listed under its own name. The JSON has the name that the reader looks up.
         flat.tensors[name] = item
         flat.stored_names[name] = stored_name
         return {"$tensor": stored_name}
@@ -145,7 +145,7 @@ def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
     Raises:
         ArgumentTypeError: the value is not a tensor with values, or is sharded or a subclass.
     """
-    # A subclass, such as a DTensor, may have more state than its values.
+    # A subclass, such as a DTensor, may have state beside its values.
     if type(value) not in (Tensor, nn.Parameter):
         raise unsupported(path, value)
     if is_dense(value):
@@ -183,10 +183,10 @@ def to_json(
     tag = f"${kind.__name__}"
     if _is_exact_in_json(value):
         return value
-    # The value is a scalar that needs a tag, such as a complex number or a dtype.
+    # A scalar that needs a tag, such as a complex number or a dtype.
     if kind in _SCALARS:
         return {tag: _SCALARS[kind].write(value)}
-    # A subclass of the user's may have the name of a collection, and so the same tag.
+    # A class of the user may have the name of a collection, and so the same tag. It is not plain.
     is_plain_collection = _COLLECTIONS.get(tag) is kind
     contains_itself = id(value) in enclosing
     if not is_plain_collection or contains_itself:
@@ -195,8 +195,8 @@ def to_json(
     if isinstance(value, dict):
         return _dict_to_json(value, tag=tag, convert=convert, path=path, enclosing=enclosing)
     if kind is set:
-        # An item of a set has no key or index, so that a load could not find it by its path. An
-        # ellipsis in the path says so.
+        # An item of a set has no key or index by which a load could find it. The ellipsis in the
+        # path says so.
         path = (*path, ...)
     items = []
     for index, item in enumerate(value):
@@ -210,9 +210,11 @@ def _is_exact_in_json(value: PlainValue) -> bool:
     """Return whether JSON itself restores the exact type and bits of a value, without a tag."""
     kind = type(value)
     if kind is str:
-        return value.isascii()  # JSON would decode a pair of surrogates as one character
+        # json.loads() would decode a pair of surrogates as one character.
+        return value.isascii()
     if kind is float:
-        return math.isfinite(value)  # JSON has no infinity and no NaN
+        # JSON has no infinity and no NaN.
+        return math.isfinite(value)
     return kind in (bool, int, type(None))
 
 
@@ -226,12 +228,12 @@ def _dict_to_json(
 ) -> dict[str, Json]:
     """Return a dict as JSON under ``tag``: a list of pairs, and the attributes of the dict.
 
-    The attributes are kept for the state dict of a module, on which torch sets the versions of the
-    layers. See :func:`to_json` for the other arguments; ``enclosing`` includes the dict itself.
+    torch sets an attribute with the versions of layers on the state dict of a module. See
+    :func:`to_json` for the other arguments. ``enclosing`` includes the id of the dict itself.
     """
     pairs = []
     for key, item in value.items():
-        # The ellipsis says that the value is in a key, see [Note: key path].
+        # The ellipsis says that the value is a part of a key, see [Note: key path].
         json_key = to_json(key, convert, (*path, ..., key), enclosing)
         pairs.append([json_key, to_json(item, convert, (*path, key), enclosing)])
     tagged: dict[str, Json] = {tag: pairs}
@@ -262,8 +264,7 @@ def from_json(
         return [from_json(item, read_tensor) for item in value]
     if not isinstance(value, dict):
         return value
-    # The tag is the first key. A dict with attributes (such as a state dict, which has _metadata)
-    # has a second key for the attributes.
+    # The tag is the first key. The JSON of a dict with attributes has a second key for them.
     tag, content = next(iter(value.items()))
     if tag == "$tensor" and read_tensor is not None:
         return read_tensor(content, existing)
@@ -271,6 +272,7 @@ def from_json(
     if tag in _READERS:
         return _READERS[tag](content)
     if tag in ("$tuple", "$set"):
+        # New tensors, as for a list.
         return _COLLECTIONS[tag](from_json(content, read_tensor))
     return _dict_from_json(value, tag, read_tensor, existing)
 
@@ -292,6 +294,7 @@ def _dict_from_json(
         if not isinstance(existing, Mapping):
             mapping[key] = from_json(item, read_tensor)
             continue
+        # The caller has no tensor for this key to read into.
         should_leave_out = is_stored_tensor and key not in existing
         if not should_leave_out:
             mapping[key] = from_json(item, read_tensor, existing.get(key))
@@ -307,9 +310,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.nbytes == 0:
-        # A view of a null pointer would make zlib.crc32 forget the checksum so far.
+        # The address may be null, and zlib.crc32() would start anew with a buffer at null.
         return memoryview(b"")
-    # torch gives access to the bytes only through numpy, which is optional.
+    # torch itself gives access to the bytes only through numpy, which is optional.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     # The array does not own the memory: this attribute keeps the tensor alive.
     array.owner = tensor
@@ -325,12 +328,12 @@ def local_chunks(tensor: Any) -> list[Chunk]:
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         return [Chunk([0] * tensor.dim(), tensor.detach())]
-    # The import takes a second, but a program that has a sharded tensor has imported it already.
+    # Imported here: the import takes a second. A program with a sharded tensor has made it already.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     chunks = []
     for metadata in tensor.__create_chunk_list__():
-        # The first argument, the name of the tensor, is not needed to find a shard.
+        # Only the offsets are needed to find a shard, and not the name of the tensor.
         shard = tensor.__get_tensor_shard__(MetadataIndex("", metadata.offsets))
         chunks.append(Chunk([*metadata.offsets], shard.detach()))
     return chunks
@@ -363,7 +366,7 @@ def memory_key(tensor: Any) -> Any:
         local.stride(),
         # Two DTensors with equal shards may have different full shapes.
         tensor.shape,
-        # With these flags the same memory stands for other values.
+        # Flags with which the same memory stands for other values.
         (local.is_conj(), local.is_neg()),
     )
 
@@ -450,7 +453,8 @@ def _read_values(content: Json) -> Tensor:
 def _read_sparse(content: Json) -> Tensor:
     """Return the sparse tensor that :func:`_tensor_to_json` wrote.
 
-    Its invariants are checked: indices from a damaged file could make torch access other memory.
+    torch checks the invariants of the tensor: with indices from a damaged file, torch could access
+    other memory.
 
     Args:
         content: a list of the layout, the shape and the dense components of the tensor, as JSON.
