@@ -105,10 +105,23 @@ def gather_batch(
         _check_leaf(path, leaf, layout)
     if layout.is_uneven:
         leaves = [_without_repeat(leaf, layout) for leaf in leaves]
+    gathered = _gather_leaves(communicator, leaves, layout, key=_iteration_key(loop))
+    return unflatten(structure, gathered)
 
-    # all_gather raises if a collection has different keys on the ranks. With this key, results of
-    # different iterations raise, and are not combined.
-    key = _iteration_key(loop)
+
+def _gather_leaves(
+    communicator: Communicator, leaves: Sequence[Any], layout: _BatchLayout, key: str
+) -> list[Any]:
+    """Return leaves with the rows of all ranks in each tensor, without repetitions. Collective.
+
+    Args:
+        communicator: all processes of the job.
+        leaves: the leaves of this rank's results. Leaves that are not tensors are returned as they
+            are.
+        layout: the layout of this rank's batch.
+        key: a text that is the same on all ranks if their batches belong together.
+    """
+    # all_gather raises if a collection has different keys on the ranks.
     collection = {key: leaves}
     if layout.is_uneven or layout.unit == "batches":
         # Ranks may have different numbers of rows.
@@ -121,10 +134,12 @@ def gather_batch(
         # Each rank has a single sample, without a dim of samples.
         gathered = all_gather(communicator, collection)[key]
         join_ranks = _drop_repetitions
-    for index, rank_values in enumerate(gathered):
-        if isinstance(leaves[index], Tensor):
-            leaves[index] = join_ranks(rank_values, layout.size.entries)
-    return unflatten(structure, leaves)
+    joined: list[Any] = []
+    for leaf, rank_values in zip(leaves, gathered, strict=True):
+        if isinstance(leaf, Tensor):
+            leaf = join_ranks(rank_values, layout.size.entries)
+        joined.append(leaf)
+    return joined
 
 
 def _iteration_key(loop: ActiveLoop) -> str:

@@ -385,8 +385,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
 
         torch's ``iter()`` draws the base seed of the workers from the random streams. The user
         restores the streams to their states at the save, which was after this draw. So the streams
-        get their states back after ``iter()``. An exception are the generators from which the order
-        is drawn again: they continue from where this draw leaves them.
+        get their states back after ``iter()``. The exceptions are the generators from which the
+        sampler draws the order again: they keep the states that the sampler leaves.
         """
         spec = self._spec
         replayed_generators: tuple[torch.Generator, ...] = ()
@@ -420,8 +420,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
 
         Args:
             batches: an iterator over the dataset.
-            dataset_state: the saved state of the dataset.
+            dataset_state: the saved state of the dataset, which the dataset has loaded.
         """
+        # The user may have restored the random streams already: a fetch must not change them.
         all_streams = RandomStreams(("python", "numpy", "torch"), self._spec.generators)
         states_before = all_streams.state()
         first_batches = list(islice(batches, 1))

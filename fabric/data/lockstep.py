@@ -81,7 +81,8 @@ class RemainingBatches:
     def peek(self) -> Any:
         """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # Still has the state from before the previous fetch, which _read_state() would return.
+            # This attribute has the state from before the previous fetch. _read_state() would
+            # return that state.
             self.position.state_before_fetch = None
             # Without a count, has_next() fetches a batch to know whether there is one.
             is_fetched_ahead = self.count is None
@@ -417,7 +418,7 @@ def without_repeats(
         position: the position of the loop.
         loss: the loss.
         weight: the weight of the loss. None if there is none.
-        is_sum: whether the losses of all ranks are summed up, so that a repeat needs no weight.
+        is_sum: whether the losses of all ranks are summed up. A zero loss then needs no weight.
 
     Raises:
         UsageError: the loss needs a weight, and there is none.

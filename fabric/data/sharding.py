@@ -418,12 +418,12 @@ class InterleavedIterable(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of samples of this rank, from the length of the user's dataset."""
-        # A round has one sample for each rank. It counts for this rank if the dataset has the
-        # round's last sample, or, if incomplete rounds count, the sample of this rank.
+        # A round of num_replicas samples counts for this rank if the dataset has the last sample of
+        # the round or, if incomplete rounds count, this rank's sample of the round.
         needed_index = self._num_replicas - 1
         if self._includes_incomplete:
             needed_index = self._rank
-        # The indices in the dataset of that sample of each round.
+        # The indices in the dataset of the needed sample of each round.
         needed_samples = range(needed_index, len(self._dataset), self._num_replicas)
         return len(needed_samples)
 

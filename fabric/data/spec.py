@@ -476,7 +476,8 @@ def _install_sampler(
         _replace_attribute(loader, "sampler", sharded_sampler)
         return
     _replace_attribute(loader, "batch_sampler", sharded_sampler)
-    if sharded_sampler.num_replicas > 1 and order.batch_sampler is not None:
+    are_samples_sharded = sharded_sampler.num_replicas > 1 and order.batch_sampler is not None
+    if are_samples_sharded:
         # torch iterates only the batch sampler. ``loader.sampler`` is for users and subclasses that
         # read it: it yields the samples of this rank, as a DistributedSampler does.
         sampler = sharded_sampler.copy_without_batches(EpochPosition(0))
