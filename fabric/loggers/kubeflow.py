@@ -65,7 +65,7 @@ class KubeflowLogger:
         self._has_warned = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record the values, and send all values if the last request was five seconds ago.
+        """Record the values. Send all values unless a request was sent in the last five seconds.
 
         Args:
             metrics: the values by the names of the metrics.

@@ -62,7 +62,9 @@ class GradientWatch:
         self._reached.clear()
 
     def end_pass(self) -> set[int]:
-        """End the record of a backward pass. From now on, passes without ``Fabric`` are recorded.
+        """End the record of a backward pass of ``Fabric``.
+
+        Gradients that are recorded from now on come from passes without ``Fabric``.
 
         Returns:
             The ids of the parameters whose hooks were called in the pass.

@@ -345,9 +345,7 @@ class LossWeights:
                 for grads in local_gradients(optimizer):
                     unread_flags[window].extend(map(is_cleared, grads))
         for window, flags in unread_flags.items():
-            device = window.divisor.device
-            are_all_cleared = torch.stack([flag.to(device) for flag in flags]).all()
-            window.weight = torch.where(are_all_cleared, 0, window.weight)
+            window.weight = _weight_unless_cleared(window, flags)
 
     def _refuse_unknown_passes(self, optimizer: Optimizer) -> None:
         """Raise a UsageError if a pass without ``Fabric.backward`` added gradients to a window.
@@ -388,7 +386,10 @@ class LossWeights:
         windows: set[_Window | _Mark | None] = set()
         for optimizer in optimizers:
             state = self._states.get(optimizer)
-            windows.add(None if state is None else state.window)
+            if state is None:
+                windows.add(None)
+            else:
+                windows.add(state.window)
         if len(windows) > 1:
             self._refuse_loss(
                 "the optimizers have had different weighted losses since their last steps",
@@ -579,6 +580,21 @@ def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_cha
     # This rank has no gradients, or shards without elements, which cannot show that they were set
     # to zero.
     return state.had_weighted_gradients and has_changed
+
+
+def _weight_unless_cleared(window: _Window, flags: Sequence[Tensor]) -> Tensor:
+    """Return the weight of a window, or 0 if all of its gradients have been cleared.
+
+    The device chooses between the two, and is not waited for.
+
+    Args:
+        window: the window.
+        flags: for each gradient of the window, whether the gradient is cleared. Bool tensors
+            without dimensions, on the devices of the gradients.
+    """
+    device = window.divisor.device
+    are_all_cleared = torch.stack([flag.to(device) for flag in flags]).all()
+    return torch.where(are_all_cleared, 0, window.weight)
 
 
 def _drop_window(state: _OptimizerState) -> None:

@@ -383,7 +383,7 @@ def _has_same_norm_on_ranks(model: FabricModule) -> bool:
     """Return whether ``clip_gradients`` computes the same norm on all ranks."""
     contract = model._fabric_contract
     if contract is None:
-        return False
+        return False  # a copy of a set-up module, of which nothing is known
     # Ranks with gradients of their own, as under local SGD, have different norms. The norm of
     # sharded gradients is computed over all ranks.
     return contract.is_sharded or not contract.gradients_may_differ

@@ -125,8 +125,8 @@ class WeightSums:
         if self.reads_at_once:
             # Without CUDA, reading does not wait, and the error is raised in this step.
             self.check()
-        # With n ranks, a gradient is now sum(gradients of losses) / (n * divisor). Times the
-        # divisor, over the mean weight, it is sum(gradients of losses) / sum(weights).
+        # With n ranks, a gradient is now sum(gradients of losses) / (n * divisor). The factor
+        # divisor / mean_weight makes it sum(gradients of losses) / sum(weights).
         return StepFactors(
             factor=torch.where(is_valid, divisor / mean_weight, 0),
             next_divisor=_power_of_two_above(mean_weight),
