@@ -26,7 +26,7 @@ def adapters_of(user_module: nn.Module) -> list[str]:
 def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[str, str]:
     """Return the names of an adapter's tensors in the model, by their names in the adapter's file.
 
-    PEFT knows the names in the file. Its code runs on one rank alone, even for a sharded model.
+    PEFT knows the names in the file. Its code does not communicate, even for a sharded model.
 
     Args:
         user_module: the user's own module.

@@ -310,7 +310,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.nbytes == 0:
-        # The address may be null, and zlib.crc32() would start anew with a buffer at null.
+        # The address may be null, for which zlib.crc32() would ignore the checksum so far.
         return memoryview(b"")
     # torch itself gives access to the bytes only through numpy, which is optional.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

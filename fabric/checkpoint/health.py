@@ -50,6 +50,7 @@ def find_bad_tensor(state: State, content: PlainState, rank: int) -> BadTensor |
             trained.update(zip(leaf_paths(structure, name), leaves, strict=True))
     bad_tensor = _find_first_bad(trained, _is_not_finite, rank)
     if bad_tensor is None:
+        # Infinity is no bad value here: attention masks are buffers that hold -inf.
         bad_tensor = _find_first_bad(others, torch.isnan, rank)
     return bad_tensor
 

@@ -110,15 +110,15 @@ class Checkpoints:
     collective: every process must call them.
 
     A checkpoint is removed only after a newer one has been committed. A job that is killed at any
-    moment leaves at least one checkpoint that loads, if there was one, and at most ``keep + 3``
-    besides unhealthy ones and those that :meth:`restore` has skipped. The next job removes
-    everything else that it leaves. Other files in the folder are not touched. Of several
-    checkpoints of the same step the newest is kept. *Newest* means saved last, even if a run has
-    gone back to an earlier step.
+    moment leaves at least one checkpoint that loads, if there was one, and at most ``keep + 3``.
+    Unhealthy checkpoints and those that :meth:`restore` has skipped do not count. The next job
+    removes incomplete saves. Other files in the folder are not touched. Of several checkpoints of
+    the same step the newest is kept. *Newest* means saved last, even if a run has gone back to an
+    earlier step.
 
     The folder has two text files for shell scripts, ``latest`` and ``best``, with the names of
-    these checkpoints. What a text names stays until the save after the next one, so that a reader
-    of the text has the time of a save to open the checkpoint.
+    these checkpoints. A checkpoint stays for one more save after a text file has stopped naming it.
+    So a reader of the text has the time of a save to open the checkpoint.
 
     Args:
         running_session: returns the session of the job, which is started if necessary. The argument
@@ -157,7 +157,7 @@ class Checkpoints:
         self._stale_names: list[str] = []
         # Names of checkpoints that restore() has skipped as damaged. They are not removed in this
         # run: what looks like damage may be a fault of this machine.
-        self._passed_over: set[str] = set()
+        self._skipped_names: set[str] = set()
         with running_session("checkpoints").checkpoint_coordinator(phase="setup") as coordinator:
             # A pending save may write to this folder.
             coordinator.join_pending()
@@ -458,14 +458,14 @@ class Checkpoints:
         # the newest stays in this dict.
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
-        undamaged = [name for name in newest if name not in self._passed_over]
+        undamaged = [name for name in newest if name not in self._skipped_names]
         texts = self._latest_and_best()
         if texts != self._texts:
             # The checkpoints that the text files name until now stay until the next save: another
             # process may have read a name, and not opened the checkpoint yet.
             self._named_before = set(self._texts.values())
             self._texts = texts
-        retained: set[str | None] = {*undamaged[-self._keep :], *self._passed_over}
+        retained: set[str | None] = {*undamaged[-self._keep :], *self._skipped_names}
         retained |= self._named_before
         # Adds None if there is no best checkpoint, which does no harm: no checkpoint is named None.
         retained.add(self._best_checkpoint())
@@ -597,11 +597,11 @@ class Checkpoints:
                 coordinator.load(self._path / name, state)
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 problems.append(f"{self._path / name} is passed over: {error.problem}")
-                self._passed_over.add(name)
+                self._skipped_names.add(name)
                 # Without metrics, it is never the best checkpoint.
                 self._metrics[name] = {}
             else:
-                self._passed_over.discard(name)
+                self._skipped_names.discard(name)
                 problems.extend(self._problems_of_unhealthy(newer_than=name))
                 return name
         problems.extend(self._problems_of_unhealthy(newer_than=""))
@@ -617,10 +617,10 @@ class Checkpoints:
         return None
 
     def _problems_of_unhealthy(self, newer_than: str) -> list[str]:
-        """Return a sentence about each unhealthy checkpoint that is newer than a checkpoint.
+        """Return a sentence about each unhealthy checkpoint that is newer than ``newer_than``.
 
         An unhealthy checkpoint holds bad values, such as NaN, and is never restored. ``newer_than``
-        is the name of the other checkpoint. All names are newer than an empty one.
+        is the name of a checkpoint, or empty for sentences about all unhealthy checkpoints.
         """
         problems: list[str] = []
         for name, reason in self._unhealthy.items():

@@ -86,7 +86,9 @@ class StateDictStrategy(Protocol):
 
 @dataclass(frozen=True)
 class StateDicts:
-    """The state dicts of a job's objects, under its strategy and the user's own names.
+    """The state dicts of a job's objects, with the names of the user's own modules.
+
+    The names have no wrapper modules, such as those of ``torch.compile``.
 
     Attributes:
         strategy: reads and restores prepared modules and optimizers.
